@@ -22,7 +22,7 @@ from ._experiment import Row
 from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
 from ._registry import EXPERIMENTS
 from ._report import read_all
-from ._results import Result
+from ._results import Result, result_path
 from ._text import amount
 
 __all__ = ["FigurelessItem", "figureless_items", "machines", "readme_with_figures", "status", "table", "write_pages"]
@@ -64,14 +64,17 @@ def status(item: Item, results: Sequence[Result]) -> str:
     return {"whole": "reproduced", "in small": "reproduced in small", "otherwise": "comes out otherwise"}[item.state]
 
 
-def machines() -> dict[str, dict[str, Result]]:
-    """The results on CPUs, by machine and experiment."""
-    return {
+def machines(device: str | None = None) -> dict[str, dict[str, Result]]:
+    """The results by machine and experiment; those on ``cpu`` or ``cuda`` alone, where one is named."""
+    found = {
         folder.name: {
-            name: result for (name, device), result in read_all(folder, EXPERIMENTS).items() if device == "cpu"
+            name: result
+            for (name, _), result in read_all(folder, EXPERIMENTS).items()
+            if device in (None, result.device)
         }
         for folder in sorted(_RESULTS.iterdir())
     }
+    return {machine: results for machine, results in found.items() if results}
 
 
 def _row(result: Result, group: str, label: str) -> Row | None:
@@ -85,7 +88,7 @@ def _row(result: Result, group: str, label: str) -> Row | None:
 def table(name: str) -> list[str]:
     """A table of `measured.toml`, in Markdown: each machine's figure beside its peers', and the ratio."""
     rows = tomllib.loads((ROOT / "benchmarks" / "measured.toml").read_text(encoding="utf-8"))["row"]
-    results = machines()
+    results = machines("cuda" if name == "gpu" else "cpu")
     head = _line(("", *(_machine_name(machine) for machine in results.values())))
     shown = [row for row in rows if row["table"] == name]
     cells = ((row["what"], *(_cell(row, machine) for machine in results.values())) for row in shown)
@@ -107,9 +110,12 @@ def _cell(row: Mapping[str, Any], results: Mapping[str, Result]) -> str:
 
 def _machine_name(results: Mapping[str, Result]) -> str:
     """The processor, and when it was measured."""
-    machine = next(iter(results.values())).environment
+    first = next(iter(results.values()))
+    machine = first.environment
     dates = sorted(result.date[:10] for result in results.values())
     span = dates[0] if dates[0] == dates[-1] else f"{dates[0]} to {dates[-1]}"
+    if first.device == "cuda":
+        return f"{machine['gpu']['name']}, {span}"
     return f"{str(machine['cpu']).replace('(R)', '')}, {machine['cores']} cores, {span}"
 
 
@@ -125,7 +131,7 @@ def _item_lines(item: Item, results: Sequence[Result]) -> Iterator[str]:
     yield f"- Here: **{here}**{f', {ratio} times the published' if ratio else ''}; {status(item, results)}"
     yield f"- What ran: {ran}"
     yield f"- Command: {command}"
-    if item.why:
+    if ":" in how_far:
         yield f"- How far: {how_far}"
 
 
@@ -141,9 +147,9 @@ def _picture_lines(experiment: str, pictures: Path) -> Iterator[str]:
     target = pictures / f"{experiment}.png"
     if target.exists():
         return
-    dates = {machine: results[experiment].date for machine, results in machines().items() if experiment in results}
-    machine = max(dates, key=dates.__getitem__)
-    source = _RESULTS / machine / f"{experiment}.cpu.png"
+    results_of = {machine: results[experiment] for machine, results in machines().items() if experiment in results}
+    machine = max(results_of, key=lambda name: results_of[name].date)
+    source = result_path(_RESULTS / machine, experiment, results_of[machine].hardware).with_suffix(".png")
     if source.exists():
         shutil.copy(source, target)
         yield from ("", f"![{EXPERIMENTS[experiment].title}, {machine}](generated/{target.name})")
@@ -153,7 +159,7 @@ def write_pages(folder: Path) -> None:
     """Write ``papers.md`` and the tables that other pages include into a copy of ``docs/``."""
     generated = folder / "generated"
     generated.mkdir(exist_ok=True)
-    for name in ("reached", "jacobians", "recurrences", "scans"):
+    for name in ("reached", "jacobians", "recurrences", "scans", "gpu"):
         (generated / f"{name}.md").write_text("\n".join(table(name)) + "\n", encoding="utf-8")
     (generated / "commands.md").write_text(_commands(), encoding="utf-8")
     results = [result for machine in machines().values() for result in machine.values()]

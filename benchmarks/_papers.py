@@ -40,6 +40,8 @@ class Figure:
     smallest: bool = False
     #: What the figure is multiplied by, so that it has the unit of the paper's.
     times: float = 1.0
+    #: The paper's device: a result of this one is shown where there is one, else a result of the other.
+    device: str = "cpu"
 
     def of(self, rows: Iterable[Row]) -> tuple[Row, float] | None:
         """The row and its figure; None where there is none."""
@@ -87,7 +89,7 @@ class Item:
         return f"python -m benchmarks run {self.figure.experiment}"
 
 
-_GPU = "a CPU of two cores for the paper's GPUs"
+_CPU = "a CPU of two cores for the paper's GPUs"
 _DIGITS = "scikit-learn's digits for CIFAR-10"
 _PER_SAMPLE = "each sample has reduced blocks of its own, where the paper counts one for all"
 
@@ -168,8 +170,9 @@ ITEMS: tuple[Item, ...] = (
         Item(
             "thesis", "Figure 5.1", f"RNN, T = 1,000, B = 16, by {name}: an iteration, times as fast as by torch.nn",
             "2.17, RTX 2070",
-            Figure("recurrent_convergence", "RNN", "iteration by jacsparse", f"back-propagation / {layer}"),
-            2.17, "", "in small", f"{_GPU}; 600 iterations for 100,000, with a learning rate of 3e-4 for 3e-5",
+            Figure("recurrent_convergence", "RNN", "iteration by jacsparse", f"back-propagation / {layer}",
+                   device="cuda"),
+            2.17, "", "in small", "600 iterations for 100,000, with a learning rate of 3e-4 for 3e-5",
         )
         for name, layer in (("a scan over chunks", "jacsparse, scan chunked"),
                             ("a scan over steps", "jacsparse, scan blelloch"),
@@ -178,7 +181,8 @@ ITEMS: tuple[Item, ...] = (
     *(
         Item(
             "thesis", place, f"RNN: backward pass by {name}, loss on {loss}, times as fast as torch.nn's", published,
-            Figure("rnn_sensitivity", group, label, f"torch.nn / {layer}"), value, "", "in small", _GPU,
+            Figure("rnn_sensitivity", group, label, f"torch.nn / {layer}", device=device), value, "", "in small",
+            _CPU if device == "cpu" else "",
         )
         for place, group, published, value, losses in (
             ("section 5.1", "RNN, T = 1,000, B = 16", "4.53, RTX 2070", 4.53, ("the last state",)),
@@ -186,13 +190,12 @@ ITEMS: tuple[Item, ...] = (
         )
         for loss, label in (("the last state", "backward pass, loss on the last state"),
                             ("every step", "backward pass, loss on every step")) if loss in losses
-        for name, layer in (("a scan over chunks", "jacsparse chunked"), ("a scan over steps", "jacsparse blelloch"),
-                            ("auto: step after step", "jacsparse"))
+        for name, layer, device in (("a scan over chunks", "jacsparse chunked", "cuda"),
+                                    ("a scan over steps", "jacsparse blelloch", "cpu"), ("auto", "jacsparse", "cuda"))
     ),
     Item(
         "thesis", "Figure 5.2", "RNN: training step, times as fast as torch.nn's", "at most 2.75, RTX 2080 Ti",
-        Figure("rnn_sensitivity", "RNN", "training step", "torch.nn / jacsparse"), 2.75, "", "in small",
-        f"{_GPU}; step after step, no scan",
+        Figure("rnn_sensitivity", "RNN", "training step", "torch.nn / jacsparse", device="cuda"), 2.75, "", "in small",
     ),
     *(
         Item(
@@ -208,16 +211,16 @@ ITEMS: tuple[Item, ...] = (
         Item(
             "thesis", "Figure 5.4", f"GRU: backward pass by {name}, times as fast as torch.nn's",
             "at most 13.45, a GPU, without the overhead FO",
-            Figure("gru_breakdown", "set", "backward", f"torch.nn / {layer}"), 13.45, "", "in small", _GPU,
+            Figure("gru_breakdown", "set", "backward", f"torch.nn / {layer}", device="cuda"), 13.45, "", "in small",
         )
         for name, layer in (("a scan over chunks", "jacsparse chunked"), ("a scan over steps", "jacsparse blelloch"),
-                            ("auto: step after step", "jacsparse"))
+                            ("auto", "jacsparse"))
     ),
     Item(
         "thesis", "Figure 5.4", "GRU: training step, times as fast as torch.nn's",
         "at most 2.11, a GPU, without the overhead FO",
-        Figure("gru_breakdown", "set", "step", "torch.nn / jacsparse"), 2.11, "", "in small",
-        f"{_GPU}; step after step, no scan; with all overhead",
+        Figure("gru_breakdown", "set", "step", "torch.nn / jacsparse", device="cuda"), 2.11, "", "in small",
+        "with all overhead",
     ),
     *(
         Item(
@@ -375,7 +378,7 @@ ITEMS: tuple[Item, ...] = (
         for network, modules, share in (("resnet110", 2, 0.32 + 0.68 / 2), ("resnet56", 2, 0.32 + 0.68 / 2),
                                         ("resnet56", 3, 0.32 + 0.68 / 3), ("resnet56", 4, 0.32 + 0.68 / 4))
         for what, label, why in (
-            ("measured", "measured", _GPU) if modules == 2 else (
+            ("measured", "measured", _CPU) if modules == 2 else (
                 "forward passes overlapping", "simulated", "simulated from measured modules: two cores run two"),
             ("T_F + largest T_B", "predicted", "Table 1 with measured modules, which wait for all forward passes"),
         )
@@ -448,8 +451,8 @@ def experiments_of(paper: str) -> list[str]:
 
 
 def shown_figure(item: Item, results: Sequence[Result]) -> tuple[Result, Row, float] | None:
-    """An item's figure in the newest of some results that has it, with its row; None where no result has it."""
-    for result in sorted(results, key=lambda each: each.date, reverse=True):
+    """An item's figure with its row, in the newest result of the paper's device, or else of another; None without."""
+    for result in sorted(results, key=lambda each: (each.device == item.figure.device, each.date), reverse=True):
         if result.experiment == item.figure.experiment and (found := item.figure.of(result.rows)) is not None:
             return result, *found
     return None
@@ -461,13 +464,17 @@ COLUMNS = ("item", "published", "here", "here / published", "what ran", "how far
 
 def item_cells(item: Item, results: Sequence[Result]) -> tuple[str, ...]:
     """The texts of an item, one for each of `COLUMNS`."""
-    shown, how_far = shown_figure(item, results), f"{item.state}: {item.why}" if item.why else item.state
-    place = f"{item.place}: {item.what}"
+    shown, place = shown_figure(item, results), f"{item.place}: {item.what}"
+    device = "" if shown is None or item.figure.device == "cpu" else _CPU if shown[0].device == "cpu" else "another GPU"
+    how_far = ": ".join(filter(None, (item.state, "; ".join(filter(None, (device, item.why))))))
     if shown is None:
         return place, item.published, "not measured yet", "", "", how_far, f"`{item.command}`"
     result, row, figure = shown
     ratio = "" if item.value is None else ratio_text(figure / item.value)
     unit = item.unit or ("" if item.figure.comparison or item.figure.entry else row.unit)
-    machine = f"{result.environment.get('cpu')}, {result.environment.get('cores')} core(s), {result.date[:10]}"
-    ran = "; ".join(part for part in (row.group, row.label, str(row.data.get("ran", "")), machine) if part)
+    machine = f"{result.environment.get('cpu')}, {result.environment.get('cores')} core(s)"
+    if result.device == "cuda":
+        machine = str((result.environment.get("gpu") or {}).get("name"))
+    parts = (row.group, row.label, str(row.data.get("ran", "")), f"{machine}, {result.date[:10]}")
+    ran = "; ".join(filter(None, parts))
     return place, item.published, amount(figure, unit), ratio, ran, how_far, f"`{item.command}`"

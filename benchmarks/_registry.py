@@ -22,7 +22,7 @@ from .rnn_sensitivity import RnnSensitivity
 from .simulation import SimulatedTraining
 from .sparse_convergence import SparseConvergence
 from .sparse_jacobian import SparseJacobian
-from .sparse_networks import SparseInference, SparseTraining
+from .sparse_networks import SparseCrossover, SparseInference, SparseTraining
 from .spgemm import Spgemm
 from .stiff_equations import StiffEquations
 from .triangular_costs import TriangularCosts
@@ -40,6 +40,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         WholeJacobian(),
         SparseJacobian(),
         SparseTraining(),
+        SparseCrossover(),
         SparseInference(),
         SparseConvergence(),
         DiscretisedEquations(),

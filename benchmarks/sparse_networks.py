@@ -28,7 +28,7 @@ from ._sparse_peers import (
 )
 from ._workloads import pruned_resnet18, whole_pruned_vgg11
 
-__all__ = ["PrunedNetwork", "SparseInference", "SparseTraining"]
+__all__ = ["PrunedNetwork", "SparseCrossover", "SparseInference", "SparseTraining"]
 
 _DENSE, _COMPILED, _OURS = "PyTorch, dense with masks", "PyTorch, dense, torch.compile", "jacsparse.sparsify"
 
@@ -152,6 +152,64 @@ def _step(model: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> Callable[
         optimizer.step()
 
     return step
+
+
+@dataclass(frozen=True)
+class SparseCrossover(Experiment):
+    """From which share of pruned weights on a step of sparse layers is faster, for small and large batches."""
+
+    shares: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99)
+    batches: tuple[int, ...] = (1, 4, 16, 64, 128)
+    build: Callable[[float], nn.Module] = whole_pruned_vgg11
+    input_shape: tuple[int, ...] = (3, 32, 32)
+    #: Of each function's runs.
+    seconds: float = 1.0
+
+    name = "sparse_crossover"
+    title = "Training steps of VGG-11 by the share of pruned weights and by batch"
+    source = "Nikdan et al., SparseProp (2023): from which sparsity on it is faster"
+
+    def run(self, context: Context) -> list[Row]:
+        return [row for batch in self.batches for share in self.shares for row in self._rows(share, batch, context)]
+
+    def _rows(self, share: float, batch: int, context: Context) -> list[Row]:
+        group = f"batch {batch}, {100 * share:g} % pruned"
+        model, x = self.build(share).train(), torch.randn(batch, *self.input_shape)
+        targets = torch.randint(0, 2, (batch,))
+        calls = {
+            _DENSE: _step(self.build(share).train(), x, targets),
+            _OURS: _step(jacsparse.sparsify(model, x), x, targets),
+        }
+        timings = context.under(group).times(calls, seconds=self.seconds)
+        dense = Row.timed(_DENSE, timings[_DENSE], group=group, role="peer")
+        ours = Row.timed(_OURS, timings[_OURS], group=group, data={"share": share, "batch": batch})
+        return [replace(ours, comparisons=compare("dense / jacsparse", dense, ours, at_least=0.95)), dense]
+
+    def figure(self, rows: Sequence[Row], path: Path) -> None:
+        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
+
+        figure, axes = new_figure(7.0, 4.4)
+        for batch, colour in zip(self.batches, (SKY, BLUE, GREEN, ORANGE, PURPLE), strict=False):
+            # Left of the axis are the weights that are left.
+            points = [
+                (100 * (1 - row.data["share"]), row.comparisons[0].ratio)
+                for row in rows
+                if row.data.get("batch") == batch and row.comparisons
+            ]
+            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=f"batch {batch}")
+        axes.axhline(1.0, color="black", linewidth=1)
+        axes.set(xscale="log", yscale="log", xlabel="weights of the convolutions that are left, %")
+        axes.set_ylabel("times as fast as dense PyTorch with masks")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter("{x:g}")
+        axes.set_xticks([100 * (1 - share) for share in self.shares])
+        axes.set_yticks([1, 2, 5, 10, 20])
+        axes.minorticks_off()
+        axes.invert_xaxis()
+        axes.grid(alpha=0.25)
+        axes.legend(fontsize=8, frameon=False)
+        figure.suptitle(self.title, fontsize=10)
+        save_figure(figure, path)
 
 
 @dataclass(frozen=True)

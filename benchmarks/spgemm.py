@@ -305,8 +305,10 @@ def _step(
         return [Row.missing(f"{name}: multiply", "a factor was not made", group=group)]
     left, right = jacobians[step.left], jacobians[step.right]
     a, b = left.pattern, right.pattern
-    plan = plan_product(a, b, winners=True)
-    needed, device, first = plan.nbytes + 8 * plan.pattern.nnz, context.device, MODES[context.device][0]
+    plan, device, first = plan_product(a, b, winners=True), context.device, MODES[context.device][0]
+    if plan.device_method != plan.method and device == "cuda":
+        plan = plan_product(a, b, method=plan.device_method)
+    needed = plan.nbytes + 8 * plan.pattern.nnz
     if needed > _available(device) // 2:
         return [Row.missing(f"{name}: multiply", f"it needs {needed / 2**30:.1f} GiB", group=group)]
     a_values = _operand(step.left, plan.selects_left, jacobians, winners)

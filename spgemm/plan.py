@@ -34,19 +34,20 @@ class ProductPlan:
         The pattern of the product.
     flop : int
         Floating-point operations of the product: 2 for each pair of stored entries that meets.
-    method : str
-        The name of the method that multiplies.
+    method, device_method : str
+        The names of the methods that multiply on the CPU and on CUDA devices.
     nbytes : int
-        Bytes of the plan's index arrays, without those of the three patterns.
+        Bytes of the index arrays for the CPU, without those of the three patterns.
     selects_left, selects_right : bool
         Whether the values of the left or right factor are winners, for the method ``select``.
     """
 
-    def __init__(self, product: Product, method: type[Method]) -> None:
+    def __init__(self, product: Product, method: type[Method], device_method: type[Method]) -> None:
         self.a, self.b, self.pattern = product.a, product.b, product.c
         self.flop = 2 * product.multiply_adds
         self.method = method.name
-        self._method = method(product)
+        self.device_method = device_method.name
+        self._product, self._method = product, method(product)
         self.nbytes = method.index_nbytes(product)
         self.selects_left = self._method.winners == "a"
         self.selects_right = self._method.winners == "b"
@@ -84,7 +85,8 @@ class ProductPlan:
         Where a tensor requires grad, the product is part of autograd, with gradients of any order of both factors.
 
         Values have the same bits on any number of threads and for any batch, since multiply-adds are added in the order
-        of A's and B's entries. For two full factors, the order is BLAS's. A guaranteed zero of the product stays zero
+        of A's and B's entries; on a CUDA device at each run, while long sums of small batches are added by halves
+        there. For two full factors, the order is BLAS's. A guaranteed zero of the product stays zero
         whatever the values are; at a stored entry, zero times infinity is NaN.
 
         Examples
@@ -112,10 +114,14 @@ class ProductPlan:
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):
-            self._method.multiply_on_device(left, right, c)
+            self._on_device.multiply_on_device(left, right, c)
         else:
             self._method.multiply(left, right, c)
         return returned
+
+    @functools.cached_property
+    def _on_device(self) -> Method:
+        return self._method if self.device_method == self.method else METHODS[self.device_method](self._product)
 
     @functools.cached_property
     def _form(self) -> ProductForm:
@@ -167,7 +173,8 @@ class ProductPlan:
         try:
             if method not in METHODS:
                 raise ValueError(f"method is {method!r}")
-            return plan_product(*factors, method=method)
+            plan = plan_product(*factors)
+            return plan if plan.method == method else plan_product(*factors, method=method)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: no valid product plan: {error}") from error
 
@@ -207,7 +214,8 @@ def plan_product(
         ``select`` (a factor is max-pooling's transposed Jacobian), ``scale`` (a factor is diagonal), ``dense`` (a
         factor is full), ``slots`` (stores a place in C's row for each multiply-add: the fastest), ``merge`` (stores a
         list of pairs for each entry of C), ``rowwise`` (stores nothing for each multiply-add), or ``auto``: the first
-        of scale, dense, slots and rowwise that applies and fits into `memory_limit`.
+        of scale, dense, slots and rowwise that applies and fits into `memory_limit`. On CUDA devices, merge takes the
+        place of the last two where it fits: a thread for each entry is several times as fast there.
     memory_limit : int, optional
         Bytes of index arrays that ``auto`` may use beside those of the patterns; 1 GiB by default.
     winners : bool
@@ -260,7 +268,7 @@ def planned(
         obstacle = chosen.obstacle(product)
         if obstacle:
             raise ValueError(f"method {method!r} does not apply: {obstacle}")
-        return ProductPlan(product, chosen)
+        return ProductPlan(product, chosen, _for_devices(product, limit, chosen) if method == "auto" else chosen)
 
     if closed or not cache:
         # A diagonal or full factor gives the product's pattern at once, so that even a key would cost more.
@@ -282,6 +290,12 @@ def check_limit(memory_limit: int | None) -> int:
     if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
         raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
     return memory_limit
+
+
+def _for_devices(product: Product, limit: int, method: type[Method]) -> type[Method]:
+    """What multiplies on CUDA devices in a method's place: lists of pairs for each entry of C, where they fit."""
+    other = METHODS.get(method.on_device or "", method)
+    return other if other.index_nbytes(product) <= limit else method
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:

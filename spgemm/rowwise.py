@@ -66,6 +66,7 @@ class Rowwise(Method):
 
     name = "rowwise"
     automatic = True
+    on_device = "merge"
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:

@@ -89,6 +89,7 @@ class Slots(Method):
 
     name = "slots"
     automatic = True
+    on_device = "merge"
 
     @classmethod
     def _slot_dtype(cls, product: Product) -> np.dtype:
@@ -181,6 +182,7 @@ class Select(Slots):
 
     name = "select"
     automatic = selects = True
+    on_device = None
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:

@@ -48,7 +48,7 @@ from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.sparse_convergence import SparseConvergence
 from benchmarks.sparse_jacobian import Case, SparseJacobian
-from benchmarks.sparse_networks import PrunedNetwork, SparseInference, SparseTraining
+from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_costs import TriangularCosts
@@ -73,7 +73,13 @@ def small_classifier() -> nn.Module:
 
 
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
-SMALL_PRUNED = PrunedNetwork("small", lambda: nn.Sequential(small_network(), nn.Flatten()), (3,), (2, 6, 6))
+
+
+def small_pruned(share: float = 0.9) -> nn.Module:
+    return nn.Sequential(small_network(), nn.Flatten())
+
+
+SMALL_PRUNED = PrunedNetwork("small", small_pruned, (3,), (2, 6, 6))
 
 
 def small_training(seed: int) -> TrainSettings:
@@ -88,6 +94,7 @@ SMALL: list[Experiment] = [
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     SparseJacobian(cases=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
+    SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(cases=(SizedEquation("power_flow", 5, at_most=1.5),), compiled=False),

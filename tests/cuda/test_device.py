@@ -109,7 +109,8 @@ def change(work: Work) -> None:
     """Other numbers in the same memory."""
     with torch.no_grad():
         for tensor in work.inputs:
-            tensor.copy_(torch.randn(tensor.shape).to(tensor))
+            # Small ones: products of many steps' matrices stay finite.
+            tensor.copy_(0.3 * torch.randn(tensor.shape).to(tensor))
 
 
 @pytest.mark.gpu
@@ -169,10 +170,12 @@ def test_observed_flop() -> None:
 def test_the_largest_states(kind: str) -> None:
     x = torch.randn(5, 2, 3, device=DEVICE)
     with pytest.raises(ValueError, match="hidden_size is 129"):
-        getattr(jacsparse.nn, kind)(3, 129).to(DEVICE)(x)
-    ours, theirs = (getattr(module, kind)(3, 128).to(DEVICE) for module in (jacsparse.nn, nn))
-    ours.load_state_dict(theirs.state_dict())
-    torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-4, atol=1e-5)
+        getattr(jacsparse.nn, kind)(3, 129, schedule="sequential").to(DEVICE)(x)
+    # Larger states are cuDNN's where nobody asked for a schedule.
+    for size in (128, 129):
+        ours, theirs = (getattr(module, kind)(3, size).to(DEVICE) for module in (jacsparse.nn, nn))
+        ours.load_state_dict(theirs.state_dict())
+        torch.testing.assert_close(ours(x)[0], theirs(x)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.gpu
