@@ -19,7 +19,8 @@ import typer
 from jacsparse.cli import app
 
 from ._experiment import Row
-from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
+from ._paper_items import Item, item_cells, shown_figure
+from ._papers import ITEMS, PAPERS
 from ._registry import EXPERIMENTS
 from ._report import read_all
 from ._results import Result, result_path

@@ -1,16 +1,10 @@
-"""The papers, item by item: what each prints, and which row of which experiment stands beside it."""
+"""The papers, item by item: what each prints, and where its figure is among the experiments' rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from ._paper_items import ON_A_CPU, Figure, Item
 
-from ._experiment import Row
-from ._results import Result
-from ._text import amount, ratio_text
-
-__all__ = ["ITEMS", "PAPERS", "Figure", "Item", "experiments_of", "item_cells", "shown_figure"]
+__all__ = ["ITEMS", "PAPERS", "experiments_of"]
 
 PAPERS = {
     "thesis": "Wang (2020): back-propagation by parallel scan (BPPSA), the thesis and its poster",
@@ -19,77 +13,6 @@ PAPERS = {
     "ddg": "Huo et al. (2018): decoupled parallel backpropagation (delayed gradients, DDG)",
 }
 
-#: How an item is shown here: as the paper has it; with less data, fewer steps or on another device; or as the paper has
-#: it, and what is printed does not hold.
-State = Literal["whole", "in small", "otherwise"]
-
-
-@dataclass(frozen=True)
-class Figure:
-    """Where a figure stands among an experiment's rows; of several rows, the largest or the smallest is taken."""
-
-    experiment: str
-    #: What the row's group and its label begin with.
-    group: str = ""
-    label: str = ""
-    #: The comparison whose ratio is the figure, or the entry of the row's data; without both, it is the row's median.
-    comparison: str = ""
-    entry: str = ""
-    #: What the row's data hold, each with its value.
-    data: Mapping[str, Any] = field(default_factory=dict)
-    smallest: bool = False
-    #: What the figure is multiplied by, so that it has the unit of the paper's.
-    times: float = 1.0
-    #: The paper's device: a result of this one is shown where there is one, else a result of the other.
-    device: str = "cpu"
-
-    def of(self, rows: Iterable[Row]) -> tuple[Row, float] | None:
-        """The row and its figure; None where there is none."""
-        found = [
-            (row, self.times * value)
-            for row in rows
-            if row.group.startswith(self.group)
-            and row.label.startswith(self.label)
-            and all(row.data.get(name) == value for name, value in self.data.items())
-            and (value := self._value(row)) is not None
-        ]
-        pick = min if self.smallest else max
-        return pick(found, key=lambda pair: pair[1], default=None)
-
-    def _value(self, row: Row) -> float | None:
-        if self.entry:
-            return row.data.get(self.entry)
-        if not self.comparison:
-            return row.median
-        return next((each.ratio for each in row.comparisons if each.text == self.comparison), None)
-
-
-@dataclass(frozen=True)
-class Item:
-    """An algorithm, equation, table or figure of a paper, with one of its published values."""
-
-    paper: str
-    #: Where it stands in the paper.
-    place: str
-    #: What the value is of.
-    what: str
-    #: As printed, with its device where it is a time.
-    published: str
-    figure: Figure
-    #: The printed value as a number, where there is one to divide by.
-    value: float | None = None
-    unit: str = ""
-    state: State = "whole"
-    #: What differs from the paper.
-    why: str = ""
-
-    @property
-    def command(self) -> str:
-        """The command that makes the figure."""
-        return f"python -m benchmarks run {self.figure.experiment}"
-
-
-_CPU = "a CPU of two cores for the paper's GPUs"
 _DIGITS = "scikit-learn's digits for CIFAR-10"
 _PER_SAMPLE = "each sample has reduced blocks of its own, where the paper counts one for all"
 
@@ -182,7 +105,7 @@ ITEMS: tuple[Item, ...] = (
         Item(
             "thesis", place, f"RNN: backward pass by {name}, loss on {loss}, times as fast as torch.nn's", published,
             Figure("rnn_sensitivity", group, label, f"torch.nn / {layer}", device=device), value, "", "in small",
-            _CPU if device == "cpu" else "",
+            ON_A_CPU if device == "cpu" else "",
         )
         for place, group, published, value, losses in (
             ("section 5.1", "RNN, T = 1,000, B = 16", "4.53, RTX 2070", 4.53, ("the last state",)),
@@ -378,7 +301,7 @@ ITEMS: tuple[Item, ...] = (
         for network, modules, share in (("resnet110", 2, 0.32 + 0.68 / 2), ("resnet56", 2, 0.32 + 0.68 / 2),
                                         ("resnet56", 3, 0.32 + 0.68 / 3), ("resnet56", 4, 0.32 + 0.68 / 4))
         for what, label, why in (
-            ("measured", "measured", _CPU) if modules == 2 else (
+            ("measured", "measured", ON_A_CPU) if modules == 2 else (
                 "forward passes overlapping", "simulated", "simulated from measured modules: two cores run two"),
             ("T_F + largest T_B", "predicted", "Table 1 with measured modules, which wait for all forward passes"),
         )
@@ -448,33 +371,3 @@ def experiments_of(paper: str) -> list[str]:
     if paper != "all" and paper not in PAPERS:
         raise ValueError(f"no paper is named {paper!r}; known are {', '.join((*PAPERS, 'all'))}")
     return list(dict.fromkeys(item.figure.experiment for item in ITEMS if paper in ("all", item.paper)))
-
-
-def shown_figure(item: Item, results: Sequence[Result]) -> tuple[Result, Row, float] | None:
-    """An item's figure with its row, in the newest result of the paper's device, or else of another; None without."""
-    for result in sorted(results, key=lambda each: (each.device == item.figure.device, each.date), reverse=True):
-        if result.experiment == item.figure.experiment and (found := item.figure.of(result.rows)) is not None:
-            return result, *found
-    return None
-
-
-#: The columns of an item's texts.
-COLUMNS = ("item", "published", "here", "here / published", "what ran", "how far", "command")
-
-
-def item_cells(item: Item, results: Sequence[Result]) -> tuple[str, ...]:
-    """The texts of an item, one for each of `COLUMNS`."""
-    shown, place = shown_figure(item, results), f"{item.place}: {item.what}"
-    device = "" if shown is None or item.figure.device == "cpu" else _CPU if shown[0].device == "cpu" else "another GPU"
-    how_far = ": ".join(filter(None, (item.state, "; ".join(filter(None, (device, item.why))))))
-    if shown is None:
-        return place, item.published, "not measured yet", "", "", how_far, f"`{item.command}`"
-    result, row, figure = shown
-    ratio = "" if item.value is None else ratio_text(figure / item.value)
-    unit = item.unit or ("" if item.figure.comparison or item.figure.entry else row.unit)
-    machine = f"{result.environment.get('cpu')}, {result.environment.get('cores')} core(s)"
-    if result.device == "cuda":
-        machine = str((result.environment.get("gpu") or {}).get("name"))
-    parts = (row.group, row.label, str(row.data.get("ran", "")), f"{machine}, {result.date[:10]}")
-    ran = "; ".join(filter(None, parts))
-    return place, item.published, amount(figure, unit), ratio, ran, how_far, f"`{item.command}`"

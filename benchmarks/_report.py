@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from ._experiment import Experiment, Row
-from ._papers import COLUMNS as ITEM_COLUMNS
-from ._papers import ITEMS, PAPERS, item_cells
+from ._paper_items import COLUMNS as ITEM_COLUMNS
+from ._paper_items import item_cells
+from ._papers import ITEMS, PAPERS
 from ._results import Result, read, result_path
 from ._text import COLUMNS, amount, cells
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import typer
+
 if TYPE_CHECKING:
     import torch
     from torch import nn
@@ -36,7 +38,6 @@ def load_model(
     import torch
 
     from .. import models
-    from ..runtime import announce
     from ..stages import check_shape
 
     sizes = None
@@ -55,7 +56,9 @@ def load_model(
     elif ":" in name:
         module = _from_factory(name)
         if sizes is None:
-            announce(f"a sample has the sizes {','.join(map(str, shape))}; --input names others")
+            # In a log, too: an error that follows may come from these sizes.
+            sizes_taken = ",".join(map(str, shape))
+            typer.echo(f"jacsparse: a sample has the sizes {sizes_taken}; --input names others", err=True)
         if checkpoint is not None:
             models.load_weights(module, checkpoint)
     else:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks._pages import FigurelessItem, figureless_items, machines, readme_with_figures, status, table
-from benchmarks._papers import ITEMS, PAPERS, Item
+from benchmarks._paper_items import Item
+from benchmarks._papers import ITEMS, PAPERS
 
 ROOT = Path(__file__).parent.parent.parent
 
