@@ -6,6 +6,7 @@ papers that are no figures are in ``tests/reference/items.toml``.
 
 from __future__ import annotations
 
+import math
 import shutil
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -79,11 +80,15 @@ def machines(device: str | None = None) -> dict[str, dict[str, Result]]:
 
 
 def _row(result: Result, group: str, label: str) -> Row | None:
-    """The first row whose group begins with `group`, and whose label, or what follows its colon, is `label`."""
-    for row in result.rows:
-        if row.group.startswith(group) and (fnmatchcase(row.label, label) or row.label.endswith(f": {label}")):
-            return row
-    return None
+    """The fastest row of a label, or with it behind a colon, in the first group whose name begins with `group`."""
+    rows = [
+        row
+        for row in result.rows
+        if row.group.startswith(group) and (fnmatchcase(row.label, label) or row.label.endswith(f": {label}"))
+    ]
+    return min(
+        (row for row in rows if row.group == rows[0].group), key=lambda row: row.median or math.inf, default=None
+    )
 
 
 def table(name: str) -> list[str]:

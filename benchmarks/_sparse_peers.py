@@ -57,16 +57,18 @@ def deepsparse_call(model: nn.Module, x: torch.Tensor, folder: str) -> Callable[
         from deepsparse import compile_model
     except ImportError as error:
         raise ImportError("DeepSparse is not installed; it needs Python 3.11 and an environment of its own") from error
-    engine = compile_model(_exported(model, x, folder), batch_size=len(x), num_cores=torch.get_num_threads())
+    # It reads no newer ones.
+    path = _exported(model, x, folder, opset=13)
+    engine = compile_model(path, batch_size=len(x), num_cores=torch.get_num_threads())
     inputs = [x.numpy()]
     return lambda: engine.run(inputs)
 
 
-def _exported(model: nn.Module, x: torch.Tensor, folder: str) -> str:
+def _exported(model: nn.Module, x: torch.Tensor, folder: str, opset: int | None = None) -> str:
     try:
         import onnx  # noqa: F401
     except ImportError as error:
         raise ImportError("onnx is not installed: pip install onnx") from error
     path = f"{folder}/model.onnx"
-    torch.onnx.export(without_masks(model), (x,), path, dynamo=False)
+    torch.onnx.export(without_masks(model), (x,), path, dynamo=False, opset_version=opset)
     return path

@@ -64,6 +64,8 @@ def _small_cnn() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU())
 
 
+#: Seconds from which on a function is run once where others run several times.
+_LONG = 5.0
 _VGG = "pruned VGG-11 features, 512 × 3072"
 
 
@@ -81,7 +83,7 @@ class WholeJacobian(Experiment):
         Network("perceptron of two layers, 32 × 64", _perceptron, (64,)),
         Network("small CNN, 200 × 144", _small_cnn, (1, 12, 12)),
     )
-    #: Numbers of rows that autograd may compute at once.
+    #: Numbers of rows that autograd may compute at once; that of the shortest first run is timed.
     chunks: tuple[int, ...] = (16, 64, 256)
 
     name = "whole_jacobian"
@@ -105,17 +107,19 @@ class WholeJacobian(Experiment):
             rows = torch.func.jacrev(lambda x: module(x).sum(0), chunk_size=chunk)
             return lambda: rows(x).detach()
 
-        peers = {f"chunks of {chunk}": autograd(chunk) for chunk in self.chunks}
-        functions = {"ours": ours, _PREPARED: lambda: prepared.values(x), **peers}
-        _check(jacsparse.jacobian(module, x), functions[f"chunks of {self.chunks[0]}"]())
-        timings = context.under(network.label).times(functions)
-        peer_rows = [
-            Row.timed(f"{PEER}, {label}", timing, group=network.label, role="peer")
-            for label, timing in timings.items()
-            if label in peers
-        ]
-        timed = [row for row in peer_rows if row.median is not None]
-        best = min(timed, key=lambda row: row.median or 0.0) if timed else peer_rows[0]
+        seconds = {}
+        for chunk in self.chunks:
+            context.say(f"{network.label}: {PEER}, chunks of {chunk}")
+            begin = time.perf_counter()
+            expected = autograd(chunk)()
+            seconds[chunk] = time.perf_counter() - begin
+        _check(jacsparse.jacobian(module, x), expected)
+        chunk = min(seconds, key=seconds.__getitem__)
+        label = f"{PEER}, chunks of {chunk}"
+        functions = {"ours": ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)}
+        rounds = context.rounds if seconds[chunk] < _LONG else 1
+        timings = replace(context.under(network.label), rounds=rounds).times(functions)
+        best = Row.timed(label, timings[label], group=network.label, role="peer")
         chain = chain_of(module, network.input_shape)
         accumulation = chain.accumulation
         backward = _backward_multiply_adds(chain)
@@ -132,13 +136,12 @@ class WholeJacobian(Experiment):
         )
         faster = compare(f"{PEER}, the fastest / ours", best, row, at_least=network.at_least)
         of_prepared = Row.timed(_PREPARED, timings[_PREPARED], group=network.label)
-        chunk = int(best.label.rpartition(" ")[2])
         return [
             replace(row, comparisons=faster),
             replace(of_prepared, comparisons=compare(f"{_PREPARED} / {_LATER}", of_prepared, row, at_most=1.0)),
             *_first_calls(network, x),
-            *peer_rows,
-            *_memory(network, ours, autograd(chunk), best.label),
+            best,
+            *_memory(network, ours, autograd(chunk), label),
         ]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
@@ -190,7 +193,10 @@ def _memory(
     group, rows = f"{network.label}: memory", []
     for name, function, role in ((_LATER, ours, "ours"), (label, autograd, "peer")):
         try:
-            nbytes = min(peak_memory(function) for _ in range(3))
+            begin = time.perf_counter()
+            nbytes = peak_memory(function)
+            repeated = 2 if time.perf_counter() - begin < _LONG else 0
+            nbytes = min([nbytes, *(peak_memory(function) for _ in range(repeated))])
         except (OSError, AttributeError) as error:
             rows.append(Row.missing(name, reason(error), group=group, role=role))
         else:
