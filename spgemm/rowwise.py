@@ -5,6 +5,8 @@ Each thread sums a row of `C` in an array over all columns, then gathers the row
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 
@@ -66,7 +68,7 @@ class Rowwise(Method):
 
     name = "rowwise"
     automatic = True
-    on_device = "merge"
+    on_device: ClassVar[str | None] = "merge"
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:

@@ -9,6 +9,8 @@ Lower bound: 2 bytes of slot, one load, multiply, add and store for each multipl
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import numpy as np
 import torch
 
@@ -89,7 +91,7 @@ class Slots(Method):
 
     name = "slots"
     automatic = True
-    on_device = "merge"
+    on_device: ClassVar[str | None] = "merge"
 
     @classmethod
     def _slot_dtype(cls, product: Product) -> np.dtype:
