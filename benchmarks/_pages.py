@@ -68,7 +68,7 @@ def status(item: Item, results: Sequence[Result]) -> str:
 
 def machines(device: str | None = None) -> dict[str, dict[str, Result]]:
     """The results by machine and experiment; those on ``cpu`` or ``cuda`` alone, where one is named."""
-    found = {
+    by_folder = {
         folder.name: {
             name: result
             for (name, _), result in read_all(folder, EXPERIMENTS).items()
@@ -76,7 +76,7 @@ def machines(device: str | None = None) -> dict[str, dict[str, Result]]:
         }
         for folder in sorted(_RESULTS.iterdir())
     }
-    return {machine: results for machine, results in found.items() if results}
+    return {machine: results for machine, results in by_folder.items() if results}
 
 
 def _row(result: Result, group: str, label: str) -> Row | None:
@@ -137,7 +137,7 @@ def _item_lines(item: Item, results: Sequence[Result]) -> Iterator[str]:
     yield f"- Here: **{here}**{f', {ratio} times the published' if ratio else ''}; {status(item, results)}"
     yield f"- What ran: {ran}"
     yield f"- Command: {command}"
-    if ":" in how_far:
+    if how_far != item.state:
         yield f"- How far: {how_far}"
 
 

@@ -41,7 +41,7 @@ class Figure:
 
     def of(self, rows: Iterable[Row]) -> tuple[Row, float] | None:
         """The row and its figure; None where there is none."""
-        found = [
+        figures = [
             (row, self.times * value)
             for row in rows
             if row.group.startswith(self.group)
@@ -50,7 +50,7 @@ class Figure:
             and (value := self._value(row)) is not None
         ]
         pick = min if self.smallest else max
-        return pick(found, key=lambda pair: pair[1], default=None)
+        return pick(figures, key=lambda pair: pair[1], default=None)
 
     def _value(self, row: Row) -> float | None:
         if self.entry:

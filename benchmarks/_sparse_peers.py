@@ -57,7 +57,7 @@ def deepsparse_call(model: nn.Module, x: torch.Tensor, folder: str) -> Callable[
         from deepsparse import compile_model
     except ImportError as error:
         raise ImportError("DeepSparse is not installed; it needs Python 3.11 and an environment of its own") from error
-    # It reads no newer ones.
+    # It reads no newer set of operators.
     path = _exported(model, x, folder, opset=13)
     engine = compile_model(path, batch_size=len(x), num_cores=torch.get_num_threads())
     inputs = [x.numpy()]

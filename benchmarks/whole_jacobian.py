@@ -64,7 +64,7 @@ def _small_cnn() -> nn.Module:
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU())
 
 
-#: Seconds from which on a function is run once where others run several times.
+#: Seconds from which on autograd is run once where it runs several times otherwise.
 _LONG = 5.0
 _VGG = "pruned VGG-11 features, 512 × 3072"
 
@@ -141,7 +141,7 @@ class WholeJacobian(Experiment):
             replace(of_prepared, comparisons=compare(f"{_PREPARED} / {_LATER}", of_prepared, row, at_most=1.0)),
             *_first_calls(network, x),
             best,
-            *_memory(network, ours, autograd(chunk), label),
+            *_memory(network, ours, autograd(chunk), label, rounds),
         ]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
@@ -187,16 +187,13 @@ def _check(jacobian: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
 
 
 def _memory(
-    network: Network, ours: Callable[[], object], autograd: Callable[[], object], label: str
+    network: Network, ours: Callable[[], object], autograd: Callable[[], object], label: str, rounds: int
 ) -> tuple[Row, ...]:
     """Rows of the memory that each function needs at its peak, including its result."""
     group, rows = f"{network.label}: memory", []
     for name, function, role in ((_LATER, ours, "ours"), (label, autograd, "peer")):
         try:
-            begin = time.perf_counter()
-            nbytes = peak_memory(function)
-            repeated = 2 if time.perf_counter() - begin < _LONG else 0
-            nbytes = min([nbytes, *(peak_memory(function) for _ in range(repeated))])
+            nbytes = min(peak_memory(function) for _ in range(rounds))
         except (OSError, AttributeError) as error:
             rows.append(Row.missing(name, reason(error), group=group, role=role))
         else:

@@ -86,8 +86,8 @@ class ProductPlan:
 
         Values have the same bits on any number of threads and for any batch, since multiply-adds are added in the order
         of A's and B's entries; on a CUDA device at each run, while long sums of small batches are added by halves
-        there. For two full factors, the order is BLAS's. A guaranteed zero of the product stays zero
-        whatever the values are; at a stored entry, zero times infinity is NaN.
+        there. For two full factors, the order is BLAS's. A guaranteed zero of the product stays zero whatever the
+        values are; at a stored entry, zero times infinity is NaN.
 
         Examples
         --------
@@ -173,6 +173,7 @@ class ProductPlan:
         try:
             if method not in METHODS:
                 raise ValueError(f"method is {method!r}")
+            # What `auto` chooses multiplies on CUDA devices by what suits them.
             plan = plan_product(*factors)
             return plan if plan.method == method else plan_product(*factors, method=method)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:
@@ -294,8 +295,9 @@ def check_limit(memory_limit: int | None) -> int:
 
 def _for_devices(product: Product, limit: int, method: type[Method]) -> type[Method]:
     """What multiplies on CUDA devices in a method's place: lists of pairs for each entry of C, where they fit."""
-    other = METHODS.get(method.on_device or "", method)
-    return other if other.index_nbytes(product) <= limit else method
+    if method.on_device is None or METHODS[method.on_device].index_nbytes(product) > limit:
+        return method
+    return METHODS[method.on_device]
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:

@@ -13,9 +13,6 @@ from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read
 
 RESULTS = [read(path) for path in sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*.json"))]
-#: Experiments some of whose rows are newer than their stored run: their pages say "not measured" until the next one.
-#: That of triangular solvers takes half an hour on two cores.
-AWAITED: set[str] = set()
 
 
 def result(rows: list[Row], date: str = "2026-01-01") -> Result:
@@ -30,10 +27,7 @@ def item(figure: Figure, value: float | None = None) -> Item:
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: f"{item.paper}-{item.place}-{item.what}")
 def test_each_item_has_a_figure_in_the_stored_results(item: Item) -> None:
     assert item.paper in PAPERS and item.figure.experiment in EXPERIMENTS
-    shown = shown_figure(item, RESULTS)
-    if shown is None and item.figure.experiment in AWAITED:
-        pytest.skip(f"its row comes with the next stored run of {item.figure.experiment}")
-    assert shown is not None
+    assert shown_figure(item, RESULTS) is not None
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: f"{result.experiment}-{result.date}")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.spgemm import matvec, plan_product, planned
+from jacsparse.spgemm import ProductPlan, matvec, plan_product, planned
 from torch import nn
 
 import jacsparse
@@ -44,6 +45,19 @@ def check(a: Pattern, b: Pattern, method: str, batches: tuple[int, int], dtype: 
     actual = dense(plan.pattern, out, samples)
     scale = max(1.0, float(np.abs(expected).max(initial=0)))
     assert np.abs(actual - expected).max(initial=0) <= 50 * torch.finfo(dtype).eps * scale
+
+
+def test_auto_multiplies_by_lists_of_pairs_where_they_fit(tmp_path: Path) -> None:
+    a, b = random_pattern(7, 5, 0.4, 1), random_pattern(5, 9, 0.4, 2)
+    plan, least, slots = plan_product(a, b), plan_product(a, b, memory_limit=0), plan_product(a, b, method="slots")
+    assert [(each.method, each.device_method) for each in (plan, least, slots)] == [
+        ("slots", "merge"), ("rowwise", "rowwise"), ("slots", "slots"),
+    ]  # fmt: skip
+    plan.save(tmp_path / "plan.npz")
+    assert ProductPlan.load(tmp_path / "plan.npz").device_method == "merge"
+    left, right = (values_of(pattern, 1, torch.float64, 0).to(DEVICE) for pattern in (a, b))
+    with emulated():
+        assert plan.multiply(left, right).equal(plan_product(a, b, method="merge").multiply(left, right))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
