@@ -32,6 +32,8 @@ from ..spgemm import (
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
+#: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
+LARGE = 500_000
 
 #: A representation of the entries of a matrix.
 Entries = TypeVar("Entries")
@@ -60,6 +62,13 @@ class _Product(_Matrix):
     """The product of two matrices; `factors` are the positions that they are stored on."""
 
     factors: tuple[Pattern, Pattern]
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it takes many multiply-adds of a sparse and a full matrix."""
+        left, right = self.factors
+        sparse_full = isinstance(right.structure, Full) and not isinstance(left.structure, Full)
+        return sparse_full and left.nnz * right.shape[1] >= LARGE
 
     @cached_property
     def plan(self) -> ProductPlan:
@@ -154,24 +163,60 @@ class Accumulation:
         ``(rows, columns, batch)`` by the operators' own backward.
         """
         order, last_use = self._order(result)
-        values: dict[int, torch.Tensor] = {}
-        for number in order:
-            matrix = self.matrices[number]
-            if isinstance(matrix, _Leaf):
-                values[number] = leaf(matrix.key)
-            elif isinstance(matrix, _Product):
-                values[number] = matrix.plan.multiply(*(values[operand] for operand in matrix.operands))
-            elif isinstance(matrix, _Sum):
-                values[number] = matrix.plan.add([values[operand] for operand in matrix.operands])
-            else:
-                assert pull is not None
-                (right,) = matrix.operands
-                columns = values[right].reshape(*self.matrices[right].stored.shape, values[right].shape[1])
-                values[number] = pull(matrix.key, columns).flatten(0, 1)
-            for used in last_use.get(number, ()):
-                del values[used]
+        large = self._large(order)
+        read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
+
+        def compute(numbers: Iterable[int], values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+            for number in numbers:
+                values[number] = self._values(number, values, leaf, pull)
+                for used in last_use.get(number, ()):
+                    if used not in read:
+                        del values[used]
+            return values
+
+        values = compute([number for number in order if number not in large], {})
+        batch = max((values[number].shape[1] for number in read), default=1)
+        if large and batch > 1 and not any(values[number].is_cuda for number in read):
+            samples = (compute(large, {n: _sample(values[n], s) for n in read})[result] for s in range(batch))
+            values[result] = _batch_of(samples, batch)
+        else:
+            compute(large, values)
         pattern, stored = self.matrices[result].pattern, self.matrices[result].stored
         return values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places)
+
+    def _values(
+        self,
+        number: int,
+        values: dict[int, torch.Tensor],
+        leaf: Callable[[Any], torch.Tensor],
+        pull: Callable[[Any, torch.Tensor], torch.Tensor] | None,
+    ) -> torch.Tensor:
+        """Values of one matrix, from those of its operands."""
+        matrix = self.matrices[number]
+        operands = [values[operand] for operand in matrix.operands]
+        if isinstance(matrix, _Leaf):
+            return leaf(matrix.key)
+        if isinstance(matrix, _Product):
+            return matrix.plan.multiply(*operands)
+        if isinstance(matrix, _Sum):
+            return matrix.plan.add(operands)
+        assert pull is not None and isinstance(matrix, Pulled)
+        (right,) = matrix.operands
+        columns = operands[0].reshape(*self.matrices[right].stored.shape, operands[0].shape[1])
+        return pull(matrix.key, columns).flatten(0, 1)
+
+    def _large(self, order: Sequence[int]) -> list[int]:
+        """The large products of a sparse and a full matrix, and what is computed from them; none if some are pulled.
+
+        Of one sample such a product leaves out the zeros of both factors and reads whole cache lines. One sample's
+        matrices stay in the cache from one product to the next, and those of all samples need not fit in memory.
+        """
+        large: dict[int, None] = {}
+        for number in order:
+            matrix = self.matrices[number]
+            if not large.keys().isdisjoint(matrix.operands) or (isinstance(matrix, _Product) and matrix.is_large):
+                large[number] = None
+        return [] if any(isinstance(self.matrices[number], Pulled) for number in large) else list(large)
 
     def evaluate(
         self,
@@ -281,6 +326,21 @@ class Region:
                 rows = pairs[number] = meeting(pattern, reached[target])
                 reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
         return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
+
+
+def _sample(values: torch.Tensor, sample: int) -> torch.Tensor:
+    """One sample's values, ``(nnz, 1)``, in memory of their own; those that all samples share as they are."""
+    return values if values.shape[1] == 1 else values[:, sample : sample + 1].contiguous()
+
+
+def _batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:
+    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made."""
+    values = torch.empty(0)
+    for number, sample in enumerate(samples):
+        if number == 0:
+            values = sample.new_empty((len(sample), batch))
+        values[:, number] = sample[:, 0]
+    return values
 
 
 def matrix_of(factor: Pattern | Region) -> Pattern:

@@ -50,6 +50,7 @@ def test_every_order_is_right(
 ) -> None:
     monkeypatch.setattr("jacsparse.stages.order.DENSE", dense)
     monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
+    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE", 0)
     module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
     actual = jacsparse.jacobian(module, x)
     assert actual.batch == batch and actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
@@ -85,6 +86,15 @@ def test_every_way_through_a_chain_is_right(seed: int) -> None:
     assert actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
     for number, sample in enumerate(x):
         assert torch.allclose(actual.todense(number), autograd_jacobian(module, sample), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
+    module, x = network(False).to(dtype), torch.randn(3, 2, 4, 4, dtype=dtype)
+    at_once = jacsparse.jacobian(module, x).values
+    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE", 0)
+    assert torch.equal(jacsparse.jacobian(module, x).values, at_once) and at_once.any()
 
 
 def test_the_order_fits_the_shape() -> None:
