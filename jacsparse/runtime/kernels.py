@@ -92,7 +92,9 @@ def _announce_compilation() -> None:
     announce(f"compiling kernels for this processor, once: later processes find them in {KERNELS.folder}")
 
 
-def compiled_module(module: ir.Module, names: Sequence[str], *, vectorize: bool) -> tuple[object, list[int]]:
+def compiled_module(
+    module: ir.Module, names: Sequence[str], *, optimize: bool = True, vectorize: bool = False
+) -> tuple[object, list[int]]:
     """Compile functions of LLVM's as machine code for this processor.
 
     Parameters
@@ -101,8 +103,10 @@ def compiled_module(module: ir.Module, names: Sequence[str], *, vectorize: bool)
         The functions.
     names : sequence of str
         Of those that are called from outside.
+    optimize : bool
+        Whether the code is made fast, which takes the compiler five times as long.
     vectorize : bool
-        Whether loops are vectorised, which takes the compiler twice as long.
+        Whether loops are vectorised too, which takes it twice as long again.
 
     Returns
     -------
@@ -118,11 +122,15 @@ def compiled_module(module: ir.Module, names: Sequence[str], *, vectorize: bool)
         features = "" if numba_config.CPU_NAME else binding.get_host_cpu_features().flatten()
     with global_compiler_lock:
         parsed = binding.parse_assembly(str(module))
-        target = binding.Target.from_default_triple().create_target_machine(cpu=cpu, features=features, opt=3, jit=True)
-        options = binding.create_pipeline_tuning_options(speed_level=3)
-        options.loop_vectorization, options.slp_vectorization, options.loop_unrolling = vectorize, False, False
-        builder = binding.create_pass_builder(target, options)
-        builder.getModulePassManager().run(parsed, builder)
+        level = 3 if optimize else 0
+        target = binding.Target.from_default_triple().create_target_machine(
+            cpu=cpu, features=features, opt=level, jit=True
+        )
+        if optimize:
+            options = binding.create_pipeline_tuning_options(speed_level=level)
+            options.loop_vectorization, options.slp_vectorization, options.loop_unrolling = vectorize, False, False
+            builder = binding.create_pass_builder(target, options)
+            builder.getModulePassManager().run(parsed, builder)
         engine = binding.create_mcjit_compiler(parsed, target)
         engine.finalize_object()
         return engine, [engine.get_function_address(name) for name in names]
@@ -133,21 +141,26 @@ def _changed_mode(typing_context: Any, mask: Any, bits: Any) -> Any:
     """Set this thread's floating-point mode to ``mode & mask | bits``; return the former mode."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
-        mode = cgutils.alloca_once(builder, word)
-
-        def call(operation: str) -> None:
-            kind = ir.FunctionType(ir.VoidType(), [pointer])
-            function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{operation}")
-            builder.call(function, [builder.bitcast(mode, pointer)])
-
-        call("stmxcsr")
-        before = builder.load(mode)
-        builder.store(builder.or_(builder.and_(before, args[0]), args[1]), mode)
-        call("ldmxcsr")
-        return before
+        return changed_mode(builder, *args)
 
     return types.uint32(types.uint32, types.uint32), generate
+
+
+def changed_mode(builder: Any, mask: Any, bits: Any) -> Any:
+    """What sets the calling thread's floating-point mode to ``mode & mask | bits``, and the former mode."""
+    word, pointer = ir.IntType(32), ir.IntType(8).as_pointer()
+    mode = cgutils.alloca_once(builder, word)
+
+    def call(operation: str) -> None:
+        kind = ir.FunctionType(ir.VoidType(), [pointer])
+        function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.sse.{operation}")
+        builder.call(function, [builder.bitcast(mode, pointer)])
+
+    call("stmxcsr")
+    before = builder.load(mode)
+    builder.store(builder.or_(builder.and_(before, mask), bits), mode)
+    call("ldmxcsr")
+    return before
 
 
 @kernel
@@ -156,7 +169,7 @@ def _change_mode(mask: int, bits: int) -> Any:
 
 
 #: All bits of the mode; and the bit that flushes results below the smallest normal number to zero.
-_ALL, _FLUSHING = 0xFFFFFFFF, 1 << 15
+ALL, FLUSHING = 0xFFFFFFFF, 1 << 15
 
 
 def flushing(compiled: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,12 +183,13 @@ def flushing(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(compiled)
     def flushed(*args: Any) -> None:
-        before = _change_mode(_ALL, _FLUSHING)
+        before = _change_mode(ALL, FLUSHING)
         try:
             compiled(*args)
         finally:
             _change_mode(0, before)
 
+    flushed.compiled = compiled  # type: ignore[attr-defined]
     return flushed
 
 

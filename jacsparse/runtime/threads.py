@@ -1,8 +1,8 @@
 """Kernels on as many threads as PyTorch uses.
 
 `run_rows` splits a kernel's rows by work and runs the ranges on PyTorch's own OpenMP threads where its runtime lets us:
-they wait awake, and others would compete with them for the cores. A forked child, which has none of them, uses plain
-threads. Either way any number of callers may run kernels at once.
+they wait awake, others would compete with them for the cores, and a compiled kernel needs no Python there. A forked
+child, which has none of them, uses plain threads. Either way any number of callers may run kernels at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from . import interception
+from .native_calls import Body, native_call
 
 # Fewer elementary operations than this (about 100 µs) run on one thread: waking others costs more than it saves.
 SERIAL_WORK = 80_000
@@ -37,10 +38,6 @@ def thread_count() -> int:
     return int(torch.get_num_threads())
 
 
-# What an OpenMP thread runs; its argument is not used.
-_Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-
 @functools.cache
 def _openmp() -> Callable[..., Any] | None:
     """``GOMP_parallel(body, argument, threads, flags)`` of PyTorch's OpenMP runtime; None where it has none."""
@@ -49,7 +46,7 @@ def _openmp() -> Callable[..., Any] | None:
         parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
     except (OSError, AttributeError):
         return None
-    parallel.argtypes, parallel.restype = (_Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+    parallel.argtypes, parallel.restype = (Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return parallel
 
 
@@ -110,7 +107,7 @@ def _on_each(workers: int, task: Callable[[], None]) -> None:
             except BaseException as error:
                 errors.append(error)
 
-        parallel(_Body(body), None, workers, 0)
+        parallel(Body(body), None, workers, 0)
         if errors:
             raise errors[0]
         return
@@ -180,6 +177,11 @@ def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[An
         kernel(0, rows, *args)
         return
     bounds = split(work, RANGES_PER_THREAD * workers)
+    parallel = _openmp()
+    native = None if parallel is None else native_call(kernel, args)
+    if parallel is not None and native is not None:
+        native(parallel, workers, bounds, args)
+        return
     ranges = iter(list(pairwise(bounds)))
 
     def drain() -> None:

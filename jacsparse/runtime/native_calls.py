@@ -1,0 +1,219 @@
+"""Kernels that threads call without Python.
+
+A thread that calls a kernel from Python waits for Python's lock before and after each range of rows, which takes longer
+than many a range. So the arguments of a call are written once into a table of words, and a few machine instructions
+take a range and call the kernel's machine code, until no range is left. Any number of threads may run them at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+from numba.core.registry import CPUDispatcher
+from numba.np.numpy_support import as_dtype
+
+from .kernels import ALL, FLUSHING, changed_mode, compiled_module
+
+_WORD, _BYTES = ir.IntType(64), ir.IntType(8).as_pointer()
+#: A table begins with the next range, how many there are, their bounds, whether a call failed, and the kernel.
+_NEXT, _COUNT, _BOUNDS, _FAILED, _KERNEL, _ARGUMENTS = range(6)
+#: What a kernel of Numba's returns where it ends without an error.
+_FINE = (0, -2)
+#: The flags of an array that its type in Numba depends on: C and Fortran order, aligned, writable.
+_FLAGS = 0x1 | 0x2 | 0x100 | 0x400
+
+
+#: What an OpenMP thread runs.
+Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+
+@dataclass(frozen=True)
+class NativeCall:
+    """A kernel that threads call with arguments of some types."""
+
+    name: str
+    #: What takes ranges and calls the kernel, whose one argument is a table.
+    _entry: Any
+    _kernel: int
+    _writers: tuple[Callable[[Any], tuple[int, ...]], ...]
+    #: What holds the machine code.
+    _alive: object
+
+    def __call__(self, parallel: Callable[..., Any], workers: int, bounds: Sequence[int], args: Sequence[Any]) -> None:
+        """Call the kernel on all ranges between bounds; ``parallel(body, table, workers, 0)`` starts the threads.
+
+        Raises
+        ------
+        MemoryError
+            Where the kernel asks for memory that cannot be had.
+        """
+        ends = np.array(bounds, dtype=np.int64)
+        words = [0, len(bounds) - 1, _begin(ends), 0, self._kernel]
+        for write, argument in zip(self._writers, args, strict=True):
+            words.extend(write(argument))
+        table = (ctypes.c_int64 * len(words))(*words)
+        parallel(self._entry, ctypes.addressof(table), workers, 0)
+        if table[_FAILED]:
+            raise MemoryError(f"{self.name}: there is no memory left for what a kernel computes in between; free some")
+
+
+def native_call(kernel: Any, args: Sequence[Any]) -> NativeCall | None:
+    """How `kernel` is called with arguments like these; None where only Python can."""
+    if isinstance(kernel, ctypes._CFuncPtr):  # type: ignore[attr-defined]
+        return _of_pointer(kernel)
+    dispatcher = getattr(kernel, "compiled", kernel)
+    flushes = dispatcher is not kernel
+    if not isinstance(dispatcher, CPUDispatcher):
+        return None
+    key = (dispatcher, flushes, *map(_kind, args))
+    if key not in _CALLS:
+        _CALLS[key] = _compiled(dispatcher, flushes, args)
+    return _CALLS[key]
+
+
+_CALLS: dict[Any, NativeCall | None] = {}
+
+
+def _kind(argument: Any) -> Any:
+    """What Numba's type of an argument depends on."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype, argument.ndim, argument.flags.num & _FLAGS
+    return type(argument)
+
+
+def _compiled(dispatcher: Any, flushes: bool, args: Sequence[Any]) -> NativeCall | None:
+    kinds = [numba.typeof(argument) for argument in args]
+    writers = tuple([write for kind in kinds if (write := _writer(kind)) is not None])
+    if len(writers) < len(kinds):
+        return None
+    dispatcher.compile((types.int64, types.int64, *kinds))
+    compiled = dispatcher.overloads[(types.int64, types.int64, *kinds)]
+    function, library = compiled.fndesc, compiled.library
+    kernel = dispatcher.targetctx.call_conv.get_function_type(function.restype, function.argtypes)
+    engine, entry = _entry(kernel, tuple(kinds), flushes)
+    address = library.get_pointer_to_function(function.llvm_func_name)
+    return NativeCall(dispatcher.__name__, Body(entry), address, writers, (engine, library))
+
+
+def _writer(kind: Any) -> Callable[[Any], tuple[int, ...]] | None:
+    """What gives the words of an argument of that type of Numba's; None where it has none."""
+    if isinstance(kind, types.Array):
+        if kind.layout == "C":
+            return lambda array: (_begin(array), *array.shape)
+        return lambda array: (_begin(array), *array.shape, *array.strides)
+    if isinstance(kind, (types.Integer, types.Boolean)):
+        return lambda number: (int(number),)
+    if kind == types.float64:
+        return lambda number: struct.unpack("q", struct.pack("d", number))
+    if kind == types.float32:
+        return lambda number: struct.unpack("i", struct.pack("f", number))
+    return None
+
+
+def _begin(array: np.ndarray) -> int:
+    """The address of an array's elements, in half the time of ``array.ctypes.data``."""
+    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+
+
+def _of_pointer(kernel: Any) -> NativeCall:
+    """How machine code ``(first, last, memory)`` is called; the memory is an object of ctypes."""
+    engine, entry = _entry(ir.FunctionType(ir.VoidType(), [_WORD, _WORD, _WORD]), (types.int64,), False)
+    address = ctypes.cast(kernel, ctypes.c_void_p).value
+    assert address is not None
+    return NativeCall("compiled", Body(entry), address, (lambda memory: (ctypes.addressof(memory),),), engine)
+
+
+@functools.cache
+def _entry(kernel: ir.FunctionType, kinds: tuple[Any, ...], flushes: bool) -> tuple[object, int]:
+    """Machine code that takes ranges from a table, and calls a kernel of that type on each; and its address."""
+    module = ir.Module("jacsparse")
+    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [_WORD.as_pointer()]), "entry")
+    begin, take, call, end = (entry.append_basic_block(name) for name in ("begin", "take", "call", "end"))
+    builder, (table,) = ir.IRBuilder(begin), entry.args
+
+    def word(place: int) -> Any:
+        return builder.gep(table, [_WORD(place)], inbounds=True)
+
+    def pointer(place: int, kind: Any) -> Any:
+        return builder.inttoptr(builder.load(word(place)), kind)
+
+    count, bounds, function = (
+        builder.load(word(_COUNT)),
+        pointer(_BOUNDS, _WORD.as_pointer()),
+        pointer(_KERNEL, kernel.as_pointer()),
+    )
+    status = isinstance(kernel.return_type, ir.IntType)
+    # Numba's kernels begin with a place for a result and one for an exception.
+    places = [builder.alloca(kind.pointee) for kind in kernel.args[:2]] if status else []
+    for each in places:
+        builder.store(ir.Constant(each.type.pointee, None), each)
+    read, place = [], _ARGUMENTS
+    for kind in kinds:
+        width = _width(kind)
+        read += _argument(builder, kind, [builder.load(word(place + n)) for n in range(width)])
+        place += width
+    of_range = len(places) + 2
+    arguments = [_as(builder, value, kind) for value, kind in zip(read, kernel.args[of_range:], strict=True)]
+    word32 = ir.IntType(32)
+    mode = changed_mode(builder, word32(ALL), word32(FLUSHING)) if flushes else None
+    builder.branch(take)
+    builder.position_at_end(take)
+    number = builder.atomic_rmw("add", word(_NEXT), _WORD(1), "monotonic")
+    builder.cbranch(builder.icmp_signed("<", number, count), call, end)
+    builder.position_at_end(call)
+    first, last = (builder.load(builder.gep(bounds, [builder.add(number, _WORD(n))], inbounds=True)) for n in (0, 1))
+    returned = builder.call(function, [*places, first, last, *arguments])
+    if status:
+        fine = [builder.icmp_signed("==", returned, returned.type(value)) for value in _FINE]
+        with builder.if_then(builder.not_(builder.or_(*fine)), likely=False):
+            builder.store(_WORD(1), word(_FAILED))
+    builder.branch(take)
+    builder.position_at_end(end)
+    if mode is not None:
+        changed_mode(builder, word32(0), mode)
+    builder.ret_void()
+    engine, (address,) = compiled_module(module, [entry.name], optimize=False)
+    return engine, address
+
+
+def _width(kind: Any) -> int:
+    """The number of an argument's words."""
+    if not isinstance(kind, types.Array):
+        return 1
+    return int(1 + (1 if kind.layout == "C" else 2) * kind.ndim)
+
+
+def _argument(builder: ir.IRBuilder, kind: Any, words: Sequence[Any]) -> list[Any]:
+    """An argument as Numba's kernels take it: an array is seven values or more."""
+    if not isinstance(kind, types.Array):
+        return list(words)
+    data, *rest = words
+    shape, strides = rest[: kind.ndim], rest[kind.ndim :]
+    count = itemsize = _WORD(as_dtype(kind.dtype).itemsize)
+    for size in reversed(shape):
+        if kind.layout == "C":
+            strides.insert(0, count)
+        count = builder.mul(count, size)
+    # Nothing owns the array while the kernel runs.
+    nothing = ir.Constant(_BYTES, None)
+    return [nothing, nothing, builder.sdiv(count, itemsize), itemsize, data, *shape, *strides]
+
+
+def _as(builder: ir.IRBuilder, value: Any, kind: Any) -> Any:
+    """A word as a value of a type of LLVM's."""
+    if value.type == kind:
+        return value
+    if isinstance(kind, ir.PointerType):
+        return builder.inttoptr(value, kind)
+    if isinstance(kind, ir.FloatType):
+        return builder.bitcast(builder.trunc(value, ir.IntType(32)), kind)
+    return builder.bitcast(value, kind) if isinstance(kind, ir.DoubleType) else builder.trunc(value, kind)
