@@ -58,11 +58,11 @@ class Correlation:
         self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
-        self._pooled: dict[Pair, tuple[Tiles, int]] = {}
+        self._pooled: dict[tuple[Pair, bool], tuple[Tiles, int]] = {}
         self._tile = self._tile_of(self._tiles)
 
-    def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1)) -> Tile:
-        return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1)
+    def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1), winners: bool = True) -> Tile:
+        return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1, winners)
 
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
@@ -77,20 +77,20 @@ class Correlation:
         return pool[0] * pool[1] <= tile_positions() and (self._along == 1 or pool[1] == 2)
 
     def pooled(
-        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, pool: Pair
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, pool: Pair, keep: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The maximum of each window of the sums, and of zero, and the winners' numbers in their windows, in bytes.
 
-        The windows cover each output position once.
+        The windows cover each output position once. The winners are None where they are not to be kept.
         """
-        if pool not in self._pooled:
+        if (pool, keep) not in self._pooled:
             pooled_tiles = tiles(self.reading, tile_positions(), pool, self._along)
-            self._pooled[pool] = pooled_tiles, correlate_tile(self._tile_of(pooled_tiles, pool))
-        pooled_tiles, function = self._pooled[pool]
+            self._pooled[pool, keep] = pooled_tiles, correlate_tile(self._tile_of(pooled_tiles, pool, keep))
+        pooled_tiles, function = self._pooled[pool, keep]
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
-        winners = torch.empty(y.shape, dtype=torch.uint8)
-        self._add_up(function, pooled_tiles, x, y, values, bias, 0.0, winners.data_ptr())
+        winners = torch.empty(y.shape, dtype=torch.uint8) if keep else None
+        self._add_up(function, pooled_tiles, x, y, values, bias, 0.0, 0 if winners is None else winners.data_ptr())
         return y, winners
 
     def _add_up(

@@ -68,7 +68,10 @@ def convolve_and_pool(
     x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, convolution: Convolution, pool: Pool
 ) -> torch.Tensor:
     """The maximum of each window of a convolution's output, then ReLU; the output itself is never stored."""
-    return _ConvolveAndPool.apply(x, values, bias, convolution, pool)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled():
+        return _ConvolveAndPool.apply(x, values, bias, convolution, pool)  # type: ignore[no-any-return]
+    constant = None if bias is None else bias.detach()
+    return convolution.forward.pooled(x, values.detach(), constant, pool.kernel, keep=False)[0]
 
 
 class _MaxPool(torch.autograd.Function):
@@ -123,7 +126,7 @@ class _Gather(torch.autograd.Function):
 class _ConvolveAndPool(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, pool: Pool) -> torch.Tensor:
-        y, winners = convolution.forward.pooled(x, values, bias, pool.kernel)
+        y, winners = convolution.forward.pooled(x, values, bias, pool.kernel, keep=any(ctx.needs_input_grad))
         ctx.convolution, ctx.pool = convolution, pool
         ctx.save_for_backward(x, values, winners)
         return y

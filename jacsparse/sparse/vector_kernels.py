@@ -25,8 +25,8 @@ def correlate_tile(
 ):
     """``y[p] = max(floor, bias + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile.
 
-    With pooling, `y` has the maximum of each window. `winners`, which has a byte for each element of `y`, has the
-    winner's number in its window, or the number of its positions where the floor is the maximum.
+    With pooling, `y` has the maximum of each window. `winners`, which has a byte for each element of `y` where they are
+    kept, has the winner's number in its window, or the number of its positions where the floor is the maximum.
     """
     builder, compiled = write.builder, write.tile
     sums = {
@@ -84,8 +84,9 @@ def correlate_tile(
         ]
         best, winner = pooled.winner(window, pooled.filled(floor))
         pooled.store(best, place)
-        distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
-        pooled.store(winner, builder.add(winners, distance))
+        if compiled.winners:
+            distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
+            pooled.store(winner, builder.add(winners, distance))
 
 
 @on_tile(12)

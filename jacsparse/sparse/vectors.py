@@ -37,6 +37,8 @@ class Tile(NamedTuple):
     pool: tuple[int, int] = (1, 1)
     #: Whether a vector holds columns of one sample, and not one position of several.
     along: bool = False
+    #: Whether the winners of windows are kept, which gradients need.
+    winners: bool = True
 
     @property
     def positions(self) -> list[tuple[int, int]]:
@@ -49,9 +51,17 @@ class Tile(NamedTuple):
         return -(-CHAINS // len(self.positions))
 
     @classmethod
-    def of(cls, itemsize: int, lanes: int, tiles: Tiles, pool: tuple[int, int] = (1, 1), along: bool = False) -> Tile:
+    def of(
+        cls,
+        itemsize: int,
+        lanes: int,
+        tiles: Tiles,
+        pool: tuple[int, int] = (1, 1),
+        along: bool = False,
+        winners: bool = True,
+    ) -> Tile:
         """The tile of all of `tiles`."""
-        return cls(itemsize, lanes, tiles.rows, tiles.columns, tiles.step, tiles.rectangles, pool, along)
+        return cls(itemsize, lanes, tiles.rows, tiles.columns, tiles.step, tiles.rectangles, pool, along, winners)
 
 
 class VectorWriter:
@@ -113,17 +123,17 @@ class VectorWriter:
         )
         return self.builder.fadd(even, odd)
 
-    def numbered(self, number: int) -> Any:
-        """A byte for each lane."""
-        return ir.Constant(self.bytes, [number] * self.tile.lanes)
-
     def winner(self, values: list[Any], floor: Any) -> tuple[Any, Any]:
         """The maximum of some vectors and `floor`, and its number: the first of equals, or one that is no number."""
-        best, number = values[0], self.numbered(0)
-        for place, value in enumerate(values[1:], 1):
-            best, number = self.larger(best, number, value, self.numbered(place))
+        # Integers as wide as the elements are chosen by the same masks; bytes would take masks of their own.
+        kind = ir.VectorType(ir.IntType(8 * self.tile.itemsize), self.tile.lanes)
+        numbers = [ir.Constant(kind, [number] * self.tile.lanes) for number in range(len(values) + 1)]
+        best, number = values[0], numbers[0]
+        for value, place in zip(values[1:], numbers[1:], strict=False):
+            best, number = self.larger(best, number, value, place)
         below = self.builder.fcmp_ordered("<=", best, floor)
-        return self.builder.select(below, floor, best), self.builder.select(below, self.numbered(len(values)), number)
+        number = self.builder.trunc(self.builder.select(below, numbers[-1], number), self.bytes)
+        return self.builder.select(below, floor, best), number
 
     def larger(self, best: Any, number: Any, value: Any, place: Any) -> tuple[Any, Any]:
         """The larger of two vectors, and its number; a later value that is no number wins, as in PyTorch."""
