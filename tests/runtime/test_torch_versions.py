@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from jacsparse.patterns import gradients_of
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from jacsparse.patterns import gradients_of
 from jacsparse.runtime import torch_versions
 
 ROOT = Path(__file__).parent.parent.parent
