@@ -26,6 +26,8 @@ BESIDE = (
     "MANIFEST.in",
 )  # fmt: skip
 SOURCES = ("jacsparse", "patterns", "spgemm", "models", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+#: Installs links to files: type checkers find those, but not the import hook of another editable install.
+STRICT = ("--config-settings", "editable_mode=strict")
 
 USE = """
     import torch, jacsparse, jacsparse.models
@@ -94,10 +96,7 @@ def use(python: Path | str, folder: Path) -> str:
 )
 def test_installed(way: str, tmp_path: Path) -> None:
     source, python = checkout(tmp_path), environment(tmp_path)
-    options = {
-        "editable": ["--editable"],
-        "strict editable": ["--config-settings", "editable_mode=strict", "--editable"],
-    }
+    options = {"editable": ["--editable"], "strict editable": [*STRICT, "--editable"]}
     pip(python, *options.get(way, []), source)
     if way == "wheel":
         shutil.rmtree(source)
@@ -198,13 +197,15 @@ USER = """
 
 
 @pytest.mark.full  # mypy reads all of PyTorch: twenty seconds each
-@pytest.mark.parametrize("way", ["wheel", "links"])
+@pytest.mark.parametrize("way", ["wheel", "strict editable", "links"])
 def test_types(way: str, distributions: Path, tmp_path: Path) -> None:
     """Strict mypy finds the package's types, and the script's one error."""
     python = environment(tmp_path)
     packages = Path(next(python.parent.parent.glob("lib/python*/site-packages")))
     if way == "wheel":
         pip(python, *distributions.glob("*.whl"))
+    elif way == "strict editable":
+        pip(python, *STRICT, "--editable", checkout(tmp_path))
     else:
         links = tmp_path / "links" / "jacsparse"
         links.mkdir(parents=True)

@@ -40,12 +40,18 @@ class OneToThree(nn.Module):
 
 
 def by_autograd(f: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
-    """Each sample's Jacobian, ``(batch, rows, columns)``; None where it is no number, or samples mix."""
+    """Each sample's Jacobian, ``(batch, rows, columns)``; None where it is no number, or PyTorch has no derivative."""
     leaf = x.clone().requires_grad_()
     y = f(leaf)
     if not y.requires_grad or not y.numel() or y.shape[1] > 200:
         return None
-    rows = [torch.autograd.grad(column.sum(), leaf, retain_graph=True, materialize_grads=True)[0] for column in y.T]
+    try:
+        rows = [torch.autograd.grad(column.sum(), leaf, retain_graph=True, materialize_grads=True)[0] for column in y.T]
+    except RuntimeError as error:
+        # PyTorch 2.6 has no derivative of `aminmax`.
+        if "is not implemented" in str(error):
+            return None
+        raise
     return torch.stack(rows, 1) if all(row.isfinite().all() for row in rows) else None
 
 

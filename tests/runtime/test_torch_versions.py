@@ -6,14 +6,16 @@ import ast
 import importlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from jacsparse.patterns import gradients_of
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from jacsparse.runtime import torch_versions
 
@@ -150,3 +152,16 @@ def test_a_backward_pass_that_has_a_derivative_is_told_from_one_that_has_none(ax
     else:
         with pytest.raises(RuntimeError, match=rf"derivative for aten::grid_sampler_{axes}d_backward is not"):
             twice()
+
+
+@pytest.mark.parametrize("at", [lambda tensor: tensor, get_gradient_edge], ids=["tensors", "edges"])
+def test_gradients_by_the_engine_itself(at: Callable[[torch.Tensor], Any]) -> None:
+    x, unread = torch.randn(3, requires_grad=True), torch.ones(1, requires_grad=True)
+    hidden = x.sin()
+    y, g = hidden.exp() + x, torch.randn(3)
+    expected = torch.autograd.grad(y, [hidden, x], g, retain_graph=True)
+    *actual, none = gradients_of(at(y), [at(hidden), at(x), at(unread)], g, retain_graph=True)
+    assert all(map(torch.equal, actual, expected)) and none is None and x.grad is None
+    gradients_of(y, [x], g)
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients_of(y, [x], g)
