@@ -190,6 +190,8 @@ for _name in [
 
 def plain(value: Any) -> Any:
     """The tensor of an activation in blocks; those in lists, tuples and mappings too."""
+    if isinstance(value, torch.Tensor):
+        return value.tensor if type(value) is Blocks else value
     return tree_map_only(Blocks, lambda blocks: blocks.tensor, value)
 
 
