@@ -48,7 +48,8 @@ def drawn_networks(count):
             model = nn.Sequential(*layers_of(place, rng)).double()
             cuts = [0, *sorted(rng.choices(range(1, len(model)), k=size - 1)), len(model)]
             # Ranks between the first and the last one send matrices by the others, which such stages do not have.
-            couples = any(isinstance(m, (nn.BatchNorm1d, Centred, Weighed)) for m in model[cuts[1] : cuts[-2]].modules())
+            between = model[cuts[1] : cuts[-2]].modules()
+            couples = any(isinstance(module, (nn.BatchNorm1d, Centred, Weighed)) for module in between)
             exchange = rng.choice(EXCHANGES[:2] if size > 2 and couples else EXCHANGES)
             what = f"{place}, cut at {cuts}, {schedule}, {exchange}, batch {batch}: {model}"
             compare(model, cuts, torch.randn(batch, 6, dtype=FLOAT), schedule, exchange, group, what)
