@@ -71,6 +71,21 @@ _Once = differentiable_once(
 )
 
 
+def refusal_within_transforms(error: RuntimeError) -> NotImplementedError | None:
+    """The error of PyTorch's kernels within a transform of ``torch.func``, in words that name the way out.
+
+    None where the error is another one.
+    """
+    if "Batching rule not implemented" in str(error):
+        return NotImplementedError(_Layer.no_batching)
+    if "forward AD with mkldnn" in str(error):
+        return NotImplementedError(
+            "PyTorch's LSTM in float32 has no derivative in forward mode, which torch.func.jvp, jacfwd and hessian "
+            "take; call them within torch.backends.mkldnn.flags(enabled=False)"
+        )
+    return None
+
+
 class _Layer(_Once):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(

@@ -160,7 +160,9 @@ def linear_recurrence(
     [0.0, 0.25, 0.75, 1.75]
     """
     if is_exporting() or torch.jit.is_tracing() or is_traced():  # type: ignore[attr-defined]
-        raise UnsupportedOperatorError("a linear recurrence cannot be exported or traced; write it as a loop for that")
+        raise UnsupportedOperatorError(
+            "a linear recurrence cannot be exported, traced or functionalized; write it as a loop for that"
+        )
     if not isinstance(A, StepMatrices):
         raise TypeError(f"A is {a_type(A)}; expected Dense, Diagonal, Scaled or Sparse")
     checked("b", b, 3, "(time, batch, n)")

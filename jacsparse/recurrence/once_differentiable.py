@@ -32,8 +32,8 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
 
         #: The sentence about several calls at once.
         no_batching = (
-            f"{subject} have no batching rule for torch.vmap, as torch.nn's have none; for torch.func.jacrev and for "
-            f"is_grads_batched, which use it, {remedy}"
+            f"{subject} have no batching rule for torch.vmap, as torch.nn's have none: pass all samples as one batch, "
+            f"or call them in a loop; for torch.func.jacrev and for is_grads_batched, which use it, {remedy}"
         )
 
         @classmethod

@@ -21,7 +21,7 @@ from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
 from .cells import CELLS, Cell
 from .layer_arguments import ChosenSolvers, checked, packed_size, recurrence_names, warm_states
-from .layer_autograd import run_layer
+from .layer_autograd import refusal_within_transforms, run_layer
 from .layer_recurrences import LayerPass
 from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
@@ -399,9 +399,15 @@ class Recurrent(nn.RNNBase):
         operator = OPERATORS[self.mode]
         hx = states if self.mode == "LSTM" else states[0]
         options = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
-        if packed is None:
-            return operator(x, hx, *options, False)
-        return operator(x, packed.batch_sizes, hx, *options)
+        try:
+            if packed is None:
+                return operator(x, hx, *options, False)
+            return operator(x, packed.batch_sizes, hx, *options)
+        except RuntimeError as error:
+            refusal = refusal_within_transforms(error)
+            if refusal is None:
+                raise
+            raise refusal from error
 
     def _input(self, input: Any, weight: torch.Tensor) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
         """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""

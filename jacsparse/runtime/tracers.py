@@ -15,7 +15,12 @@ _TRANSFORMS = {"Functionalize": "functionalize", "Grad": "grad, vjp or jacrev", 
 
 
 def is_traced() -> bool:
-    """Whether ``make_fx`` makes a program of the call, or its tensors have shapes and no values."""
+    """Whether ``make_fx`` or ``functionalize`` makes other operators of the call, or its tensors have no values."""
+    if torch._C._are_functorch_transforms_active():
+        # Anywhere among nested transforms: a custom Function would get there in the end.
+        kinds = [interpreter.key().name for interpreter in torch._C._functorch.get_interpreter_stack() or ()]
+        if "Functionalize" in kinds:
+            return True
     if not (torch._C._len_torch_dispatch_stack() or _len_torch_dispatch_stack_pre_dispatch()):
         return False
     modes = (torch._C._get_dispatch_mode(mode) for mode in (_MODES.PROXY, _MODES.FAKE))

@@ -23,6 +23,7 @@ from tests.helpers import names_hooks
 from .launch import ROOT, one_rank, run_ranks
 
 RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stage_ranks"
+COUPLED = "tests.distributed.coupled_ranks"
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,8 @@ RECURRENT, STAGES = "tests.distributed.recurrent_ranks", "tests.distributed.stag
         pytest.param(STAGES, "vgg 3", 3, marks=pytest.mark.full),
         pytest.param(STAGES, "vgg 1 2 4 5", 5, marks=pytest.mark.full),
         (STAGES, "data_parallel", 4),
+        (COUPLED, "drawn_networks 4", 3),
+        pytest.param(COUPLED, "drawn_networks 100", 3, marks=pytest.mark.full),
     ],
 )
 def test_equal_to_one_process(module: str, case: str, count: int) -> None:

@@ -855,6 +855,36 @@ def test_transforms_without_gradients_are_refused_too(kind: str, frozen: bool) -
             layer(torch.autograd.forward_ad.make_dual(x, x))
 
 
+@pytest.mark.parametrize("kind", ["RNN", "GRU", "LSTM"])
+def test_transforms_of_what_is_left_to_pytorch(kind: str) -> None:
+    layer, x = getattr(jacsparse.nn, kind)(3, 4), torch.randn(6, 2, 3)
+    for chunk_size in (None, 1):
+        with pytest.raises(NotImplementedError, match=r"no batching rule .*: pass all samples as one batch, or call"):
+            torch.func.vmap(lambda sample: layer(sample)[0], chunk_size=chunk_size)(x[None])
+
+    def tangents(run: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.func.jvp(lambda given: run(given)[0], (x,), (x,))
+
+    if kind == "LSTM" and torch.backends.mkldnn.is_available():
+        with pytest.raises(NotImplementedError, match=r"hessian take; call them within torch\.backends\.mkldnn\.flags"):
+            tangents(layer)
+    reference = getattr(nn, kind)(3, 4)
+    reference.load_state_dict(layer.state_dict())
+    with torch.backends.mkldnn.flags(enabled=False):
+        for ours, theirs in zip(tangents(layer), tangents(reference), strict=True):
+            close(ours, theirs, 1e-6)
+
+
+@ALL
+def test_functionalized(kind: str) -> None:
+    layer, reference = pair(kind, 3, 4)
+    x = torch.randn(6, 2, 3, dtype=torch.float64)
+    close(torch.func.functionalize(lambda given: layer(given)[0])(x), reference(x)[0], 1e-10)
+    transform = torch.func.functionalize(torch.func.grad(lambda given: layer(given)[0].square().sum()))
+    expected = torch.func.grad(lambda given: reference(given)[0].square().sum())(x)
+    close(transform(x), expected, 1e-10)
+
+
 @ALL
 @pytest.mark.parametrize("pre_dispatch", [False, True])
 def test_programs_of_make_fx(kind: str, pre_dispatch: bool) -> None:
