@@ -190,8 +190,10 @@ for _name in [
 
 def plain(value: Any) -> Any:
     """The tensor of an activation in blocks; those in lists, tuples and mappings too."""
-    if isinstance(value, torch.Tensor):
-        return value.tensor if type(value) is Blocks else value
+    if type(value) is Blocks:
+        return value.tensor
+    if type(value) is torch.Tensor:
+        return value
     return tree_map_only(Blocks, lambda blocks: blocks.tensor, value)
 
 
