@@ -87,13 +87,13 @@ def _kind(argument: Any) -> Any:
     """What Numba's type of an argument depends on."""
     if isinstance(argument, np.ndarray):
         return argument.dtype, argument.ndim, argument.flags.num & _FLAGS
-    return type(argument)
+    return (type(argument), *map(_kind, argument)) if isinstance(argument, tuple) else type(argument)
 
 
 def _compiled(dispatcher: Any, flushes: bool, args: Sequence[Any]) -> NativeCall | None:
     kinds = [numba.typeof(argument) for argument in args]
-    writers = tuple([write for kind in kinds if (write := _writer(kind)) is not None])
-    if len(writers) < len(kinds):
+    writers = _writers(kinds)
+    if writers is None:
         return None
     dispatcher.compile((types.int64, types.int64, *kinds))
     compiled = dispatcher.overloads[(types.int64, types.int64, *kinds)]
@@ -116,7 +116,14 @@ def _writer(kind: Any) -> Callable[[Any], tuple[int, ...]] | None:
         return lambda number: struct.unpack("q", struct.pack("d", number))
     if kind == types.float32:
         return lambda number: struct.unpack("i", struct.pack("f", number))
+    if isinstance(kind, types.BaseTuple) and (writers := _writers(kind.types)) is not None:
+        return lambda values: sum((write(value) for write, value in zip(writers, values, strict=True)), ())
     return None
+
+
+def _writers(kinds: Sequence[Any]) -> tuple[Callable[[Any], tuple[int, ...]], ...] | None:
+    writers = tuple([write for kind in kinds if (write := _writer(kind)) is not None])
+    return writers if len(writers) == len(kinds) else None
 
 
 def _begin(array: np.ndarray) -> int:
@@ -187,6 +194,8 @@ def _entry(kernel: ir.FunctionType, kinds: tuple[Any, ...], flushes: bool) -> tu
 
 def _width(kind: Any) -> int:
     """The number of an argument's words."""
+    if isinstance(kind, types.BaseTuple):
+        return sum(map(_width, kind.types))
     if not isinstance(kind, types.Array):
         return 1
     return int(1 + (1 if kind.layout == "C" else 2) * kind.ndim)
@@ -194,6 +203,10 @@ def _width(kind: Any) -> int:
 
 def _argument(builder: ir.IRBuilder, kind: Any, words: Sequence[Any]) -> list[Any]:
     """An argument as Numba's kernels take it: an array is seven values or more."""
+    if isinstance(kind, types.BaseTuple):
+        ends = [sum(map(_width, kind.types[:number])) for number in range(len(kind.types) + 1)]
+        parts = zip(kind.types, ends, ends[1:], strict=False)
+        return [value for each, first, last in parts for value in _argument(builder, each, words[first:last])]
     if not isinstance(kind, types.Array):
         return list(words)
     data, *rest = words

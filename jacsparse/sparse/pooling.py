@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,12 +10,22 @@ import torch
 
 from ..runtime import run_rows
 from .convolution import Convolution, empty, gradients
-from .pooling_kernels import add_to_winners, find_winners, on_windows, set_winners, take_winners
+from .pooling_kernels import (
+    add_to_winners,
+    find_winners,
+    on_rows_of_windows,
+    on_windows,
+    set_to_winners,
+    set_winners,
+    take_winners,
+)
 from .vectors import Tile
 from .windows import Pair
 
 #: The most positions of a window: winners are bytes, and one number says that none has won.
 MOST_POSITIONS = 255
+#: The most positions of a window for which code is written out.
+_MOST_UNROLLED = 16
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,23 @@ class Pool:
             lanes=max(1, 2 * x[0, 0].numel() // tile.lanes),
         )
 
+    def run_rows(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
+        """Run a function of rows of windows, which cover each position once, over the planes of blocks."""
+        tile = Tile(x.dtype.itemsize, x.shape[4], pool=self.kernel)
+        run_rows(
+            on_rows_of_windows,
+            x.shape[0] * x.shape[1] * y.shape[2],
+            function(tile),
+            x.data_ptr(),
+            y.data_ptr(),
+            winners.data_ptr(),
+            self.kernel,
+            x.shape[3],
+            tile.lanes,
+            tile.itemsize,
+            lanes=max(1, self.kernel[0] * x.shape[3]),
+        )
+
 
 def max_pool(x: torch.Tensor, pool: Pool) -> torch.Tensor:
     """The maximum of each window, as ``torch.nn.functional.max_pool2d``; `x` are blocks."""
@@ -99,7 +127,10 @@ class _Scatter(torch.autograd.Function):
         apart = pool.tiles((x.shape[2], x.shape[3]))
         if not apart:
             x.zero_()
-        pool.run(set_winners if apart else add_to_winners, x, y, winners)
+        if apart and math.prod(pool.kernel) <= _MOST_UNROLLED:
+            pool.run_rows(set_winners, x, y, winners)
+        else:
+            pool.run(set_to_winners if apart else add_to_winners, x, y, winners)
         return x
 
     @staticmethod

@@ -123,11 +123,21 @@ class VectorWriter:
         )
         return self.builder.fadd(even, odd)
 
+    def integer(self, number: int) -> Any:
+        """A number in each lane, as wide as an element: other widths would take masks of their own."""
+        return ir.Constant(self._integers, [number] * self.tile.lanes)
+
+    def widened(self, numbers: Any) -> Any:
+        """Bytes as integers as wide as elements."""
+        return self.builder.zext(numbers, self._integers)
+
+    @property
+    def _integers(self) -> Any:
+        return ir.VectorType(ir.IntType(8 * self.tile.itemsize), self.tile.lanes)
+
     def winner(self, values: list[Any], floor: Any) -> tuple[Any, Any]:
         """The maximum of some vectors and `floor`, and its number: the first of equals, or one that is no number."""
-        # Integers as wide as the elements are chosen by the same masks; bytes would take masks of their own.
-        kind = ir.VectorType(ir.IntType(8 * self.tile.itemsize), self.tile.lanes)
-        numbers = [ir.Constant(kind, [number] * self.tile.lanes) for number in range(len(values) + 1)]
+        numbers = [self.integer(number) for number in range(len(values) + 1)]
         best, number = values[0], numbers[0]
         for value, place in zip(values[1:], numbers[1:], strict=False):
             best, number = self.larger(best, number, value, place)

@@ -130,18 +130,31 @@ def test_memory_that_cannot_be_had() -> None:
         run_rows(greedy, WORK, 2**60, y)
 
 
+def test_tuples() -> None:
+    @njit
+    def of_tuples(first, last, pair, numbers, y):
+        for row in range(first, last):
+            y[row] = pair[0][row] + pair[1][0] * numbers[0] - numbers[1]
+
+    x, y = np.arange(2.0 * ROWS)[::2], np.zeros(ROWS)
+    args = [(x, (1.5, np.float32(3))), (4, 7), y]
+    assert native_call(of_tuples, args) is not None
+    run_rows(of_tuples, WORK, *args)
+    np.testing.assert_array_equal(y, x + 1.5 * 4 - 7)
+
+
 def test_what_only_python_can_call() -> None:
     @njit
-    def of_a_pair(first, last, pair, y):
+    def of_a_complex_number(first, last, number, y):
         for row in range(first, last):
-            y[row] = pair[0][row] + pair[1]
+            y[row] = number.real
 
     def plain(first: int, last: int, y: np.ndarray) -> None:
         y[first:last] = 3
 
-    x, y = np.arange(1.0 * ROWS), np.zeros(ROWS)
-    assert native_call(of_a_pair, [(x, 1.5), y]) is None and native_call(plain, [y]) is None
-    run_rows(of_a_pair, WORK, (x, 1.5), y)
-    np.testing.assert_array_equal(y, x + 1.5)
+    y = np.zeros(ROWS)
+    assert native_call(of_a_complex_number, [1j, y]) is None and native_call(plain, [y]) is None
+    run_rows(of_a_complex_number, WORK, 2 + 1j, y)
+    assert (y == 2).all()
     run_rows(plain, WORK, y)
     assert (y == 3).all()
