@@ -150,8 +150,9 @@ class Simulation:
         Where the stages' times come from, in words.
     slowest : (str, float)
         The path of the stage that takes longest, and its share of back-propagation; no path for steps of a sequence.
-    cut : int
-        Stages whose Jacobian has no entry, so that no gradient passes them.
+    cut : tuple of str
+        The paths of stages whose Jacobian has no entry, so that no gradient passes them; empty ones for steps of a
+        sequence.
     name : str
         What was simulated: the module's class, or the model as named on the command line.
     note : str
@@ -175,7 +176,7 @@ class Simulation:
     bandwidth: float
     costs: str
     slowest: tuple[str, float] = ("", 0.0)
-    cut: int = 0
+    cut: tuple[str, ...] = ()
     name: str = ""
     note: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -300,11 +301,13 @@ class Simulation:
                 if scans
                 else f"The scan's products never pay, up to {_workers_in_words(max(self.workers))}."
             )
+            if self.cut:
+                sentences.append("A stage that no gradient passes costs a scan nothing: see the warning.")
         path, share = self.slowest
         if path and self.pipeline_bound is not None:
             sentences.append(
-                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of back-propagation: no pipeline "
-                f"is more than {ratio(self.pipeline_bound)} times faster."
+                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of dense back-propagation: no "
+                f"pipeline is more than {ratio(self.pipeline_bound)} times faster."
             )
         return " ".join(sentences)
 
@@ -490,7 +493,7 @@ def plan(
         interconnect.bandwidth,
         costs,
         workload.slowest,
-        sum(not stage.factor.nnz for stage in workload.stages),
+        tuple(stage.path for stage in workload.stages if not stage.factor.nnz),
         name,
     )
 

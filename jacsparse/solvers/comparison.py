@@ -114,8 +114,8 @@ class SolverComparison:
         PyTorch's threads during the measurement.
     name : str
         What was compared: the module's class, or the model as named on the command line.
-    cut : int
-        Layers whose block has no entry, so that no gradient passes them.
+    cut : tuple of str
+        The paths of layers whose block has no entry, so that no gradient passes them; empty ones for those of an RNN.
     settings : dict
         What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
@@ -132,7 +132,7 @@ class SolverComparison:
     device: str
     threads: int
     name: str = ""
-    cut: int = 0
+    cut: tuple[str, ...] = ()
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -154,7 +154,7 @@ class SolverComparison:
         """The paper's own criteria for this module (sections 4.1 and 4.2), in words."""
         direct = reduction_pays(self.layers, self.units, self.samples)
         lines = [
-            f"By Naumov's criteria, direct methods pay where samples r = {self.samples} >= the widest layer's units "
+            f"By Naumov's criteria, direct methods (scan, cyclic_reduction) pay where samples r = {self.samples} >= the widest layer's units "
             f"n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for l = {self.layers} layers: "
             f"{_verdict(direct)}."
         ]
@@ -174,8 +174,14 @@ class SolverComparison:
             return "No solver settled."
         (_, first), *others = self.fewest
         first += ", which is back-propagation" if first == "substitution" else ""
+        if len(self.rows) == 1:
+            return f"There is nothing to compare with: the one method is {first}."
         parts = [first, *(f"from {workers:,} workers on {label}" for workers, label in others)]
-        end = "" if others else f", for any number of workers up to {_WORKERS[-1]:,}"
+        end = (
+            ", if workers share each result's elements and messages take no time"
+            if others
+            else f", for any number of workers up to {_WORKERS[-1]:,}"
+        )
         return f"Fewest multiply-adds until done: {', '.join(parts)}{end}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -259,7 +265,7 @@ def compare(
         if gradient is None:
             shape = _output_shape(module, x)
             gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
-        stretches = stretches_of(module, x, gradient)
+        stretches, cut = stretches_of(module, x, gradient)
     systems = [part for part in stretches if isinstance(part, BlockTriangular)]
     if not any(system.depth for system in systems):
         raise ValueError(f"{type(module).__name__} has no stage with a matrix, so that there is no system to solve")
@@ -287,7 +293,7 @@ def compare(
         str(x.device),
         torch.get_num_threads(),
         type(module).__name__,
-        sum(not block.pattern.nnz for system in systems for block in system.off_diagonal.blocks.values()),
+        tuple(cut),
     )
 
 

@@ -409,7 +409,7 @@ def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
     status, out, err = jac("compare", *words[1:4], "--data", files["pt"], "--batch", 2, "--method", "substitution")
     assert status == 0, err
     for bad, message in (
-        (samples[:, :1], "has samples of shape (1, 6, 6), --input is (2, 6, 6)"),
+        (samples[:, :1], "has samples of shape (1, 6, 6), --input is (2, 6, 6); convert the samples, or"),
         (samples[0], "has samples of shape (6, 6), --input is (2, 6, 6)"),
         (samples.long(), "holds torch.int64; expected floating-point samples"),
         (samples * torch.nan, "holds NaN or infinity in sample 0; leave out such samples"),
@@ -422,6 +422,9 @@ def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
         torch.save(bad, files["pt"])
         status, out, err = jac(*words, files["pt"])
         assert status == 2 and message in err and not out and len(err.splitlines()) == 1
+    (tmp_path / "samples.npz").write_bytes(b"")
+    status, _, err = jac(*words, tmp_path / "samples.npz")
+    assert status == 2 and "samples.npz; expected samples in a file that ends in .npy, .pt, .safetensors" in err
     for name in ("nowhere.npy", "damaged.safetensors"):
         (tmp_path / "damaged.safetensors").write_text("no tensors", encoding="utf-8")
         status, out, err = jac(*words, tmp_path / name)
@@ -627,13 +630,13 @@ def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
 
 def test_what_takes_long_is_left_out_unless_asked_for(jac, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("flop", "resnet8", "--input", "3,8,8")
-    assert "A scan (blelloch:2) never pays: it takes" in jac(*words)[1]
+    assert "A scan (blelloch:2) never pays: for inputs' gradients it takes" in jac(*words)[1]
     monkeypatch.setattr("jacsparse.flop.estimate.PAIRS", 1e3)
     _, out, err = jac(*words)
     assert "Scan: not counted, as that takes about" in out and "hours" in out
     assert "Ask for it with --schedule blelloch:2." in out
     status, out, err = jac(*words, "--schedule", "blelloch:1")
-    assert status == 0 and "A scan (blelloch:1) never pays: it takes" in out
+    assert status == 0 and "A scan (blelloch:1) never pays: for inputs' gradients it takes" in out
     assert "counting blelloch:1 takes about" in err and "hours" in err
     assert "hours" not in "".join(jac(*words, "--schedule", "linear")[1:])
 

@@ -58,7 +58,12 @@ def test_the_conclusion_names_the_solver_with_the_fewest_multiply_adds() -> None
                 assert until_done[label][p] == fewest
     assert "Fewest multiply-adds until done: substitution, which is back-propagation, from " in comparison.conclusion
     alone = compared(methods=["substitution"])
-    assert alone.conclusion.endswith("back-propagation, for any number of workers up to 1,048,576.")
+    assert alone.conclusion == (
+        "There is nothing to compare with: the one method is substitution, which is back-propagation."
+    )
+    both = compared(methods=["substitution", "bicgstab"])
+    assert both.conclusion.endswith("back-propagation, for any number of workers up to 1,048,576.")
+    assert comparison.conclusion.endswith(", if workers share each result's elements and messages take no time.")
     assert alone.conclusion in str(alone).replace("\n", " ")
 
 
@@ -108,7 +113,7 @@ def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_infinite_solution_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     system = BlockBidiagonal([torch.full((1, 1), 1e30)] * 2, [torch.ones(1, 1)] * 3)
-    monkeypatch.setattr(comparison_module, "stretches_of", lambda *_: [system])
+    monkeypatch.setattr(comparison_module, "stretches_of", lambda *_: ([system], []))
     (row,) = compare(network(1, 1).float(), torch.ones(1, 1), methods=["substitution"], seconds=0.0).rows
     assert row.seconds is None and not row.solved and row.remark == "its solution is not finite"
 
