@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import os
 import weakref
@@ -12,16 +11,13 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..patterns import Call, Identity, Pattern, UnsupportedOperatorError
+from ..patterns import Identity, Pattern, UnsupportedOperatorError
 from ..runtime import announced_where_long
 from ..spgemm import SparseJacobian, matvec
 from ..tracing import (
-    Operation,
-    Program,
     PrunedWeight,
     Trace,
     check_module,
-    mask_of,
     name_of,
     program_of,
     undisturbed,
@@ -31,13 +27,14 @@ from .accumulation import Accumulation, Region, empty_pattern
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
+from .cutting import stages_of
 from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
 from .order import Order, accumulated, best_order
 from .record import Record, pull_back_all
-from .stage import Edge, Stage, working
+from .stage import Edge, Stage
 
 
 class Chain:
@@ -356,103 +353,4 @@ def chain_of(
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
     kinds = trace.values_of(varying), trace.values_of(watched)
-    return Chain(module, _stages(program, trace, pruned, kinds), in_shape, out_shape)
-
-
-#: The values whose zeros are not pruned, and those of which selections are not.
-_Varying = tuple[frozenset[int], frozenset[int]]
-
-
-def _stages(program: Program, trace: Trace, pruned: bool, varying: _Varying) -> list[Stage]:
-    stages: list[Stage] = []
-    start, *cuts = program.cuts()
-    for stop in cuts:
-        operations = program.between(start, stop)
-        couples = any(operation.couples for operation in operations)
-        edges = (
-            ()
-            if couples
-            else tuple(
-                _pruned(_edge(program, operation, name), trace, operation, varying)
-                if pruned
-                else _edge(program, operation, name)
-                for operation in operations
-                for name in operation.operands
-            )
-        )
-        # A sum of two identities is no identity.
-        meet = len({edge.target for edge in edges}) < len(edges)
-        if not meet and not couples and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
-            if stop != cuts[-1]:
-                # Operators that only reshape belong to the stage that follows.
-                continue
-            if stages:
-                # At the end, they belong to the last stage.
-                last = stages.pop()
-                edges, start, couples = () if last.couples else (*last.edges, *edges), last.start, last.couples
-                operations = program.between(start, stop)
-            elif not any(
-                operation.node.hooked or trace.graph.externals_of(operation.node, operation.operands)
-                for operation in operations
-            ):
-                return []
-        out_shape = program.shapes[stop][1:]
-        worked = [program.operations[edge.target] for edge in working(edges) or edges]
-        path = _path(worked or operations, {stage.path for stage in stages})
-        stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program, couples))
-        start = stop
-    return stages
-
-
-def _path(operations: Sequence[Operation], taken: set[str]) -> str:
-    """The path of a stage: the common part of its operations' paths, with an operator and number if it is taken."""
-    paths = zip(*(operation.node.path.split(".") for operation in operations), strict=False)
-    common = [names[0] for names in itertools.takewhile(lambda names: len(set(names)) == 1, paths)]
-    path = ".".join(common) or operations[-1].node.path.rpartition(".")[0] or operations[-1].node.path
-    name = operations[-1].name.partition(".")[2]
-    candidates = [path, f"{path}:{name}", *(f"{path}:{name}:{number}" for number in range(2, len(taken) + 3))]
-    return next(candidate for candidate in candidates if candidate not in taken)
-
-
-def edge_of(trace: Trace, operation: Operation, argument: str, stage: Stage) -> Edge:
-    """The edge of an operator that works on each sample by itself; its pattern omits pruned weights."""
-    return _pruned(_edge(stage.program, operation, argument), trace, operation, (frozenset(), frozenset()))
-
-
-def _edge(program: Program, operation: Operation, argument: str) -> Edge:
-    source = operation.operands[argument]
-    call = Call(
-        operation.name,
-        {name: value for name, value in operation.arguments.items() if name != argument},
-        program.shapes[source],
-        program.shapes[operation.value],
-        operation.node.path,
-        operation.node.source,
-        argument=argument,
-        batched=frozenset(operation.layouts.keys() - {argument} - operation.alike),
-        dependent=operation.dependent - {argument},
-        sources=operation.sources.get(argument),
-        function=operation.evaluate,
-    )
-    edge = Edge(source, operation.value, call)
-    edge.rule.check(call)
-    return edge
-
-
-def _pruned(edge: Edge, trace: Trace, operation: Operation, varying: _Varying) -> Edge:
-    """The edge with a pattern that omits the zeros of weights, but for those that vary."""
-    call, graph = edge.call, trace.graph
-    weights = []
-    for name in edge.rule.pruned_arguments(call):
-        value = operation.node.arguments[name].number
-        # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
-        if name in call.dependent | call.batched or graph.infos[value].drawn or trace.is_stale(value):
-            continue
-        weight = trace.value(value)
-        values = varying[0] if weight.is_floating_point() else varying[0] | varying[1]
-        if values and graph.made_of(value, values):
-            continue
-        mask = mask_of(trace, value)
-        mask = None if mask is None else operation.of_sample(name, mask)
-        weights.append(PrunedWeight(name, edge.weight(name, operation.of_sample(name, weight)), mask))
-    return edge.without(weights) if weights else edge
+    return Chain(module, stages_of(program, trace, pruned, kinds), in_shape, out_shape)

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ..patterns import Call, Full, Pattern, Rule
 from ..tracing import Operation, Value
 from .accumulation import Region
-from .chains import edge_of
+from .cutting import edge_of
 from .record import Record
 from .stage import Edge
 
