@@ -74,7 +74,9 @@ class ScanCosts:
         if self.pays_from is None:
             waits = ", but too many of its products wait for each other"
             path += waits if self.critical_ratio < 1 else ", which no number of workers shortens"
-        dense = f" (but {ratio(self.dense_ratio)} times the dense one's)" if self.dense_ratio < 1 < self.work_ratio else ""
+        dense = (
+            f" (but {ratio(self.dense_ratio)} times the dense one's)" if self.dense_ratio < 1 < self.work_ratio else ""
+        )
         return (
             f"A scan ({self.schedule}) {pays}: for inputs' gradients it takes {ratio(self.work_ratio)} times the FLOP "
             f"of back-propagation that skips the same zeros{dense}, and {path}."

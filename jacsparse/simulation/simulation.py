@@ -322,7 +322,7 @@ class Simulation:
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "pays": self.pays}
         ratios: dict[str, Any] = {"gain": self.gain, "gain_of_any": self.gain_of_any}
-        ratios |= {"pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in}
+        ratios |= {"pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in, "cut_count": len(self.cut)}
         if self.break_even is not None:
             ratios["break_even"] = {**asdict(self.break_even), "ratio": self.break_even.ratio}
         words = {"verdict": self.verdict, "words": WORDS}

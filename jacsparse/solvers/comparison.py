@@ -154,9 +154,9 @@ class SolverComparison:
         """The paper's own criteria for this module (sections 4.1 and 4.2), in words."""
         direct = reduction_pays(self.layers, self.units, self.samples)
         lines = [
-            f"By Naumov's criteria, direct methods (scan, cyclic_reduction) pay where samples r = {self.samples} >= the widest layer's units "
-            f"n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for l = {self.layers} layers: "
-            f"{_verdict(direct)}."
+            f"By Naumov's criteria, direct methods (scan, cyclic_reduction) pay where samples r = {self.samples} >= "
+            f"the widest layer's units n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for "
+            f"l = {self.layers} layers: {_verdict(direct)}."
         ]
         settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
         if settled:
@@ -189,7 +189,12 @@ class SolverComparison:
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         words = {"criterion": self.criterion, "conclusion": self.conclusion, "words": WORDS}
         counted = [{**asdict(each), "ratio": each.ratio} for each in self.estimates]
-        figures = {"estimates": counted, "depth_bound": self.depth_bound, "fewest_up_to": _WORKERS[-1]}
+        figures = {
+            "estimates": counted,
+            "depth_bound": self.depth_bound,
+            "fewest_up_to": _WORKERS[-1],
+            "cut_count": len(self.cut),
+        }
         return {**asdict(self), **figures, **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
