@@ -722,6 +722,7 @@ def test_networks_without_weights(jac, tmp_path: Path) -> None:
     for command in ("simulate", "compare"):
         status, out, err = jac(command, *model, *(["--rate", "1e9"] if command == "simulate" else []))
         assert status == 0 and ("2 stages" in out or "1 layer of" in out), err
+        assert ("has no weight to train; its figures are without" in err) == (command == "simulate")
     status, _, err = jac("flop", *model, "--prune", 0.5)
     assert status == 2 and "no convolution and no linear layer, so there is nothing to prune" in err
 
