@@ -20,7 +20,7 @@ AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
 NUMERIC := tests/patterns tests/spgemm tests/stages/test_order.py tests/jacobians/test_jacobian.py \
 	tests/jacobians/test_passes.py tests/recurrence/test_linear_recurrence.py tests/sparse
 
-.PHONY: setup demo test test-full test-portable test-torch test-gpu lint docs bench clean
+.PHONY: setup demo test test-full test-portable test-portable-numbers test-portable-layers test-torch test-gpu lint docs bench clean
 
 setup: $(STAMP)
 
@@ -43,9 +43,13 @@ test-full: $(STAMP)
 	JACSPARSE_TESTS=full $(RUN) -m pytest -n 2 --durations=15 -m "full or not full"
 
 # The numeric tests once more, on kernels for older processors: SSE4.2 on one thread; of layers AVX2, on two.
-test-portable: $(STAMP)
+test-portable: test-portable-numbers test-portable-layers
+
+test-portable-numbers: $(STAMP)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 \
 	NUMBA_CPU_NAME=x86-64-v2 NUMBA_CPU_FEATURES=$(SSE42) $(RUN) -m pytest -n 2 $(NUMERIC)
+
+test-portable-layers: $(STAMP)
 	JACSPARSE_TESTS=portable ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2 ONEDNN_MAX_CPU_ISA=AVX2 \
 	NUMBA_CPU_NAME=x86-64-v3 NUMBA_CPU_FEATURES=$(AVX2) JACSPARSE_TEST_THREADS=2 \
 	$(RUN) -m pytest tests/recurrence/test_recurrent.py

@@ -9,7 +9,7 @@ from .plan import ProductPlan, check_limit, plan_product, planned
 from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
-from .sparse_jacobian import SparseJacobian
+from .sparse_jacobian import SparseJacobian, unchecked_jacobian
 from .stencil import Stencil
 from .sums import SumPlan, plan_sum, sum_pattern
 from .symbolic import PACKED, meeting, multiply_adds, product_meeting, product_pattern
@@ -39,6 +39,7 @@ __all__ = [
     "product_pattern",
     "spread",
     "sum_pattern",
+    "unchecked_jacobian",
 ]
 
 # ``auto`` tries them in this order.

@@ -135,9 +135,14 @@ class Arguments:
 
     def surroundings(self) -> tuple[torch.dtype, torch.dtype | None]:
         """The default dtype, and the one of autocast; None without it."""
-        device = self.leaves[self.places[0]].device.type
+        device = self._device_type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         return torch.get_default_dtype(), autocast
+
+    @functools.cached_property
+    def _device_type(self) -> str:
+        """The kind of device of the tensors, to which autocast applies."""
+        return self.leaves[self.places[0]].device.type  # type: ignore[no-any-return]
 
     @functools.cached_property
     def _are_leaves(self) -> bool:
@@ -146,21 +151,30 @@ class Arguments:
 
     def with_args(self, args: Sequence[Any]) -> Arguments | None:
         """The arguments of another call where they are leaves of this form, which is found sooner; else None."""
-        if not self._are_leaves or len(args) != len(self.leaves):
+        if not self._are_alike(args):
             return None
-        *_, surroundings, forms = self.form
-        if surroundings != self.surroundings():
-            return None
-        for place, (leaf, form) in enumerate(zip(args, forms, strict=True)):
-            if _form(leaf, place in self.places) != form:
-                return None
-        for place in self.places:
-            check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
         alike = object.__new__(Arguments)
         # All that is cached depends on the form alone.
         _ = self.batch, self._sizes, self._plain
         alike.__dict__.update(self.__dict__, leaves=list(args))
         return alike
+
+    def memory_of(self, args: Sequence[Any]) -> torch.Tensor | None:
+        """`memory` of another call where it has one argument, a contiguous tensor of this form; else None."""
+        return args[0] if len(self.leaves) == 1 and self._are_alike(args) and args[0].is_contiguous() else None
+
+    def _are_alike(self, args: Sequence[Any]) -> bool:
+        if not self._are_leaves or len(args) != len(self.leaves):
+            return False
+        *_, surroundings, forms = self.form
+        if surroundings != self.surroundings():
+            return False
+        for place, (leaf, form) in enumerate(zip(args, forms, strict=True)):
+            if _form(leaf, place in self.places) != form:
+                return False
+        for place in self.places:
+            check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
+        return True
 
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""

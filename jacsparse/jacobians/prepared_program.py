@@ -23,7 +23,7 @@ from .tracing_for_replays import TracedProgram
 from .watched_weights import WatchedWeights
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Evaluation:
     """A prepared Jacobian at some arguments: its values, the function's result, and what that returned beside it."""
 
@@ -68,8 +68,7 @@ class PreparedProgram:
         """
         arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments)
-        tensors = (*arguments.tensors, *captures.values())
-        if self.entries is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        if self.entries is not None and torch.is_grad_enabled() and _any_requires_grad(arguments, captures):
             return self._connected(arguments, captures, self.entries, returns)
         if self._in_one_call is not None and not returns:
             values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
@@ -104,7 +103,8 @@ class PreparedProgram:
             return self._returned(trace, trace.output, values) if returns else Evaluation(values)
 
     def _captures(self, arguments: Arguments) -> dict[int, torch.Tensor]:
-        graph, captures = self.traced.function.graph, dict[int, torch.Tensor]()
+        graph = self.traced.function.graph
+        captures: dict[int, torch.Tensor] = {}
         for value, source in self.traced.captures.items():
             if isinstance(source, int):
                 source = arguments.leaves[source]
@@ -145,9 +145,18 @@ class PreparedProgram:
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
     @cached_property
+    def of_memory(self) -> FusedValues | None:
+        """What computes the values of one tensor's memory and nothing else; None where there may be gradients."""
+        return None if self.entries is not None or self.traced.captures else self._in_one_call
+
+    @cached_property
     def other_tensors(self) -> int:
         """The number of tensors that the function reads from elsewhere than its arguments."""
         return sum(not isinstance(source, int) for source in self.traced.captures.values())
+
+
+def _any_requires_grad(arguments: Arguments, captures: dict[int, torch.Tensor]) -> bool:
+    return any(tensor.requires_grad for tensor in (*arguments.tensors, *captures.values()))
 
 
 def check_gradients(trace: Trace) -> None:

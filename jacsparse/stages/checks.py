@@ -70,7 +70,7 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
         if not x.is_floating_point() and not x.is_complex():
             remedy += ", or give, in the place of indices, what their embedding makes of them"
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: {remedy}")
-    if x.device.type not in ("cpu", "cuda"):
+    if not (x.is_cpu or x.is_cuda):
         raise ValueError(f"{name} is on {x.device}; this runs on CPUs and CUDA: move it, and the module, with .cpu()")
     if torch.is_inference_mode_enabled() or x.is_inference():
         raise RuntimeError(f"{name} has no gradient in torch.inference_mode; use torch.no_grad instead")
