@@ -57,6 +57,23 @@ def cut_off(paths: Sequence[str], count: int, kind: str) -> str:
     )
 
 
+def not_numbers(counts: Mapping[str, int], brief: bool = True) -> str:
+    """A sentence on how many weights of which modules are NaN; with `brief`, of the first modules.
+
+    Examples
+    --------
+    >>> not_numbers({"conv1": 3})
+    'conv1: 3 weights are NaN, counted as not zero.'
+    >>> not_numbers({"conv1": 3, "6": 1})
+    'conv1 (3), layer 6 (1): 4 weights are NaN, counted as not zero.'
+    """
+    words = [layer_in_words(path or "(the module)") for path in counts]
+    names = words if len(words) == 1 else [f"{word} ({n:,})" for word, n in zip(words, counts.values(), strict=True)]
+    total = sum(counts.values())
+    weights = "weight is" if total == 1 else "weights are"
+    return f"{listed(names, first_names(names) if brief else names)}: {total:,} {weights} NaN, counted as not zero."
+
+
 def layer_in_words(path: str) -> str:
     """A layer's path within a sentence, where ``6``, as in an ``nn.Sequential``, would be read as a figure.
 

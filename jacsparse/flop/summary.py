@@ -6,7 +6,19 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import EXAMPLES, first_names, layer_in_words, listed, nbytes, new_table, percent, ratio, short, text
+from ..terminal import (
+    EXAMPLES,
+    first_names,
+    layer_in_words,
+    listed,
+    nbytes,
+    new_table,
+    not_numbers,
+    percent,
+    ratio,
+    short,
+    text,
+)
 from .layer_flop import StepFlop
 
 if TYPE_CHECKING:
@@ -293,4 +305,6 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
             f"Zero weights without a mask are in {named(unmasked)}: a training step fills them; keep them by "
             "torch.nn.utils.prune."
         )
+    if report.nan_weights:
+        found.append(not_numbers(report.nan_weights, brief))
     return tuple(found)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import Fitted, cut_off, glossary, ratio, short, short_time
+from ..terminal import Fitted, glossary, ratio, short, short_time
 
 if TYPE_CHECKING:
     from .comparison import SolverComparison, SolverFigures
@@ -44,8 +44,7 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     """Everything that a comparison shows, in order."""
     yield comparison.conclusion
     yield comparison.criterion
-    if comparison.cut:
-        yield f"Warning: {cut_off(comparison.cut, comparison.layers, 'layer')}"
+    yield from (f"Warning: {warning}" for warning in comparison.warnings)
     yield from _solvers(comparison)
     yield from (f"{row.label}: {row.remark}." for row in comparison.rows if row.remark)
     yield ""

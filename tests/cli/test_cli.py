@@ -10,6 +10,7 @@ import sys
 from collections import OrderedDict
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from jacsparse.__main__ import main
 from jacsparse.cli import inputs
 from jacsparse.flop import Page
 from jacsparse.runtime import cupy_for
+from jacsparse.solvers import Solution, TriangularSolver
+from jacsparse.solvers import comparison as comparison_module
 from jacsparse.terminal import text
 
 
@@ -683,6 +686,48 @@ def test_what_takes_long_in_simulate_and_compare(jac, monkeypatch: pytest.Monkey
     assert "ask for it with --method cyclic_reduction" in out
     status, out, err = jac("compare", "tests.cli.test_cli:wide_chain", "--input", 40, "--method", "scan")
     assert "the products of scan take about" in err and "left out" not in out
+
+
+def test_solutions_that_take_long_are_counted_but_not_timed(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"dense": (0.5, 0.0), "sparse": (0.5, 0.0), "full": (0.0, 0.0)}
+    monkeypatch.setattr("jacsparse.solvers.blocks.PAIR_SECONDS", seconds)
+    solved, run = [], comparison_module._solved
+
+    def spy(method: TriangularSolver, *args: Any, on_meta: bool = False) -> Solution:
+        solved.append((method.name, on_meta))
+        return run(method, *args, on_meta=on_meta)
+
+    monkeypatch.setattr(comparison_module, "_solved", spy)
+    words = ("compare", "tests.cli.test_cli:wide_chain", "--input", 40)
+    status, out, err = jac(*words)
+    assert status == 0, err
+    assert ("scan", True) in solved and ("scan", False) not in solved and ("substitution", False) in solved
+    assert "scan: not timed, as to solve by it takes about" in out and "hours" in out
+    assert "ask for it with --method scan" in out and "--method jacobi" not in out
+    status, out, err = jac(*words, "--method", "scan")
+    assert "scan takes about" in err and "without --method it is not timed" in err
+    assert ("scan", False) in solved and "not timed" not in out
+
+
+def test_weights_that_are_nan_are_told_of(jac, tmp_path: Path) -> None:
+    module = custom_model()
+    prune_weights(module, 0.5)
+    path, layer = next((path, part) for path, part in module.named_modules() if hasattr(part, "weight_orig"))
+    left, pruned = (layer.weight_mask == value for value in (1, 0))  # type: ignore[operator]
+    with torch.no_grad():
+        # What a mask leaves out is not counted.
+        for where, count in ((left, 3), (pruned, 1)):
+            layer.weight_orig[tuple(where.nonzero()[:count].T)] = torch.nan  # type: ignore[index, operator]
+    file, figures = tmp_path / "nan.pt", tmp_path / "figures.json"
+    torch.save(module.state_dict(), file)
+    warning = f"layer {path}: 3 weights are NaN, counted as not zero."
+    for command, *options in (("flop",), ("compare", "--method", "substitution"), ("simulate", "--rate", "1e12")):
+        words = ("tests.cli.test_cli:custom_model", "--input", "3,8,8", "--checkpoint", file, "--json", figures)
+        status, out, err = jac(command, *words, *options)
+        assert status == 0, err
+        assert f"Warning: {warning}" in out
+        written = json.loads(figures.read_text())
+        assert warning in written["warnings"] and written["nan_weights"] == {path: 3}
 
 
 def wide_chain() -> nn.Module:
