@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 #: Columns of a line in a file or a pipe, which have no width.
@@ -31,10 +32,46 @@ def text(report: Any) -> str:
     return "\n".join(line.rstrip() for line in plain.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
-def cut_off(cut: int, count: int, kind: str) -> str:
-    """A sentence on stages or layers that pass no gradient."""
-    kinds = f"{kind}s" if count > 1 else kind
-    return f"no gradient passes {cut} of {count} {kinds}, in which no weight is left; jacsparse flop names the layers."
+#: How many names a sentence has as examples, and how many characters these have together at most.
+EXAMPLES, _CHARACTERS = 3, 40
+
+
+def first_names(names: Sequence[str], characters: int = _CHARACTERS) -> Sequence[str]:
+    """The first `EXAMPLES` names, or as many as have so many characters together, but at least one."""
+    lengths = accumulate(len(name) for name in names[:EXAMPLES])
+    return names[: max(1, sum(length <= characters for length in lengths))]
+
+
+def listed(names: Sequence[str], shown: Sequence[str]) -> str:
+    """The names that are shown, and how many more there are."""
+    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
+
+
+def cut_off(paths: Sequence[str], count: int, kind: str) -> str:
+    """A sentence on stages or layers that pass no gradient, whose paths are empty in a sequence."""
+    kinds, names = f"{kind}s" if count > 1 else kind, [layer_in_words(path) for path in paths if path]
+    which = f"{listed(names, first_names(names))}, " if names else ""
+    return (
+        f"no gradient passes {which}{len(paths)} of {count} {kinds}, in which no weight is left; jacsparse flop names "
+        "all layers without one."
+    )
+
+
+def not_numbers(counts: Mapping[str, int], brief: bool = True) -> str:
+    """A sentence on how many weights of which modules are NaN; with `brief`, of the first modules.
+
+    Examples
+    --------
+    >>> not_numbers({"conv1": 3})
+    'conv1: 3 weights are NaN, counted as not zero.'
+    >>> not_numbers({"conv1": 3, "6": 1})
+    'conv1 (3), layer 6 (1): 4 weights are NaN, counted as not zero.'
+    """
+    words = [layer_in_words(path or "(the module)") for path in counts]
+    names = words if len(words) == 1 else [f"{word} ({n:,})" for word, n in zip(words, counts.values(), strict=True)]
+    total = sum(counts.values())
+    weights = "weight is" if total == 1 else "weights are"
+    return f"{listed(names, first_names(names) if brief else names)}: {total:,} {weights} NaN, counted as not zero."
 
 
 def layer_in_words(path: str) -> str:

@@ -14,7 +14,7 @@ from .inputs import announcements, check_outputs, echo, layer_input, load_part, 
 from .options import Checkpoint, Data, Input, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
-    from ..flop import CountEstimate
+    from ..flop import Effort
     from ..solvers import TriangularSolver
 
 
@@ -50,6 +50,7 @@ def compare(
     from torch import nn
 
     from ..figures import check_figure
+    from ..flop import CountEstimate
     from ..solvers import compare as compare_solvers
     from ..terminal import console
 
@@ -64,10 +65,12 @@ def compare(
     x = layer_input(analysed, x, steps)
     long: set[str] = set()
 
-    def accept(solver: str, estimate: CountEstimate) -> bool:
+    def accept(solver: str, estimate: Effort) -> bool:
         """Whether to run a solver, which is asked for or takes little."""
         if estimate.is_long and methods is not None:
-            echo(f"the products of {solver} take {estimate}; without --method they are left out")
+            left_out = "they are left out" if isinstance(estimate, CountEstimate) else "it is not timed"
+            what = f"the products of {solver} take" if isinstance(estimate, CountEstimate) else f"{solver} takes"
+            echo(f"{what} {estimate}; without --method {left_out}")
         elif estimate.is_long:
             long.add(solver)
         return solver not in long

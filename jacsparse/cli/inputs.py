@@ -319,9 +319,12 @@ def make_samples(data: str, count: int, shape: tuple[int, ...], seed: int, modul
                 f"{count} samples of shape {shape} are more than there is memory for; name smaller sizes with --input"
             ) from error
     own = Path(data).suffix in _READERS
+    if not own and Path(data).is_file():
+        raise ValueError(f"--data is the file {data}; expected samples in a file that ends in {', '.join(_READERS)}")
     samples = _read_samples(Path(data)) if own else models.load_data(data).test_inputs
     if tuple(samples.shape[1:]) != shape:
-        raise ValueError(f"--data {data} has samples of shape {tuple(samples.shape[1:])}, --input is {shape}")
+        has = f"--data {data} has samples of shape {tuple(samples.shape[1:])}, --input is {shape}"
+        raise ValueError(f"{has}; convert the samples, or name their shape by --input")
     if count > len(samples):
         kind = "samples" if own else "test images"
         raise ValueError(f"{count} samples are asked for, but {data} has {len(samples)} {kind}")

@@ -78,6 +78,8 @@ def simulate(
     if steps is not None and not isinstance(analysed, nn.RNNBase):
         raise ValueError(f"--steps {steps} is of no use: {path or model} is no recurrent layer")
     x = layer_input(analysed, x, steps)
+    if not any(parameter.requires_grad for parameter in analysed.parameters()):
+        echo(f"{name} has no weight to train; its figures are without weights' gradients")
     notes: list[str] = []
     scans = {"bppsa", "cyclic_reduction", "ranks"}.intersection(method or ())
 

@@ -1,7 +1,7 @@
 """FLOP of back-propagation, by scan and step after step."""
 
 from .counting import count_flop
-from .estimate import CountEstimate, estimate_products
+from .estimate import CountEstimate, Effort, estimate_products
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
@@ -12,6 +12,7 @@ __all__ = [
     "SORTS",
     "BaselineStep",
     "CountEstimate",
+    "Effort",
     "FlopReport",
     "FlopStep",
     "FlopSummary",

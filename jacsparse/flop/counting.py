@@ -18,6 +18,7 @@ from ..patterns import Pattern
 from ..schedule import COUNTED, Schedule, Step, balanced, linear, resolve
 from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
 from ..stages import Region, check_input, is_light, matrix_of
+from ..tracing import nan_weights
 from .estimate import ENOUGH, CountEstimate, estimate_count
 from .layer_flop import OperatorWork, StepFlop
 from .layers import layer_records
@@ -136,7 +137,8 @@ def count_flop(
     if executed is None:
         executed = structure == "guaranteed"
     report = _report(plan, subject, samples, guaranteed if executed else None, observed)
-    return replace(report, choices=_choices(subject, plan, guaranteed, workers), name=type(module).__name__)
+    choices = _choices(subject, plan, guaranteed, workers)
+    return replace(report, choices=choices, name=type(module).__name__, nan_weights=nan_weights(module))
 
 
 def _checked_workers(workers: Sequence[int]) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -30,8 +31,32 @@ _BUDGET = 1e8
 _ENTRY = 4
 
 
+class Effort(ABC):
+    """About how long something takes, and how many bytes of memory."""
+
+    nbytes: float
+    #: Whether all of it is estimated. If not, what is estimated takes long enough, and figures are lower bounds.
+    complete: bool = True
+
+    @property
+    @abstractmethod
+    def seconds(self) -> float:
+        """Time on this machine's threads."""
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
+        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
+
+    def __str__(self) -> str:
+        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
+            return "longer than can be estimated"
+        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
+        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
+
+
 @dataclass(frozen=True)
-class CountEstimate:
+class CountEstimate(Effort):
     """What counting a schedule takes, about.
 
     Attributes
@@ -61,17 +86,6 @@ class CountEstimate:
     def seconds(self) -> float:
         """Time on this machine's threads."""
         return START + self.work / (PAIRS * thread_count()) + self.nbytes / BYTES if self.pairs or self.nbytes else 0.0
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
-        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
-
-    def __str__(self) -> str:
-        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
-            return "longer than can be estimated"
-        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
-        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
 
 
 def estimate_count(

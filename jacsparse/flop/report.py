@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..runtime import replacing
@@ -198,6 +198,8 @@ class FlopReport:
         Why no scan was counted, in words.
     constant : bool
         Whether no gradient gets to the network's input, because pruned weights cut all ways from it to the output.
+    nan_weights : dict of str to int
+        How many weights are NaN, by the paths of their modules.
     """
 
     schedule: str
@@ -214,6 +216,7 @@ class FlopReport:
     pays_from: int | None = None
     note: str = ""
     constant: bool = False
+    nan_weights: dict[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return text(self)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import layer_in_words, nbytes, new_table, percent, ratio, short, text
+from ..terminal import (
+    EXAMPLES,
+    first_names,
+    layer_in_words,
+    listed,
+    nbytes,
+    new_table,
+    not_numbers,
+    percent,
+    ratio,
+    short,
+    text,
+)
 from .layer_flop import StepFlop
 
 if TYPE_CHECKING:
@@ -19,8 +30,8 @@ _NAMES = {
     "pruned": "without pruned weights",
     "observed": "and without the data's zeros",
 }
-#: How many layers a sentence names as examples; of those, no more than have so many characters, also in warnings.
-_EXAMPLES, _CHARACTERS, _IN_WARNINGS = 3, 60, 40
+#: Characters of the names of layers with their shares in a sentence, at most.
+_CHARACTERS = 60
 
 
 @dataclass(frozen=True)
@@ -75,9 +86,12 @@ class ScanCosts:
         if self.pays_from is None:
             waits = ", but too many of its products wait for each other"
             path += waits if self.critical_ratio < 1 else ", which no number of workers shortens"
+        dense = (
+            f" (but {ratio(self.dense_ratio)} times the dense one's)" if self.dense_ratio < 1 < self.work_ratio else ""
+        )
         return (
-            f"A scan ({self.schedule}) {pays}: it takes {ratio(self.work_ratio)} times the FLOP of back-propagation "
-            f"without the same zeros ({ratio(self.dense_ratio)} times the dense one's), and {path}."
+            f"A scan ({self.schedule}) {pays}: for inputs' gradients it takes {ratio(self.work_ratio)} times the FLOP "
+            f"of back-propagation that skips the same zeros{dense}, and {path}."
         )
 
 
@@ -188,13 +202,8 @@ class FlopSummary:
 
 
 def _named(layers: Sequence[tuple[str, float]]) -> str:
-    return ", ".join(_first([f"{layer_in_words(name)} ({percent(share)})" for name, share in layers], _CHARACTERS))
-
-
-def _first(names: Sequence[str], characters: int) -> Sequence[str]:
-    """The first `_EXAMPLES` names, or as many as have so many characters together, but at least one."""
-    lengths = accumulate(len(name) for name in names[:_EXAMPLES])
-    return names[: max(1, sum(length <= characters for length in lengths))]
+    names = [f"{layer_in_words(name)} ({percent(share)})" for name, share in layers]
+    return ", ".join(first_names(names, _CHARACTERS))
 
 
 def _steps(steps: Sequence[TrainingStep]) -> Any:
@@ -224,15 +233,15 @@ def summary_of(report: FlopReport) -> FlopSummary:
     by_share = sorted(weighted, key=lambda pair: pair[1])
     last = steps[-1]
     shares = [(layer["layer"], layer[f"{last.structure}_step"] / max(1.0, last.step)) for layer in layers]
-    largest = sorted((pair for pair in shares if pair[1]), key=lambda pair: -pair[1])[:_EXAMPLES]
+    largest = sorted((pair for pair in shares if pair[1]), key=lambda pair: -pair[1])[:EXAMPLES]
     parameters, nonzero = (sum(layer[name] for layer in layers) for name in ("parameters", "nonzero"))
     return FlopSummary(
         report.name,
         sum(layer["weights"] for layer in layers),
         sum(layer["zeros"] for layer in layers),
         tuple(steps),
-        tuple(by_share[: -_EXAMPLES - 1 : -1]),
-        tuple(by_share[:_EXAMPLES]),
+        tuple(by_share[: -EXAMPLES - 1 : -1]),
+        tuple(by_share[:EXAMPLES]),
         tuple(largest),
         _scan_costs(report),
         report.note,
@@ -266,15 +275,14 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
     """What is wrong with a network, each with the names of the layers; with `brief`, of the first and how many more."""
     layers = [layer for layer in report.layers if layer["weights"]]
 
-    def listed(names: Sequence[str]) -> str:
-        shown = _first(names, _IN_WARNINGS) if brief else names
-        return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
+    def named(names: Sequence[str]) -> str:
+        return listed(names, first_names(names) if brief else names)
 
     found = []
     empty, cut = (list(map(layer_in_words, paths)) for paths in _cut_off(report))
     gradients = any(layer["pruned_weight_gradient"] for layer in report.layers)
-    parts = [f"no weight is left in {listed(empty)}"] if empty else []
-    parts += [f"no gradient reaches {listed(cut) if gradients else 'any layer'}"] if cut else []
+    parts = [f"no weight is left in {named(empty)}"] if empty else []
+    parts += [f"no gradient reaches {named(cut) if gradients else 'any layer'}"] if cut else []
     if parts:
         parts += ["the output does not change with the input"] if report.constant else []
         end = (
@@ -289,12 +297,14 @@ def warnings_of(report: FlopReport, brief: bool = False) -> tuple[str, ...]:
     dense = [f"{name} ({percent(layer['sparsity'])})" for name, layer in words if layer["sparsity"] <= 0.5]
     if pruned and dense:
         found.append(
-            f"At most half is pruned of {listed(dense)}: dense kernels may be faster there; jacsparse bench measures."
+            f"At most half is pruned of {named(dense)}: dense kernels may be faster there; jacsparse bench measures."
         )
     unmasked = [f"{name} ({layer['unmasked_zeros']:,})" for name, layer in words if layer["unmasked_zeros"]]
     if unmasked:
         found.append(
-            f"Zero weights without a mask are in {listed(unmasked)}: a training step fills them; keep them by "
+            f"Zero weights without a mask are in {named(unmasked)}: a training step fills them; keep them by "
             "torch.nn.utils.prune."
         )
+    if report.nan_weights:
+        found.append(not_numbers(report.nan_weights, brief))
     return tuple(found)

@@ -23,7 +23,8 @@ _WORDS = {
     "stages": "the modules of the first and the last stage of the first factor",
     "m×k×n": "sizes of the factors",
     "sparse": "share of zeros in the product",
-    "run": "FLOP that the scan executes: without zeros on any input, with full vectors; diagonals wait for a vector",
+    "run": "FLOP that the scan executes: without zeros on any input, with full vectors; diagonals and selections wait "
+    "for a vector",
     "*": "on the critical path: the largest step of each level, and every step of the middle",
     "<": "a product of two matrices that is less sparse than both",
     "dead": "in Algorithm 1 as printed: counted here, but in no sum, and not run",
@@ -44,8 +45,8 @@ _LAYER_WORDS = {
     "of dense": "share of what PyTorch executes, with padding and all zeros",
     "zero": "share of zeros among the weights that a layer multiplies by",
     "inputs' gradients": "of what passes between layers, not of the network's input",
-    "Jacobian": "of output by input: entries not always zero; MiB as CSR",
-    OTHERS: "a FLOP for each element read or written: ReLU, pooling",
+    "Jacobian": "entries not always zero; MiB of CSR with its row pointers",
+    OTHERS: "a FLOP per element read or written: ReLU, pooling, BatchNorm",
 }
 #: Of the choice of a schedule.
 _CHOICE_WORDS = {
@@ -89,7 +90,7 @@ class Page:
         report = self.report
         yield report.summary()
         warnings = warnings_of(report, brief=not self.explain)
-        yield from (f"Warning: {warning}" for warning in warnings)
+        yield from [f"Warning: {warning}" for warning in warnings] or ["No warnings."]
         words = dict[str, str]()
         if warnings != report.warnings:
             words["and ... more"] = "--explain names all layers in warnings, as do report.warnings and JSON"
@@ -177,6 +178,11 @@ def _remarks(report: FlopReport) -> Iterator[str]:
         yield (
             "Gradients of activations take more FLOP pruned than dense: the pruned count has 2 for each entry of "
             "a Jacobian of pooling or ReLU, and the dense one 1 for each element that they read or write."
+        )
+    if report.executed is not None and report.executed < report.total:
+        yield (
+            f"As it runs, the scan takes {report.executed:,.0f} FLOP in place of {report.total:,.0f}: diagonals and "
+            "selections wait for a vector, so that matrices are not multiplied by them."
         )
     denser = [step for step in report.steps if step.live and step.loses_sparsity]
     if denser:

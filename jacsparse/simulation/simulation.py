@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from operator import index
 from typing import Any
 
@@ -19,7 +19,8 @@ from ..flop import CountEstimate
 from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import blelloch, linear
-from ..terminal import layer_in_words, percent, ratio, text
+from ..terminal import cut_off, layer_in_words, not_numbers, percent, ratio, text
+from ..tracing import nan_weights
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
 from .tables import WORDS, simulation_figure, tables
@@ -150,12 +151,15 @@ class Simulation:
         Where the stages' times come from, in words.
     slowest : (str, float)
         The path of the stage that takes longest, and its share of back-propagation; no path for steps of a sequence.
-    cut : int
-        Stages whose Jacobian has no entry, so that no gradient passes them.
+    cut : tuple of str
+        The paths of stages whose Jacobian has no entry, so that no gradient passes them; empty ones for steps of a
+        sequence.
     name : str
         What was simulated: the module's class, or the model as named on the command line.
     note : str
         What was left out, in words.
+    nan_weights : dict of str to int
+        How many weights are NaN, by the paths of their modules.
     settings : dict
         What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
@@ -175,9 +179,10 @@ class Simulation:
     bandwidth: float
     costs: str
     slowest: tuple[str, float] = ("", 0.0)
-    cut: int = 0
+    cut: tuple[str, ...] = ()
     name: str = ""
     note: str = ""
+    nan_weights: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -188,6 +193,12 @@ class Simulation:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield from tables(self)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the network, in words that name stages."""
+        warnings = [cut_off(self.cut, self.stages, "stage")] if self.cut else []
+        return (*warnings, *([not_numbers(self.nan_weights)] if self.nan_weights else []))
 
     @property
     def methods(self) -> dict[str, tuple[WorkerFigures, ...]]:
@@ -300,11 +311,13 @@ class Simulation:
                 if scans
                 else f"The scan's products never pay, up to {_workers_in_words(max(self.workers))}."
             )
+            if self.cut:
+                sentences.append("A stage that no gradient passes costs a scan nothing: see the warning.")
         path, share = self.slowest
         if path and self.pipeline_bound is not None:
             sentences.append(
-                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of back-propagation: no pipeline "
-                f"is more than {ratio(self.pipeline_bound)} times faster."
+                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of dense back-propagation: no "
+                f"pipeline is more than {ratio(self.pipeline_bound)} times faster."
             )
         return " ".join(sentences)
 
@@ -319,10 +332,10 @@ class Simulation:
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "pays": self.pays}
         ratios: dict[str, Any] = {"gain": self.gain, "gain_of_any": self.gain_of_any}
-        ratios |= {"pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in}
+        ratios |= {"pipeline_bound": self.pipeline_bound, "fill_in": self.fill_in, "cut_count": len(self.cut)}
         if self.break_even is not None:
             ratios["break_even"] = {**asdict(self.break_even), "ratio": self.break_even.ratio}
-        words = {"verdict": self.verdict, "words": WORDS}
+        words = {"verdict": self.verdict, "words": WORDS, "warnings": list(self.warnings)}
         return {**asdict(self), **conclusions, **ratios, **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
@@ -431,7 +444,8 @@ def simulate(
         workload = counted_workload(module, x, rate)
         costs = f"counted dense, {rate:.3g} FLOP/s"
     names = {"costs": costs, "name": type(module).__name__}
-    return plan(workload, interconnect, numbers, chosen, **names, progress=progress, accept=accept)
+    simulation = plan(workload, interconnect, numbers, chosen, **names, progress=progress, accept=accept)
+    return replace(simulation, nan_weights=nan_weights(module))
 
 
 def plan(
@@ -490,7 +504,7 @@ def plan(
         interconnect.bandwidth,
         costs,
         workload.slowest,
-        sum(not stage.factor.nnz for stage in workload.stages),
+        tuple(stage.path for stage in workload.stages if not stage.factor.nnz),
         name,
     )
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import Fitted, cut_off, glossary, nbytes, ratio, short, short_time
+from ..terminal import Fitted, glossary, nbytes, ratio, short, short_time
 from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
@@ -37,8 +37,7 @@ WORDS = {
 def tables(simulation: Simulation) -> Iterator[Any]:
     """Everything that a simulation shows, in order."""
     yield simulation.verdict
-    if simulation.cut:
-        yield f"Warning: {cut_off(simulation.cut, simulation.stages, 'stage')}"
+    yield from (f"Warning: {warning}" for warning in simulation.warnings)
     if simulation.note:
         yield simulation.note
     if simulation.rows:

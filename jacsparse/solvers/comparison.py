@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from ..flop import CountEstimate, estimate_products
+from ..flop import Effort, estimate_products
 from ..patterns import Diagonal, Pattern
-from ..runtime import replacing
+from ..runtime import replacing, thread_count
 from ..stages import check_input, traced
-from ..terminal import text
-from ..tracing import check_module, undisturbed
-from .blocks import Level, Work
+from ..terminal import cut_off, not_numbers, text
+from ..tracing import check_module, nan_weights, undisturbed
+from .blocks import MOST_PLANNED, Level, Work
 from .comparison_tables import WORDS, comparison_figure, tables
 from .complexity import iteration_pays, reduction_pays
 from .estimates import Estimate, estimates
@@ -36,6 +36,34 @@ MOST = 10**10
 _WORKERS = tuple(2**power for power in range(21))
 #: Seconds for which each solver is timed; and from which on its one solution is its time.
 SECONDS, _ONCE = 0.3, 2.0
+
+
+@dataclass(frozen=True)
+class SolutionEstimate(Effort):
+    """What it takes to plan a direct solution and to time it, about.
+
+    Attributes
+    ----------
+    on_one_thread : float
+        Seconds of the plans and of two solutions, the second of which is timed.
+    nbytes : float
+        Of the values of blocks and of the plans' indices.
+    """
+
+    on_one_thread: float
+    nbytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Time on this machine's threads."""
+        return self.on_one_thread / thread_count()
+
+    @classmethod
+    def of(cls, work: Work, itemsize: int) -> SolutionEstimate:
+        """The estimate for work that has been counted."""
+        seconds = math.fsum(level.planning + 2 * level.seconds for level in work.levels)
+        planned = math.fsum(level.planned for level in work.levels)
+        return cls(seconds, work.entries * itemsize + min(planned, MOST_PLANNED))
 
 
 @dataclass(frozen=True)
@@ -114,8 +142,10 @@ class SolverComparison:
         PyTorch's threads during the measurement.
     name : str
         What was compared: the module's class, or the model as named on the command line.
-    cut : int
-        Layers whose block has no entry, so that no gradient passes them.
+    cut : tuple of str
+        The paths of layers whose block has no entry, so that no gradient passes them; empty ones for those of an RNN.
+    nan_weights : dict of str to int
+        How many weights are NaN, by the paths of their modules.
     settings : dict
         What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
@@ -132,7 +162,8 @@ class SolverComparison:
     device: str
     threads: int
     name: str = ""
-    cut: int = 0
+    cut: tuple[str, ...] = ()
+    nan_weights: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -145,6 +176,12 @@ class SolverComparison:
         yield from tables(self)
 
     @property
+    def warnings(self) -> tuple[str, ...]:
+        """What is wrong with the network, in words that name layers."""
+        warnings = [cut_off(self.cut, self.layers, "layer")] if self.cut else []
+        return (*warnings, *([not_numbers(self.nan_weights)] if self.nan_weights else []))
+
+    @property
     def depth_bound(self) -> float:
         """``l / log2 l`` of the paper's criterion of direct methods; 0 for one layer."""
         return self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
@@ -152,11 +189,13 @@ class SolverComparison:
     @property
     def criterion(self) -> str:
         """The paper's own criteria for this module (sections 4.1 and 4.2), in words."""
+        if self.layers == 1:
+            return "With one layer, direct and iterative methods have nothing to do at once: they do not pay."
         direct = reduction_pays(self.layers, self.units, self.samples)
         lines = [
-            f"By Naumov's criteria, direct methods pay where samples r = {self.samples} >= the widest layer's units "
-            f"n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for l = {self.layers} layers: "
-            f"{_verdict(direct)}."
+            f"By Naumov's criteria, direct methods (scan, cyclic_reduction) pay where samples r = {self.samples} >= "
+            f"the widest layer's units n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for "
+            f"l = {self.layers} layers: {_verdict(direct)}."
         ]
         settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
         if settled:
@@ -174,8 +213,14 @@ class SolverComparison:
             return "No solver settled."
         (_, first), *others = self.fewest
         first += ", which is back-propagation" if first == "substitution" else ""
+        if len(self.rows) == 1:
+            return f"There is nothing to compare with: the one method is {first}."
         parts = [first, *(f"from {workers:,} workers on {label}" for workers, label in others)]
-        end = "" if others else f", for any number of workers up to {_WORKERS[-1]:,}"
+        end = (
+            ", if workers share each result's elements and messages take no time"
+            if others
+            else f", for any number of workers up to {_WORKERS[-1]:,}"
+        )
         return f"Fewest multiply-adds until done: {', '.join(parts)}{end}."
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +228,13 @@ class SolverComparison:
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         words = {"criterion": self.criterion, "conclusion": self.conclusion, "words": WORDS}
         counted = [{**asdict(each), "ratio": each.ratio} for each in self.estimates]
-        figures = {"estimates": counted, "depth_bound": self.depth_bound, "fewest_up_to": _WORKERS[-1]}
+        figures = {
+            "estimates": counted,
+            "depth_bound": self.depth_bound,
+            "fewest_up_to": _WORKERS[-1],
+            "cut_count": len(self.cut),
+            "warnings": list(self.warnings),
+        }
         return {**asdict(self), **figures, **words, "versions": versions}
 
     def save_json(self, path: str | os.PathLike[str]) -> None:
@@ -213,7 +264,7 @@ def compare(
     methods: Sequence[TriangularSolver | str] | None = None,
     seconds: float = SECONDS,
     progress: Callable[[str], None] | None = None,
-    accept: Callable[[str, CountEstimate], bool] = lambda *_: True,
+    accept: Callable[[str, Effort], bool] = lambda *_: True,
 ) -> SolverComparison:
     """Solve a module's back-propagation by each solver, and count and time it.
 
@@ -238,8 +289,9 @@ def compare(
     progress : callable, optional
         Called with the name of each solver before it runs.
     accept : callable
-        Called with the name of each solver that multiplies matrices along a chain, and an estimate of what it takes to
-        find their patterns. Where it returns False, the solver is left out.
+        Called with the name of each solver that multiplies matrices along a chain, and a `CountEstimate` of what it
+        takes to find their patterns. Where it returns False, the solver is left out. Called again with the name of each
+        direct solver, and a `SolutionEstimate`. Where it returns False, the solver is counted, but not timed.
 
     Raises
     ------
@@ -259,7 +311,7 @@ def compare(
         if gradient is None:
             shape = _output_shape(module, x)
             gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
-        stretches = stretches_of(module, x, gradient)
+        stretches, cut = stretches_of(module, x, gradient)
     systems = [part for part in stretches if isinstance(part, BlockTriangular)]
     if not any(system.depth for system in systems):
         raise ValueError(f"{type(module).__name__} has no stage with a matrix, so that there is no system to solve")
@@ -287,7 +339,8 @@ def compare(
         str(x.device),
         torch.get_num_threads(),
         type(module).__name__,
-        sum(not block.pattern.nnz for system in systems for block in system.off_diagonal.blocks.values()),
+        tuple(cut),
+        nan_weights(module),
     )
 
 
@@ -350,9 +403,13 @@ def _median(solve: Callable[[], object], seconds: float) -> float:
     """The median time of a call; of one call where there is no time."""
     from torch.utils.benchmark import Timer
 
+    if not seconds:
+        # A timer would call it three times.
+        begin = perf_counter()
+        solve()
+        return perf_counter() - begin
     timer = Timer("solve()", globals={"solve": solve}, num_threads=torch.get_num_threads())
-    measurement = timer.blocked_autorange(min_run_time=seconds) if seconds else timer.timeit(1)
-    return float(measurement.median)
+    return float(timer.blocked_autorange(min_run_time=seconds).median)
 
 
 def _figures(
@@ -360,7 +417,7 @@ def _figures(
     stretches: Sequence[BlockTriangular | int],
     workers: Sequence[int],
     seconds: float,
-    accept: Callable[[str, CountEstimate], bool],
+    accept: Callable[[str, Effort], bool],
 ) -> tuple[SolverFigures, Work | None]:
     """A solver's figures, and the work that they count."""
     figures = SolverFigures(method.name, _options(method))
@@ -386,16 +443,19 @@ def _figures(
         residual=solution.residual,
         multiply_adds_until_done={p: work.time(p) for p in workers},
     )
-    too_much = work.multiply_adds > MOST
-    if method.direct and not too_much:
+    untimed = f"not timed: more than {MOST:.0e} multiply-adds" if work.multiply_adds > MOST else ""
+    if method.direct and not untimed:
+        solving = SolutionEstimate.of(work, _itemsize(stretches))
+        untimed = "" if accept(method.name, solving) else f"not timed, as to solve by it takes {solving}"
+    if method.direct and not untimed:
         begin = perf_counter()
         solution = _solved(method, stretches)
     took = perf_counter() - begin
     if not solution.converged:
         remark = "its solution is not finite" if method.direct else f"did not settle in {iterations} iterations"
         return replace(figures, multiply_adds_until_done=None, remark=remark), work
-    if too_much:
-        return replace(figures, remark=f"not timed: more than {MOST:.0e} multiply-adds"), work
+    if untimed:
+        return replace(figures, remark=untimed), work
     if method.direct or took < _ONCE:
         # The first solution of a direct one has made plans.
         took = _median(lambda: _solved(method, stretches), seconds if took < _ONCE else 0.0)
@@ -414,6 +474,11 @@ def _solved(method: TriangularSolver, stretches: Sequence[BlockTriangular | int]
     residuals = [solution.residual for solution in solutions if solution.residual is not None]
     iterations, converged = sum(each.iterations for each in solutions), all(each.converged for each in solutions)
     return Solution(method.name, [], work, iterations, max(residuals, default=None), converged)
+
+
+def _itemsize(stretches: Sequence[BlockTriangular | int]) -> int:
+    """Bytes of an element of the systems."""
+    return next(part.right[0].element_size() for part in stretches if isinstance(part, BlockTriangular))
 
 
 def _chain_patterns(system: BlockTriangular) -> list[Pattern]:

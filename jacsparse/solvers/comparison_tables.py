@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ..terminal import Fitted, cut_off, glossary, ratio, short, short_time
+from ..terminal import Fitted, glossary, ratio, short, short_time
 
 if TYPE_CHECKING:
     from .comparison import SolverComparison, SolverFigures
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 #: The meaning of words and columns.
 WORDS = {
     "layers": "stages of simulate, as a residual block; elementwise ones with the former",
-    "steps": "products that wait for each other; η of iterative solvers",
+    "steps": "non-diagonal products that wait for each other; η if iterative",
     "work": "multiply-adds of all products; they are not seconds. Substitution's are half the FLOP of activations and "
-    "input in flop --steps, pruned, but blocks multiply whole: of several operators, and where no gradient is",
+    "input in flop --steps, pruned; a layer of several operators is one block, which is multiplied whole",
     "stored": "the most entries of blocks at once, beside the system's",
     "iter.": "iterations: one step each in jacobi and gmres, two in bicgstab",
     "residual": "largest change of a block row in one more sweep, relative",
@@ -44,8 +44,7 @@ def tables(comparison: SolverComparison) -> Iterator[Any]:
     """Everything that a comparison shows, in order."""
     yield comparison.conclusion
     yield comparison.criterion
-    if comparison.cut:
-        yield f"Warning: {cut_off(comparison.cut, comparison.layers, 'layer')}"
+    yield from (f"Warning: {warning}" for warning in comparison.warnings)
     yield from _solvers(comparison)
     yield from (f"{row.label}: {row.remark}." for row in comparison.rows if row.remark)
     yield ""

@@ -19,26 +19,32 @@ from .solver import Solution
 from .systems import BlockTriangular
 
 
-def stretches_of(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> list[BlockTriangular | int]:
+def stretches_of(
+    module: nn.Module, x: torch.Tensor, gradient: torch.Tensor
+) -> tuple[list[BlockTriangular | int], list[str]]:
     """The systems of a module's back-propagation, from its output on; between them what the other stages take.
 
-    A number stands for a stage that couples samples: the multiply-adds of its operators for the whole batch.
+    A number stands for a stage that couples samples: the multiply-adds of its operators for the whole batch. Then the
+    paths of the stages whose blocks have no entry, from the input on; empty ones of an RNN.
     """
     if isinstance(module, nn.RNN):
-        return [propagation(module, x, gradient).system]
+        system = propagation(module, x, gradient).system
+        return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
     chain, run = Chains(check_module(module), couples=True).of(check_input("x", x))
     _check_run(module, chain, run, gradient)
     refuse_hooks(run.records)
-    systems, gradient = list[BlockTriangular | int](), gradient.detach()
+    systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()
     with without_autocast(x.device):
         for part in reversed(stretches(run.records)):
             if part[0].stage.couples:
                 systems.append(factor_of(counted_record(part[0])).nnz * len(x))
             else:
-                systems.append(ChainSystem(part, gradient).system)
+                chained = ChainSystem(part, gradient)
+                systems.append(chained.system)
+                cut = [*chained.cut(), *cut]
             if part[0] is not run.records[0]:
                 (gradient,), _ = pull_back(part[::-1], gradient, part[:1], [], ())
-    return systems
+    return systems, cut
 
 
 def _check_run(module: nn.Module, chain: Chain, run: Run, gradient: torch.Tensor) -> None:

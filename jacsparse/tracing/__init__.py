@@ -23,7 +23,7 @@ from .modules import (
 )
 from .operators import facts_of, operator_name
 from .program import Operation, Program, passed_by_all_paths, program_of
-from .pruned_weights import PrunedWeight, mask_of
+from .pruned_weights import PrunedWeight, mask_of, nan_weights
 from .runs import failed_call, trace
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .traces import StaleError, Trace, is_recording
@@ -59,6 +59,7 @@ __all__ = [
     "mask_of",
     "module_of",
     "name_of",
+    "nan_weights",
     "needed_calls",
     "operator_name",
     "parts_of",

@@ -409,7 +409,7 @@ def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
     status, out, err = jac("compare", *words[1:4], "--data", files["pt"], "--batch", 2, "--method", "substitution")
     assert status == 0, err
     for bad, message in (
-        (samples[:, :1], "has samples of shape (1, 6, 6), --input is (2, 6, 6)"),
+        (samples[:, :1], "has samples of shape (1, 6, 6), --input is (2, 6, 6); convert the samples, or"),
         (samples[0], "has samples of shape (6, 6), --input is (2, 6, 6)"),
         (samples.long(), "holds torch.int64; expected floating-point samples"),
         (samples * torch.nan, "holds NaN or infinity in sample 0; leave out such samples"),
@@ -422,6 +422,9 @@ def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
         torch.save(bad, files["pt"])
         status, out, err = jac(*words, files["pt"])
         assert status == 2 and message in err and not out and len(err.splitlines()) == 1
+    (tmp_path / "samples.npz").write_bytes(b"")
+    status, _, err = jac(*words, tmp_path / "samples.npz")
+    assert status == 2 and "samples.npz; expected samples in a file that ends in .npy, .pt, .safetensors" in err
     for name in ("nowhere.npy", "damaged.safetensors"):
         (tmp_path / "damaged.safetensors").write_text("no tensors", encoding="utf-8")
         status, out, err = jac(*words, tmp_path / name)
@@ -627,13 +630,13 @@ def test_errors_of_training_the_recurrent_models(jac, tmp_path: Path) -> None:
 
 def test_what_takes_long_is_left_out_unless_asked_for(jac, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("flop", "resnet8", "--input", "3,8,8")
-    assert "A scan (blelloch:2) never pays: it takes" in jac(*words)[1]
+    assert "A scan (blelloch:2) never pays: for inputs' gradients it takes" in jac(*words)[1]
     monkeypatch.setattr("jacsparse.flop.estimate.PAIRS", 1e3)
     _, out, err = jac(*words)
     assert "Scan: not counted, as that takes about" in out and "hours" in out
     assert "Ask for it with --schedule blelloch:2." in out
     status, out, err = jac(*words, "--schedule", "blelloch:1")
-    assert status == 0 and "A scan (blelloch:1) never pays: it takes" in out
+    assert status == 0 and "A scan (blelloch:1) never pays: for inputs' gradients it takes" in out
     assert "counting blelloch:1 takes about" in err and "hours" in err
     assert "hours" not in "".join(jac(*words, "--schedule", "linear")[1:])
 
@@ -682,6 +685,42 @@ def test_what_takes_long_in_simulate_and_compare(jac, monkeypatch: pytest.Monkey
     assert "the products of scan take about" in err and "left out" not in out
 
 
+def test_solutions_that_take_long_are_counted_but_not_timed(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = {"dense": (0.5, 0.0), "sparse": (0.5, 0.0), "full": (0.0, 0.0)}
+    monkeypatch.setattr("jacsparse.solvers.blocks.PAIR_SECONDS", seconds)
+    words = ("compare", "tests.cli.test_cli:wide_chain", "--input", 40)
+    with monkeypatch.context() as patch:
+        patch.setattr("jacsparse.solvers.blocks.plan_product", lambda *_: pytest.fail("a product was planned"))
+        status, out, err = jac(*words)
+    assert status == 0, err
+    assert "scan: not timed, as to solve by it takes about" in out and "hours" in out
+    assert "ask for it with --method scan" in out and "--method jacobi" not in out
+    status, out, err = jac(*words, "--method", "scan")
+    assert "scan takes about" in err and "without --method it is not timed" in err
+    assert status == 0 and "not timed" not in out
+
+
+def test_weights_that_are_nan_are_told_of(jac, tmp_path: Path) -> None:
+    module = custom_model()
+    prune_weights(module, 0.5)
+    path, layer = next((path, part) for path, part in module.named_modules() if hasattr(part, "weight_orig"))
+    left, pruned = (layer.weight_mask == value for value in (1, 0))  # type: ignore[operator]
+    with torch.no_grad():
+        # What a mask leaves out is not counted.
+        for where, count in ((left, 3), (pruned, 1)):
+            layer.weight_orig[tuple(where.nonzero()[:count].T)] = torch.nan  # type: ignore[index, operator]
+    file, figures = tmp_path / "nan.pt", tmp_path / "figures.json"
+    torch.save(module.state_dict(), file)
+    warning = f"layer {path}: 3 weights are NaN, counted as not zero."
+    for command, *options in (("flop",), ("compare", "--method", "substitution"), ("simulate", "--rate", "1e12")):
+        words = ("tests.cli.test_cli:custom_model", "--input", "3,8,8", "--checkpoint", file, "--json", figures)
+        status, out, err = jac(command, *words, *options)
+        assert status == 0, err
+        assert f"Warning: {warning}" in out
+        written = json.loads(figures.read_text())
+        assert warning in written["warnings"] and written["nan_weights"] == {path: 3}
+
+
 def wide_chain() -> nn.Module:
     """Pruned layers, the products of which look at many pairs."""
     torch.manual_seed(0)
@@ -719,6 +758,7 @@ def test_networks_without_weights(jac, tmp_path: Path) -> None:
     for command in ("simulate", "compare"):
         status, out, err = jac(command, *model, *(["--rate", "1e9"] if command == "simulate" else []))
         assert status == 0 and ("2 stages" in out or "1 layer of" in out), err
+        assert ("has no weight to train; its figures are without" in err) == (command == "simulate")
     status, _, err = jac("flop", *model, "--prune", 0.5)
     assert status == 2 and "no convolution and no linear layer, so there is nothing to prune" in err
 

@@ -303,7 +303,7 @@ def test_every_figure_of_simulate_is_one_in_json(case: str) -> None:
     for row, line in zip(figures["rows"], (line for line in lines if line.strip()), strict=False):
         names = ("workers", "steps", "step_seconds", "seconds", "memory", "sent")
         check_row(line.replace(row["method"], "", 1), [row[name] for name in names])
-    assert ("Warning: no gradient passes 1 of 5 stages" in page) == (case == "cut in two")
+    assert ("Warning: no gradient passes layer 2, 1 of 5 stages" in page) == (case == "cut in two")
     # One dense training step is what flop counts, and the weights of batch normalisation beside it.
     step = count_flop(model, shape, schedule="linear").summary().steps[0].step
     elements = {"residual": 4096, "normalised": 108}.get(case, 0)
@@ -321,7 +321,7 @@ def test_every_figure_of_compare_is_one_in_json(case: str) -> None:
     comparison = _unmeasured(compare(model, torch.randn(2, *shape), seconds=0.0, methods=methods))
     figures, page = json.loads(json.dumps(comparison.to_dict())), page_of(comparison)
     check_figures(page, figures, "log2", "ω = 1", "γ = 1")
-    assert ("Warning: no gradient passes 1 of 3 layers" in page) == (case == "cut in two")
+    assert ("Warning: no gradient passes layer 2, 1 of 3 layers" in page) == (case == "cut in two")
     lines = page.splitlines()
     for row in figures["rows"]:
         if row["steps"] is None:

@@ -7,12 +7,15 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from jacsparse.models import prune_weights
 from torch import nn
 
 from jacsparse import solvers
+from jacsparse.flop import Effort
 from jacsparse.solvers import SOLVERS, BlockBidiagonal, Jacobi, Richardson, compare
 from jacsparse.solvers import comparison as comparison_module
 
@@ -58,8 +61,41 @@ def test_the_conclusion_names_the_solver_with_the_fewest_multiply_adds() -> None
                 assert until_done[label][p] == fewest
     assert "Fewest multiply-adds until done: substitution, which is back-propagation, from " in comparison.conclusion
     alone = compared(methods=["substitution"])
-    assert alone.conclusion.endswith("back-propagation, for any number of workers up to 1,048,576.")
+    assert alone.conclusion == (
+        "There is nothing to compare with: the one method is substitution, which is back-propagation."
+    )
+    both = compared(methods=["substitution", "bicgstab"])
+    assert both.conclusion.endswith("back-propagation, for any number of workers up to 1,048,576.")
+    assert comparison.conclusion.endswith(", if workers share each result's elements and messages take no time.")
     assert alone.conclusion in str(alone).replace("\n", " ")
+
+
+def test_one_layer_has_no_logarithm() -> None:
+    comparison = compare(nn.Sequential(nn.Linear(3, 2), nn.Tanh()), torch.randn(2, 3), seconds=0.0)
+    assert comparison.layers == 1 and comparison.criterion.startswith("With one layer") and "log" not in str(comparison)
+
+
+@pytest.mark.parametrize(("fraction", "samples"), [(0.0, 1), (0.9, 1), (0.9, 3)])
+def test_memory_of_a_solution_is_estimated(fraction: float, samples: int) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*[part for _ in range(6) for part in (nn.Linear(60, 60), nn.Tanh())])
+    if fraction:
+        prune_weights(module, fraction)
+    told: dict[str, Effort] = {}
+    arguments: dict[str, Any] = {"methods": ["scan"], "seconds": 0.0}
+
+    def accept(name: str, estimate: Effort) -> bool:
+        told[type(estimate).__name__] = estimate
+        return True
+
+    (row,) = compare(module, torch.randn(samples, 60), accept=accept, **arguments).rows
+    assert row.seconds is not None and [*told] == ["CountEstimate", "SolutionEstimate"]
+    estimate = told["SolutionEstimate"]
+    assert 0 < estimate.seconds < 1 and not estimate.is_long
+    # Values as float32, and at most two bytes for each pair that is planned.
+    assert row.entries and row.multiply_adds
+    assert 0 <= estimate.nbytes - 4 * row.entries <= 2 * row.multiply_adds / samples
+    assert (estimate.nbytes > 4 * row.entries) == bool(fraction)
 
 
 def test_recurrent_networks_and_methods_by_name() -> None:
@@ -108,7 +144,7 @@ def test_what_is_too_much_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_infinite_solution_has_no_times(monkeypatch: pytest.MonkeyPatch) -> None:
     system = BlockBidiagonal([torch.full((1, 1), 1e30)] * 2, [torch.ones(1, 1)] * 3)
-    monkeypatch.setattr(comparison_module, "stretches_of", lambda *_: [system])
+    monkeypatch.setattr(comparison_module, "stretches_of", lambda *_: ([system], []))
     (row,) = compare(network(1, 1).float(), torch.ones(1, 1), methods=["substitution"], seconds=0.0).rows
     assert row.seconds is None and not row.solved and row.remark == "its solution is not finite"
 
