@@ -19,6 +19,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import types
 from numba.core.registry import CPUDispatcher
+from numba.core.types.containers import BaseTuple
 from numba.np.numpy_support import as_dtype
 
 from .kernels import ALL, FLUSHING, changed_mode, compiled_module
@@ -116,7 +117,7 @@ def _writer(kind: Any) -> Callable[[Any], tuple[int, ...]] | None:
         return lambda number: struct.unpack("q", struct.pack("d", number))
     if kind == types.float32:
         return lambda number: struct.unpack("i", struct.pack("f", number))
-    if isinstance(kind, types.BaseTuple) and (writers := _writers(kind.types)) is not None:
+    if isinstance(kind, BaseTuple) and (writers := _writers(kind.types)) is not None:
         return lambda values: sum((write(value) for write, value in zip(writers, values, strict=True)), ())
     return None
 
@@ -194,7 +195,7 @@ def _entry(kernel: ir.FunctionType, kinds: tuple[Any, ...], flushes: bool) -> tu
 
 def _width(kind: Any) -> int:
     """The number of an argument's words."""
-    if isinstance(kind, types.BaseTuple):
+    if isinstance(kind, BaseTuple):
         return sum(map(_width, kind.types))
     if not isinstance(kind, types.Array):
         return 1
@@ -203,7 +204,7 @@ def _width(kind: Any) -> int:
 
 def _argument(builder: ir.IRBuilder, kind: Any, words: Sequence[Any]) -> list[Any]:
     """An argument as Numba's kernels take it: an array is seven values or more."""
-    if isinstance(kind, types.BaseTuple):
+    if isinstance(kind, BaseTuple):
         ends = [sum(map(_width, kind.types[:number])) for number in range(len(kind.types) + 1)]
         parts = zip(kind.types, ends, ends[1:], strict=False)
         return [value for each, first, last in parts for value in _argument(builder, each, words[first:last])]
