@@ -47,7 +47,13 @@ def listed(names: Sequence[str], shown: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
 
 
-def cut_off(paths: Sequence[str], count: int, kind: str) -> str:
+def warnings_on(cut: Sequence[str], count: int, kind: str, nan_weights: Mapping[str, int]) -> tuple[str, ...]:
+    """Sentences on a network of so many stages or layers: those that pass no gradient, and weights that are NaN."""
+    cut_sentence = (_cut_off(cut, count, kind),) if cut else ()
+    return (*cut_sentence, not_numbers(nan_weights)) if nan_weights else cut_sentence
+
+
+def _cut_off(paths: Sequence[str], count: int, kind: str) -> str:
     """A sentence on stages or layers that pass no gradient, whose paths are empty in a sequence."""
     kinds, names = f"{kind}s" if count > 1 else kind, [layer_in_words(path) for path in paths if path]
     which = f"{listed(names, first_names(names))}, " if names else ""

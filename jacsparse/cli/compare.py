@@ -68,9 +68,10 @@ def compare(
     def accept(solver: str, estimate: Effort) -> bool:
         """Whether to run a solver, which is asked for or takes little."""
         if estimate.is_long and methods is not None:
-            left_out = "they are left out" if isinstance(estimate, CountEstimate) else "it is not timed"
-            what = f"the products of {solver} take" if isinstance(estimate, CountEstimate) else f"{solver} takes"
-            echo(f"{what} {estimate}; without --method {left_out}")
+            if isinstance(estimate, CountEstimate):
+                echo(f"the products of {solver} take {estimate}; without --method they are left out")
+            else:
+                echo(f"{solver} takes {estimate}; without --method it is not timed")
         elif estimate.is_long:
             long.add(solver)
         return solver not in long

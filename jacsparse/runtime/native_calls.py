@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +32,6 @@ _NEXT, _COUNT, _BOUNDS, _FAILED, _KERNEL, _ARGUMENTS = range(6)
 _FINE = (0, -2)
 #: The flags of an array that its type in Numba depends on: C and Fortran order, aligned, writable.
 _FLAGS = 0x1 | 0x2 | 0x100 | 0x400
-
-
 #: What an OpenMP thread runs.
 Body = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
@@ -67,6 +66,10 @@ class NativeCall:
             raise MemoryError(f"{self.name}: there is no memory left for what a kernel computes in between; free some")
 
 
+#: By kernels and the kinds of their arguments.
+_CALLS: dict[Any, NativeCall | None] = {}
+
+
 def native_call(kernel: Any, args: Sequence[Any]) -> NativeCall | None:
     """How `kernel` is called with arguments like these; None where only Python can."""
     if isinstance(kernel, ctypes._CFuncPtr):  # type: ignore[attr-defined]
@@ -79,9 +82,6 @@ def native_call(kernel: Any, args: Sequence[Any]) -> NativeCall | None:
     if key not in _CALLS:
         _CALLS[key] = _compiled(dispatcher, flushes, args)
     return _CALLS[key]
-
-
-_CALLS: dict[Any, NativeCall | None] = {}
 
 
 def _kind(argument: Any) -> Any:
@@ -164,11 +164,8 @@ def _entry(kernel: ir.FunctionType, kinds: tuple[Any, ...], flushes: bool) -> tu
     places = [builder.alloca(kind.pointee) for kind in kernel.args[:2]] if status else []
     for each in places:
         builder.store(ir.Constant(each.type.pointee, None), each)
-    read, place = [], _ARGUMENTS
-    for kind in kinds:
-        width = _width(kind)
-        read += _argument(builder, kind, [builder.load(word(place + n)) for n in range(width)])
-        place += width
+    words = (builder.load(word(place)) for place in itertools.count(_ARGUMENTS))
+    read = [value for kind in kinds for value in _argument(builder, kind, words)]
     of_range = len(places) + 2
     arguments = [_as(builder, value, kind) for value, kind in zip(read, kernel.args[of_range:], strict=True)]
     word32 = ir.IntType(32)
@@ -193,25 +190,14 @@ def _entry(kernel: ir.FunctionType, kinds: tuple[Any, ...], flushes: bool) -> tu
     return engine, address
 
 
-def _width(kind: Any) -> int:
-    """The number of an argument's words."""
+def _argument(builder: ir.IRBuilder, kind: Any, words: Iterator[Any]) -> list[Any]:
+    """The next argument as Numba's kernels take it, from what `_writer` gives: an array is seven values or more."""
     if isinstance(kind, BaseTuple):
-        return sum(map(_width, kind.types))
+        return [value for each in kind.types for value in _argument(builder, each, words)]
     if not isinstance(kind, types.Array):
-        return 1
-    return int(1 + (1 if kind.layout == "C" else 2) * kind.ndim)
-
-
-def _argument(builder: ir.IRBuilder, kind: Any, words: Sequence[Any]) -> list[Any]:
-    """An argument as Numba's kernels take it: an array is seven values or more."""
-    if isinstance(kind, BaseTuple):
-        ends = [sum(map(_width, kind.types[:number])) for number in range(len(kind.types) + 1)]
-        parts = zip(kind.types, ends, ends[1:], strict=False)
-        return [value for each, first, last in parts for value in _argument(builder, each, words[first:last])]
-    if not isinstance(kind, types.Array):
-        return list(words)
-    data, *rest = words
-    shape, strides = rest[: kind.ndim], rest[kind.ndim :]
+        return [next(words)]
+    data, *shape = itertools.islice(words, 1 + kind.ndim)
+    strides = list(itertools.islice(words, 0 if kind.layout == "C" else kind.ndim))
     count = itemsize = _WORD(as_dtype(kind.dtype).itemsize)
     for size in reversed(shape):
         if kind.layout == "C":

@@ -177,9 +177,7 @@ def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[An
         kernel(0, rows, *args)
         return
     bounds = split(work, RANGES_PER_THREAD * workers)
-    parallel = _openmp()
-    native = None if parallel is None else native_call(kernel, args)
-    if parallel is not None and native is not None:
+    if (parallel := _openmp()) is not None and (native := native_call(kernel, args)) is not None:
         native(parallel, workers, bounds, args)
         return
     ranges = iter(list(pairwise(bounds)))

@@ -19,7 +19,7 @@ from ..flop import CountEstimate
 from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import blelloch, linear
-from ..terminal import cut_off, layer_in_words, not_numbers, percent, ratio, text
+from ..terminal import layer_in_words, percent, ratio, text, warnings_on
 from ..tracing import nan_weights
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
@@ -197,8 +197,7 @@ class Simulation:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is wrong with the network, in words that name stages."""
-        warnings = [cut_off(self.cut, self.stages, "stage")] if self.cut else []
-        return (*warnings, *([not_numbers(self.nan_weights)] if self.nan_weights else []))
+        return warnings_on(self.cut, self.stages, "stage", self.nan_weights)
 
     @property
     def methods(self) -> dict[str, tuple[WorkerFigures, ...]]:

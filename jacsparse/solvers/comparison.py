@@ -19,7 +19,7 @@ from ..flop import Effort, estimate_products
 from ..patterns import Diagonal, Pattern
 from ..runtime import replacing, thread_count
 from ..stages import check_input, traced
-from ..terminal import cut_off, not_numbers, text
+from ..terminal import text, warnings_on
 from ..tracing import check_module, nan_weights, undisturbed
 from .blocks import MOST_PLANNED, Level, Work
 from .comparison_tables import WORDS, comparison_figure, tables
@@ -178,8 +178,7 @@ class SolverComparison:
     @property
     def warnings(self) -> tuple[str, ...]:
         """What is wrong with the network, in words that name layers."""
-        warnings = [cut_off(self.cut, self.layers, "layer")] if self.cut else []
-        return (*warnings, *([not_numbers(self.nan_weights)] if self.nan_weights else []))
+        return warnings_on(self.cut, self.layers, "layer", self.nan_weights)
 
     @property
     def depth_bound(self) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,6 @@ from .pooling_kernels import (
     find_winners,
     on_rows_of_windows,
     on_windows,
-    set_to_winners,
     set_winners,
     take_winners,
 )
@@ -24,8 +22,6 @@ from .windows import Pair
 
 #: The most positions of a window: winners are bytes, and one number says that none has won.
 MOST_POSITIONS = 255
-#: The most positions of a window for which code is written out.
-_MOST_UNROLLED = 16
 
 
 @dataclass(frozen=True)
@@ -69,7 +65,7 @@ class Pool:
             lanes=max(1, 2 * x[0, 0].numel() // tile.lanes),
         )
 
-    def run_rows(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
+    def run_on_rows(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
         """Run a function of rows of windows, which cover each position once, over the planes of blocks."""
         tile = Tile(x.dtype.itemsize, x.shape[4], pool=self.kernel)
         run_rows(
@@ -124,13 +120,10 @@ class _Scatter(torch.autograd.Function):
         ctx.pool = pool
         ctx.save_for_backward(winners)
         x = empty(shape, y.dtype)
-        apart = pool.tiles((x.shape[2], x.shape[3]))
-        if not apart:
-            x.zero_()
-        if apart and math.prod(pool.kernel) <= _MOST_UNROLLED:
-            pool.run_rows(set_winners, x, y, winners)
+        if pool.tiles((x.shape[2], x.shape[3])):
+            pool.run_on_rows(set_winners, x, y, winners)
         else:
-            pool.run(set_to_winners if apart else add_to_winners, x, y, winners)
+            pool.run(add_to_winners, x.zero_(), y, winners)
         return x
 
     @staticmethod

@@ -44,13 +44,6 @@ def find_winners(write, x, x_row, x_column, rows, columns, number, number_step, 
     write.store(write.builder.load(at), winner)
 
 
-def _scatter(write, adds, x, x_row, x_column, rows, columns, number, number_step, y, winner):
-    won, gradient = write.load(winner, write.bytes), write.load(y)
-    for address, each in _positions(write, x, (x_row, x_column), (rows, columns), (number, number_step)):
-        value = write.builder.select(write.builder.icmp_unsigned("==", won, each), gradient, write.zero)
-        write.store(write.builder.fadd(write.load(address), value) if adds else value, address)
-
-
 @on_tile(5)
 def set_winners(write, x, x_row, y, winner, count):
     """Set each position of a row of windows to the output where it has won, and to zero elsewhere.
@@ -70,15 +63,12 @@ def set_winners(write, x, x_row, y, winner, count):
 
 
 @on_tile(_ARGUMENTS)
-def set_to_winners(write, *args):
-    """As `set_winners` of one window, of any size."""
-    _scatter(write, False, *args)
-
-
-@on_tile(_ARGUMENTS)
-def add_to_winners(write, *args):
+def add_to_winners(write, x, x_row, x_column, rows, columns, number, number_step, y, winner):
     """Add the output to the position that has won."""
-    _scatter(write, True, *args)
+    won, gradient = write.load(winner, write.bytes), write.load(y)
+    for address, each in _positions(write, x, (x_row, x_column), (rows, columns), (number, number_step)):
+        value = write.builder.select(write.builder.icmp_unsigned("==", won, each), gradient, write.zero)
+        write.store(write.builder.fadd(write.load(address), value), address)
 
 
 @on_tile(_ARGUMENTS)

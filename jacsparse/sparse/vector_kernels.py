@@ -25,8 +25,8 @@ def correlate_tile(
 ):
     """``y[p] = max(floor, bias + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile.
 
-    With pooling, `y` has the maximum of each window. `winners`, which has a byte for each element of `y` where they are
-    kept, has the winner's number in its window, or the number of its positions where the floor is the maximum.
+    With pooling, `y` has the maximum of each window. `winners`, which the tile may leave alone, has a byte for each
+    element of `y`: the place in the window where the maximum is, or one past the last place where it is the floor.
     """
     builder, compiled = write.builder, write.tile
     sums = {

@@ -8,7 +8,7 @@ sparse matrix products*). After the last inner vertex, the edge from input to ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -166,15 +166,17 @@ class Accumulation:
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
 
-        def compute(numbers: Iterable[int], values: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        def compute(
+            numbers: Iterable[int], values: dict[int, torch.Tensor], kept: Collection[int] = ()
+        ) -> dict[int, torch.Tensor]:
             for number in numbers:
                 values[number] = self._values(number, values, leaf, pull)
                 for used in last_use.get(number, ()):
-                    if used not in read:
+                    if used not in kept:
                         del values[used]
             return values
 
-        values = compute([number for number in order if number not in large], {})
+        values = compute([number for number in order if number not in large], {}, kept=read)
         batch = max((values[number].shape[1] for number in read), default=1)
         if large and batch > 1 and not any(values[number].is_cuda for number in read):
             samples = (compute(large, {n: _sample(values[n], s) for n in read})[result] for s in range(batch))

@@ -57,21 +57,20 @@ def drawn_networks(count):
 
 def compare(model, cuts, x, schedule, exchange, group, what):
     rank = dist.get_rank(group)
-    own = copy.deepcopy(model)[cuts[rank] : cuts[rank + 1]]
-    scan = jacsparse.nn.Scan(own, schedule=schedule, process_group=group, exchange=exchange)
+    scanned, reference = (each[cuts[rank] : cuts[rank + 1]] for each in (copy.deepcopy(model), model))
+    scan = jacsparse.nn.Scan(scanned, schedule=schedule, process_group=group, exchange=exchange)
     leaves = [x.clone().requires_grad_(), x.clone().requires_grad_()]
     for _ in range(2):
         for f, leaf in zip((model, scan), leaves, strict=True):
             y = f(leaf)
             (y.sin() * torch.linspace(-1, 2, y.numel(), dtype=FLOAT).reshape(y.shape)).sum().backward()
-    part = model[cuts[rank] : cuts[rank + 1]]
-    expected, actual = ([leaf, *m.parameters()] for leaf, m in zip(leaves, (part, own), strict=True))
+    expected, actual = ([leaf, *m.parameters()] for leaf, m in zip(leaves, (reference, scanned), strict=True))
     every = [leaves[0], *model.parameters()]
     scale = max(1.0, *(each.grad.abs().max().item() for each in every if each.grad is not None))
     for one, other in zip(actual, expected, strict=True):
         assert (one.grad is None) == (other.grad is None), what
         if one.grad is not None:
             assert (one.grad - other.grad).abs().max() <= BOUND * scale, what
-    for one, other in zip(own.buffers(), part.buffers(), strict=True):
+    for one, other in zip(scanned.buffers(), reference.buffers(), strict=True):
         # Not the same bits where messages between ranks lay an input out otherwise than its operator did.
         assert torch.allclose(one, other, rtol=BOUND, atol=BOUND), what
