@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 import numpy as np
 
 if TYPE_CHECKING:
-    from benchmarks._context import Context, Timing
+    from ._context import Context, Timing
+    from ._figures import Picture
 
 __all__ = ["Comparison", "Experiment", "Row", "compare"]
 
@@ -122,9 +123,15 @@ class Experiment(ABC):
     def run(self, context: Context) -> list[Row]:
         """Measure, and return the rows."""
 
-    @abstractmethod
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        """What is drawn of the rows: without more words, their times as bars."""
+        from ._figures import times_picture
+
+        return times_picture(rows, self.title)
+
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        """Draw the rows into a PNG file."""
+        """Draw the rows into a PNG file; ImportError without matplotlib."""
+        self.picture(rows).save(path)
 
     def on(self, data: str) -> Experiment:
         """The same experiment on other data, as `load_data` takes them; ValueError where it has data of its own."""

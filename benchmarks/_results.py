@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any
+
+import msgspec
 
 from jacsparse.runtime import replacing
 
 from ._context import Limits
 from ._environment import hardware
-from ._experiment import Comparison, Row
+from ._experiment import Row
 
 __all__ = ["Result", "read", "result_path", "write"]
 
@@ -60,57 +60,17 @@ def write(result: Result, folder: Path) -> Path:
 def read(path: Path) -> Result:
     """Read a result that `write` wrote; ValueError if the file is damaged, or is no such result."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = msgspec.json.decode(path.read_bytes())
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"it is no benchmark result of format {FORMAT}")
-        content["limits"] = None if content.get("limits") is None else _instance(Limits, content["limits"])
-        content["rows"] = tuple(_row(row) for row in _sequence(content, "rows"))
-        return _instance(Result, content)
-    except (ValueError, TypeError, RecursionError) as error:
+        result = msgspec.convert(content, Result)
+        if msgspec.to_builtins(result) != content:
+            raise ValueError("it lacks entries, or has others")
+        for row in result.rows:
+            if (row.median is None) != bool(row.not_measured):
+                raise ValueError(f"row {row.label!r} needs either a figure or a reason why it was not measured")
+    except (ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} cannot be read as a benchmark result ({error}); delete it, or run the experiment again"
         ) from error
-
-
-def _row(content: Any) -> Row:
-    if not isinstance(content, dict):
-        raise TypeError(f"a row is a {type(content).__name__}")
-    comparisons = tuple(_instance(Comparison, item) for item in _sequence(content, "comparisons"))
-    row = _instance(Row, {**content, "comparisons": comparisons})
-    if (row.median is None) != bool(row.not_measured):
-        raise ValueError(f"row {row.label!r} needs either a figure or a reason why it was not measured")
-    return row
-
-
-def _sequence(content: Mapping[str, Any], name: str) -> list[Any]:
-    values = content.get(name)
-    if not isinstance(values, list):
-        raise TypeError(f"{name} is no list")
-    return values
-
-
-Dataclass = TypeVar("Dataclass")
-
-
-def _instance(kind: type[Dataclass], content: Any) -> Dataclass:
-    """An instance of a dataclass from plain values; ValueError if one is missing or has another type."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(content, dict) or set(content) != names:
-        raise ValueError(f"expected {', '.join(sorted(names))}")
-    for name, hint in get_type_hints(kind).items():
-        if name in names and not _fits(content[name], hint):
-            raise ValueError(f"{name} is {content[name]!r}")
-    return kind(**content)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    if isinstance(value, bool):
-        return False
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
-    options = get_args(hint) if not isinstance(hint, type) else (hint,)
-    if getattr(hint, "__origin__", None) in (tuple, dict):
-        options = (hint.__origin__,)
-    if float in options:
-        options = (*options, int)
-    return any(isinstance(value, option) if isinstance(option, type) else value == option for option in options)
+    return result

@@ -7,17 +7,18 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jacsparse.models import Progress, TrainSettings, default_settings, evaluate, load_data, train
 
 from jacsparse.distributed import RankError
+from jacsparse.figures import BLUE, GREEN, ORANGE
 
 from ._context import Context, Timing, one_thread
 from ._curves import averaged
 from ._environment import cores
 from ._experiment import Experiment, Row, compare
+from ._figures import Line, Panel, Picture
 from ._ranks import Say, on_ranks
 
 __all__ = ["DdgConvergence"]
@@ -177,26 +178,20 @@ class DdgConvergence(Experiment):
         )
         return _Training(settings, self.side)
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import new_figure, save_figure
-
+    def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in rows if "history" in row.data]
-        peers = {row.data["network"]: row for row in drawn if row.data["method"] == "bp"}
-        groups = dict.fromkeys(row.group for row in drawn if row.data["method"] != "bp")
-        figure, _ = new_figure(14.0, 1.2 + 2.6 * len(groups), rows=max(1, len(groups)), columns=len(_PANELS))
-        for number, group in enumerate(groups):
+        peers = [row for row in drawn if row.data["method"] == "bp"]
+        panels = []
+        for group in dict.fromkeys(row.group for row in drawn if row.data["method"] != "bp"):
             of_group = [row for row in drawn if row.group == group]
-            peer = [peers[network] for network in {row.data["network"] for row in of_group} if network in peers]
-            panels = figure.axes[number * len(_PANELS) : (number + 1) * len(_PANELS)]
-            for axes, (abscissa, ordinate) in zip(panels, _PANELS, strict=True):
-                _draw(axes, [*peer, *of_group], abscissa, ordinate)
-            panels[0].set_title(group, fontsize=8, loc="left")
-        if groups:
-            handles, labels = figure.axes[0].get_legend_handles_labels()
-            figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(_NAMES))
+            networks = {row.data["network"] for row in of_group}
+            shown = [*(row for row in peers if row.data["network"] in networks), *of_group]
+            for number, (x, y) in enumerate(_PANELS):
+                panels.append(_panel(shown, x, y, "" if number else group))
         images = " and ".join(dict.fromkeys(row.data["images"] for row in drawn))
-        figure.suptitle(f"{self.title}: {images}\nsolid: test images; dashed: training images", fontsize=10)
-        save_figure(figure, path)
+        title = f"{self.title}: {images}\nsolid: test images; dashed: training images"
+        height = 1.2 + 2.6 * len(panels) / len(_PANELS)
+        return Picture(title, panels, (14.0, height), columns=len(_PANELS), legend=len(_NAMES))
 
 
 def _rows(
@@ -246,19 +241,14 @@ def _published(network: str, group: str) -> Iterator[Row]:
                     )
 
 
-def _draw(axes: Any, rows: Sequence[Row], abscissa: str, ordinate: str) -> None:
-    """Draw a loss or an accuracy of trainings over epochs or seconds."""
-    from jacsparse.figures import BLUE, GREEN, ORANGE
-
-    colours = dict(zip(_NAMES, (ORANGE, GREEN, BLUE), strict=True))
+def _panel(rows: Sequence[Row], x: str, y: str, title: str) -> Panel:
+    """A loss or an accuracy of trainings over epochs or seconds."""
+    colours, lines = dict(zip(_NAMES, (ORANGE, GREEN, BLUE), strict=True)), []
     for row in rows:
         history, method = row.data["history"], row.data["method"]
-        x = history["seconds"] if abscissa == "seconds" else range(1, len(history["seconds"]) + 1)
+        places = history["seconds"] if x == "seconds" else range(1, len(history["seconds"]) + 1)
         for images, style in (("train", "--"), ("test", "-")):
-            label = _NAMES[method] if images == "test" else None
-            axes.plot(x, history[f"{images}_{ordinate}"], style, color=colours[method], linewidth=1.2, label=label)
-    axes.set_xlabel("seconds of training" if abscissa == "seconds" else "epochs", fontsize=8)
-    axes.set_ylabel(ordinate, fontsize=8)
-    axes.tick_params(labelsize=7)
-    axes.set_yscale("log" if ordinate == "loss" else "linear")
-    axes.grid(alpha=0.25)
+            label = _NAMES[method] if images == "test" else ""
+            lines.append(Line(places, history[f"{images}_{y}"], label, colours[method], style))
+    label = "seconds of training" if x == "seconds" else "epochs"
+    return Panel(lines, title, label, y, log="y" if y == "loss" else "", size=8)

@@ -8,7 +8,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +15,13 @@ import torch.distributed as dist
 from jacsparse.models import build
 from torch import nn
 
+from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 from jacsparse.training import Backpropagation, DelayedGradients, published_time, simulated_times
 
 from ._context import Context, Timing
 from ._environment import cores
 from ._experiment import Comparison, Experiment, Row, compare
+from ._figures import Bars, Panel, Picture
 from ._ranks import Say, on_ranks
 from ._text import amount
 
@@ -140,9 +141,7 @@ class DdgScaling(Experiment):
             reference,
         ]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, SKY, new_figure, save_figure
-
+    def picture(self, rows: Sequence[Row]) -> Picture:
         peers = {row.data.get("network", self.network): row for row in rows if row.label == _PEER}
         peer = peers[self.network]
         drawn = [row for row in rows if row.data.get("kind") and row.median]
@@ -151,24 +150,20 @@ class DdgScaling(Experiment):
             return row.data.get("network", self.network), row.data["modules"]
 
         cuts = list(dict.fromkeys(map(cut, drawn)))
-        figure, axes = new_figure(8.0, 4.2)
-        width = 0.8 / len(_KINDS)
-        forward = peer.data["forward"]
-        axes.bar(0, forward, 2 * width, color="#666666", label="back-propagation: forward")
-        axes.bar(0, 1 - forward, 2 * width, bottom=forward, color="#bbbbbb", label="back-propagation: backward")
-        for number, (kind, colour) in enumerate(zip(_KINDS, (GREEN, ORANGE, SKY, BLUE), strict=True)):
+        heights: dict[str, list[float | None]] = {
+            "back-propagation; pale: its forward pass": [1.0, *[None] * len(cuts)]
+        }
+        for kind in _KINDS:
             of_kind = {cut(row): row for row in drawn if row.data["kind"] == kind}
-            shares = [_share(row, peers[network]) for (network, _), row in of_kind.items()]
-            places = [1 + cuts.index(each) + (number - 1.5) * width for each in of_kind]
-            bars = axes.bar(places, shares, width, color=colour, label=kind)
-            axes.bar_label(bars, fmt="%.2f", fontsize=7, padding=2)
-        labels = [f"{network}\nK = {modules}" for network, modules in ((self.network, 1), *cuts)]
-        axes.set_xticks(range(len(labels)), labels)
-        axes.set_ylabel("time of an iteration / back-propagation's")
-        axes.grid(axis="y", alpha=0.25)
-        figure.legend(fontsize=8, frameon=False, loc="outside lower center", ncols=3)
-        figure.suptitle(f"{self.title}\n{peer.group.partition(': ')[2]}; {peer.note}", fontsize=9)
-        save_figure(figure, path)
+            shares = [_share(of_kind[each], peers[each[0]]) if each in of_kind else None for each in cuts]
+            heights[kind] = [None, *shares]
+        names = [f"{network}\nK = {modules}" for network, modules in ((self.network, 1), *cuts)]
+        pale = {next(iter(heights)): [peer.data["forward"]]}
+        bars = Bars(names, heights, ("#888888", GREEN, ORANGE, SKY, BLUE), "%.2f", pale)
+        title = f"{self.title}\n{peer.group.partition(': ')[2]}; {peer.note}"
+        return Picture(
+            title, [Panel([bars], y="time of an iteration / back-propagation's", grid="y")], (9.0, 4.2), legend=3
+        )
 
 
 class _Stopwatch:

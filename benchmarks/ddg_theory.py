@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import torch
 
+from jacsparse.figures import BLUE, GREEN
 from jacsparse.training import gradient_bound
 
 from ._context import Context, one_thread
 from ._experiment import Comparison, Experiment, Row
+from ._figures import COLOURS, Line, Panel, Picture
 
 __all__ = ["DdgTheory", "LeastSquares", "trajectories"]
 
@@ -190,34 +190,24 @@ class DdgTheory(Experiment):
             ]  # fmt: skip
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, new_figure, save_figure
-
-        figure, panels = new_figure(13.0, 4.6, columns=3)
-        colours = dict(zip(self.modules, (BLUE, ORANGE, GREEN, PURPLE), strict=False))
-        for axes, steps in zip(panels, _STEPS, strict=False):
-            for row in rows:
-                if row.data.get("steps") == steps and "left" in row.data:
-                    modules = row.data["modules"]
-                    axes.plot(row.data["right"], "-", color=colours[modules], label=f"K = {modules}, right side")
-                    axes.plot(row.data["left"], ":", color=colours[modules], label=f"K = {modules}, left side")
-            axes.set_yscale("symlog", linthresh=1e-4)
-            axes.set(xlabel="iteration", ylabel="change of the mean loss")
-            axes.set_title(f"Lemma 1, step sizes {_STEPS[steps]}", fontsize=9)
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        panels = []
+        for steps in _STEPS:
+            lemma = [row.data for row in rows if row.data.get("steps") == steps and "left" in row.data]
+            lines = [
+                Line(range(len(data[side])), data[side], f"K = {data['modules']}, {side} side", colour, style)
+                for data, colour in zip(lemma, COLOURS, strict=False)
+                for side, style in (("right", "-"), ("left", ":"))
+            ]
+            title, label = f"Lemma 1, step sizes {_STEPS[steps]}", "change of the mean loss"
+            panels.append(Panel(lines, title, "iteration", label, "±", grid=""))
+        theorems = []
         for steps, style in zip(_STEPS, ("o-", "s--"), strict=True):
             of_steps = [row.data for row in rows if row.data.get("steps") == steps]
-            bounds = {data["modules"]: data["bound"] for data in of_steps if data.get("exact")}
-            averages = {data["modules"]: data["average"] for data in of_steps if "average" in data}
-            panels[2].plot(*_pairs(bounds), style, color=BLUE, label=f"bound, step sizes {_STEPS[steps]}")
-            panels[2].plot(*_pairs(averages), style, color=GREEN, label=f"measured, step sizes {_STEPS[steps]}")
-        panels[2].set(yscale="log", xlabel="modules K", ylabel="mean of squared gradients", xticks=self.modules)
-        panels[2].set_title("Theorems 1 and 2", fontsize=9)
-        panels[2].legend(fontsize=8, frameon=False, loc="center", bbox_to_anchor=(0.62, 0.33))
-        handles, labels = panels[0].get_legend_handles_labels()
-        figure.legend(handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=len(labels))
-        figure.suptitle(self.title, fontsize=10)
-        save_figure(figure, path)
-
-
-def _pairs(values: dict[int, float]) -> tuple[list[Any], list[Any]]:
-    return [*values], [*values.values()]
+            bounds = [(data["modules"], data["bound"]) for data in of_steps if data.get("exact")]
+            averages = [(data["modules"], data["average"]) for data in of_steps if "average" in data]
+            for points, what, colour in ((bounds, "bound", BLUE), (averages, "measured", GREEN)):
+                theorems.append(Line.through(points, f"{what}, step sizes {_STEPS[steps]}", colour, style))
+        label = "mean of squared gradients"
+        panels.append(Panel(theorems, "Theorems 1 and 2", "modules K", label, "y", settings={"xticks": self.modules}))
+        return Picture(self.title, panels, (13.0, 4.8), legend=6)

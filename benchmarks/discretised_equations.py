@@ -15,10 +15,12 @@ import scipy.sparse
 import torch
 
 import jacsparse
+from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._calls import in_mode
 from ._context import Context, Timing, one_thread
 from ._experiment import Comparison, Experiment, Row, compare
+from ._figures import Line, Panel, Picture
 from ._problems import PROBLEMS
 from ._programs import JsonProgram, asdex_python, json_of
 
@@ -126,9 +128,7 @@ class DiscretisedEquations(Experiment):
         first = None if asdex is None else peers[asdex.label].first
         return [*rows.values(), *(_first_calls(case, first) if self.compiled else ())]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
+    def picture(self, rows: Sequence[Row]) -> Picture:
         lines = {
             _COMPILED: (BLUE, "o-"),
             _EAGER: (SKY, "o-"),
@@ -138,26 +138,18 @@ class DiscretisedEquations(Experiment):
             _MODES["rev"]: (ORANGE, "v:"),
         }
         drawn = [row for row in rows if row.label in lines and row.median is not None]
-        equations = list(dict.fromkeys(row.data["equation"] for row in drawn))
-        # One place more, for the legend.
-        figure, panels = new_figure(13.0, 6.2, rows=2, columns=4)
-        for axes, equation in zip(panels.flat, equations, strict=False):
+        panels = []
+        for equation in dict.fromkeys(row.data["equation"] for row in drawn):
             of_equation = [row for row in drawn if row.data["equation"] == equation]
-            for label, (colour, style) in lines.items():
+            parts = []
+            for label, look in lines.items():
                 line = [row for row in of_equation if row.label == label]
-                _draw(axes, line, colour, style, label)
-            floors = sorted((row.data["unknowns"], row.floor) for row in of_equation if row.floor)
-            axes.plot(*zip(*floors, strict=True), color="black", linewidth=1, label="floor: bytes over bandwidth")
-            axes.set(xscale="log", yscale="log", title=equation, xlabel="unknowns")
-            axes.grid(alpha=0.25, which="major")
-        for axes in panels[:, 0]:
-            axes.set_ylabel("seconds")
-        for axes in panels.flat[len(equations) :]:
-            axes.axis("off")
-        handles, labels = panels.flat[0].get_legend_handles_labels()
-        panels.flat[-1].legend(handles, labels, fontsize=8, frameon=False, loc="center")
-        figure.suptitle(f"{self.title}; medians, with quartiles", fontsize=10)
-        save_figure(figure, path)
+                points = [(row.data["unknowns"], row.median, row.lower, row.upper) for row in line]
+                parts.append(Line.through(points, label, *look))
+            floors = [(row.data["unknowns"], row.floor) for row in of_equation if row.floor]
+            parts.append(Line.through(floors, "floor: bytes over bandwidth"))
+            panels.append(Panel(parts, equation, "unknowns", "seconds", "xy"))
+        return Picture(f"{self.title}; medians, with quartiles", panels, (13.0, 6.4), columns=4, legend=7)
 
 
 class _Asdex:
@@ -279,12 +271,3 @@ def _first_compiled_call(case: SizedEquation) -> tuple[float | None, str]:
     command = [sys.executable, "-m", f"{__package__}.{_FIRST_CALL}"]
     answer, problem = json_of(command, case.equation, case.size, 1, "compiled")
     return (None, problem) if answer is None else (answer["first"], "")
-
-
-def _draw(axes: Any, rows: Sequence[Row], colour: str, style: str, label: str) -> None:
-    if not rows:
-        return
-    points = sorted((row.data["unknowns"], row.median, row.lower, row.upper) for row in rows)
-    places, medians, lower, upper = zip(*points, strict=True)
-    axes.plot(places, medians, style, color=colour, markersize=4, linewidth=1.3, label=label)
-    axes.vlines(places, lower, upper, color=colour, linewidth=1)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 from ._context import Context
 from ._experiment import Experiment, Row
+from ._figures import Bars, Panel, Picture
 from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentWorkload, shown
 from ._text import amount
 
@@ -46,66 +46,35 @@ class GruBreakdown(Experiment):
             for row in _rows(name, RecurrentWorkload("GRU", time, batch, features), context)
         ]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
-        colours = (ORANGE, BLUE, GREEN, SKY, PURPLE)
-        # The seconds of both passes, by set, batch and layer.
-        seconds: dict[tuple[str, int, str], dict[str, float]] = {}
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        # The seconds of both passes, by set, layer and batch.
+        seconds: dict[tuple[str, str, int], dict[str, float]] = {}
         for row in shown(rows):
             if row.data["part"] in ("forward", "backward"):
-                key = row.data["set"], row.data["batch"], row.data["ran"]
+                key = row.data["set"], row.data["ran"], row.data["batch"]
                 seconds.setdefault(key, {})[row.data["part"]] = row.median or 0.0
-        sets = list(dict.fromkeys(name for name, *_ in seconds))
-        layers = sorted(dict.fromkeys(layer for *_, layer in seconds), key=lambda layer: layer != PEER.name)
-        figure, panels = new_figure(12.0, 5.0, columns=max(1, len(sets)))
-        for axes, name in zip(panels if len(sets) > 1 else [panels], sets[::-1], strict=False):
-            batches = sorted({batch for other, batch, _ in seconds if other == name})
-            width = 0.8 / len(layers)
-            for number, (layer, colour) in enumerate(zip(layers, colours, strict=False)):
-                for place, batch in enumerate(batches):
-                    passes, unit = seconds.get((name, batch, layer)), seconds.get((name, batch, PEER.name))
-                    if passes and unit:
-                        at = place + (number - (len(layers) - 1) / 2) * width
-                        _bar(axes, at, width, passes, sum(unit.values()), colour)
-            axes.set_xticks(range(len(batches)), [str(batch) for batch in batches])
-            axes.set(title=f"set {name}", xlabel="samples of a batch", ylim=(0, _HIGHEST))
-            axes.minorticks_on()
-            axes.tick_params(axis="x", which="minor", bottom=False)
-            axes.grid(axis="y", alpha=0.25)
-        figure.axes[0].set_ylabel("time over torch.nn's forward and backward")
-        _legend(figure, layers, colours)
-        figure.suptitle(self.title, fontsize=10)
-        save_figure(figure, path)
+        layers = sorted({layer: None for _, layer, _ in seconds}, key=lambda layer: layer != PEER.name)
+        panels = []
+        for name in sorted({name: None for name, *_ in seconds}, key=[name for name, *_ in self.sets].index):
+            batches = sorted({batch for other, _, batch in seconds if other == name})
+            total: dict[str, list[float | None]] = {layer: [] for layer in layers}
+            forward: dict[str, list[float | None]] = {layer: [] for layer in layers}
+            texts = dict[str, list[str]]()
+            for layer, batch in itertools.product(layers, batches):
+                passes, peer = seconds.get((name, layer, batch)), seconds.get((name, PEER.name, batch))
+                unit = sum(peer.values()) if peer else 0.0
+                total[layer].append(sum(passes.values()) / unit if passes and unit else None)
+                forward[layer].append(passes.get("forward", 0.0) / unit if passes and unit else None)
+                texts.setdefault(layer, []).append(amount(sum(passes.values()), "s") if passes else "")
+            bars = Bars([str(batch) for batch in batches], total, texts=texts, pale=forward)
+            label = "time over torch.nn's forward and backward"
+            settings = {"ylim": (0, _HIGHEST)}
+            panels.append(Panel([bars], f"set {name}", "samples of a batch", label, grid="y", settings=settings))
+        return Picture(f"{self.title}; pale: forward", panels, (12.0, 5.0), legend=5)
 
 
 #: The height at which bars are cut off, in units of torch.nn's forward and backward passes.
 _HIGHEST = 3.0
-
-
-def _bar(axes: Any, place: float, width: float, seconds: dict[str, float], unit: float, colour: str) -> None:
-    """Draw a forward pass and the backward pass above it, relative to `unit`, and print their time."""
-    forward, backward = (seconds.get(part, 0.0) / unit for part in ("forward", "backward"))
-    axes.bar(place, forward, 0.9 * width, color=colour, alpha=0.45)
-    axes.bar(place, backward, 0.9 * width, forward, color=colour)
-    axes.annotate(
-        amount(sum(seconds.values()), "s"),
-        (place, min(forward + backward, 0.86 * _HIGHEST)),
-        xytext=(0, 3),
-        textcoords="offset points",
-        ha="center",
-        va="bottom",
-        rotation=90,
-        fontsize=7,
-    )
-
-
-def _legend(figure: Any, layers: Sequence[str], colours: Sequence[str]) -> None:
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=layer) for layer, colour in zip(layers, colours, strict=False)]
-    handles += [Patch(color="grey", alpha=0.45, label="forward"), Patch(color="grey", label="backward")]
-    figure.legend(handles=handles, fontsize=8, frameon=False, loc="outside lower center", ncols=len(handles))
 
 
 def _rows(name: str, workload: RecurrentWorkload, context: Context) -> list[Row]:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,7 +22,6 @@ from jacsparse.stages import Record
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context, Timing, reason
 from ._experiment import Experiment, Row, compare
-from ._figures import bars
 from ._text import amount
 
 __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
@@ -78,9 +76,6 @@ class JacobianGeneration(Experiment):
             except (RuntimeError, ValueError) as error:
                 rows.append(Row.missing("transposed Jacobian", reason(error), group=operator.name))
         return rows
-
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars(rows, path, self.title)
 
     def _operator(self, operator: _Operator, context: Context) -> list[Row]:
         shape, device = (operator.channels, self.size, self.size), context.device

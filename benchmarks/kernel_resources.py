@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from jacsparse import patterns, recurrence, spgemm  # noqa: F401  (importing them lists their kernels)
 from jacsparse.runtime import KERNEL_FILES
 
 from ._context import Context
 from ._experiment import Comparison, Experiment, Row
+from ._figures import Bars, Panel, Picture
 from ._nvrtc import Resources, compile_file
 
 __all__ = ["KernelResources"]
@@ -43,24 +43,15 @@ class KernelResources(Experiment):
                 rows += _rows(resources, group)
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, new_figure, save_figure
-
+    def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in rows if row.median is not None]
         names = list(dict.fromkeys(row.label for row in drawn))
-        groups = list(dict.fromkeys(row.data["architecture"] for row in drawn))
-        figure, axes = new_figure(8.0, 1.2 + 0.3 * max(4, len(names)))
-        for number, (group, colour) in enumerate(zip(groups, (BLUE, ORANGE, GREEN), strict=False)):
-            registers = {row.label: row.median or 0.0 for row in drawn if row.data["architecture"] == group}
-            places = [place + 0.27 * (number - (len(groups) - 1) / 2) for place in range(len(names))]
-            axes.barh(places, [registers.get(name, 0.0) for name in names], 0.25, color=colour, label=group)
-        axes.set_yticks(range(len(names)), names, fontsize=8)
-        axes.set_ylim(len(names) - 0.4, -0.6)
-        axes.set(xlabel="registers of a thread, of 255", xlim=(0, 255))
-        axes.set_title(self.title, fontsize=10)
-        axes.grid(axis="x", alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
-        save_figure(figure, path)
+        heights: dict[str, list[float | None]] = {}
+        for architecture in dict.fromkeys(row.data["architecture"] for row in drawn):
+            registers = {row.label: row.median for row in drawn if row.data["architecture"] == architecture}
+            heights[architecture] = [registers.get(name) for name in names]
+        panel = Panel([Bars(names, heights, lying=True)], x="registers of a thread, of 255", grid="x")
+        return Picture(self.title, [panel], (8.0, 1.2 + 0.3 * max(4, len(names))))
 
 
 def _rows(resources: dict[str, Resources], group: str) -> list[Row]:

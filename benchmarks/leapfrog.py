@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,17 +19,18 @@ from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate
 from ._context import Context, one_thread
 from ._environment import cores
 from ._experiment import Experiment, Row, compare
+from ._figures import COLOURS, Line, Panel, Picture, Rule
 
 __all__ = ["Leapfrog"]
 
 _PEER = "back-propagation, one thread"
 _ALL_CORES = "back-propagation, all cores"
 #: Predictions of the time, and their lines in the figure.
-_PREDICTIONS: dict[str, dict[str, Any]] = {
+_PREDICTIONS: dict[str, tuple[str, dict[str, float]]] = {
     # Timelines of many layers lie on equation 10, which is wide and pale below them.
-    "equation 10": {"linestyle": "-", "linewidth": 5.0, "alpha": 0.3},
-    "critical path of Algorithm 1": {"linestyle": ":", "linewidth": 1.4},
-    "simulated timelines": {"linestyle": "-", "linewidth": 1.2},
+    "equation 10": ("-", {"linewidth": 5.0, "alpha": 0.3}),
+    "critical path of Algorithm 1": (":", {}),
+    "simulated timelines": ("-", {}),
 }
 
 
@@ -89,52 +89,29 @@ class Leapfrog(Experiment):
         predictions = [row for k in simulated for row in _predicted(seconds, k, depth, group, data)]
         return [*rows, peer, Row.timed(_ALL_CORES, timings[_ALL_CORES], group=group, role="peer"), *predictions]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import new_figure, save_figure
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        panels = [self._panel([row for row in rows if row.data.get("width") == width], width) for width in self.widths]
+        title = f"{self.title}, batch {self.batch}, against back-propagation on one thread"
+        return Picture(title, panels, (max(8.0, 3.6 * len(self.widths) + 1), 4.2), legend=4)
 
-        figure, panels = new_figure(max(8.0, 3.6 * len(self.widths) + 1), 4.2, columns=len(self.widths))
-        for axes, width in zip(panels if len(self.widths) > 1 else [panels], self.widths, strict=True):
-            self._panel(axes, [row for row in rows if row.data.get("width") == width and row.median is not None])
-            axes.set_title(f"{width:,} units", fontsize=9)
-        figure.axes[0].set_ylabel("share of the pass that is saved")
-        figure.legend(handles=self._handles(), fontsize=8, frameon=False, loc="outside lower center", ncols=4)
-        figure.suptitle(f"{self.title}, batch {self.batch}, against back-propagation on one thread", fontsize=10)
-        save_figure(figure, path)
-
-    def _handles(self) -> list[Any]:
-        from matplotlib.lines import Line2D
-
-        depths = [
-            Line2D([], [], color=_colour(place), label=f"{depth} layers") for place, depth in enumerate(self.depths)
-        ]
-        styles = [Line2D([], [], color="black", label=name, **style) for name, style in _PREDICTIONS.items()]
-        return [*depths, *styles, Line2D([], [], color="black", marker="o", linestyle="none", label="measured")]
-
-    def _panel(self, axes: Any, rows: Sequence[Row]) -> None:
-        for place, depth in enumerate(self.depths):
-            of_depth = [row for row in rows if row.data.get("depth") == depth]
-            for prediction, style in _PREDICTIONS.items():
+    def _panel(self, rows: Sequence[Row], width: int) -> Panel:
+        parts: list[Any] = [Rule(0)]
+        for depth, colour in zip(self.depths, COLOURS, strict=False):
+            of_depth = [row for row in rows if row.data.get("depth") == depth and row.median is not None]
+            parts.append(Line((), (), f"{depth} layers", colour))
+            for prediction, (style, options) in _PREDICTIONS.items():
                 points = [row.data for row in of_depth if row.data.get("prediction") == prediction]
                 threads, savings = ([point[name] for point in points] for name in ("threads", "saving"))
-                axes.plot(threads, savings, color=_colour(place), **style)
+                parts.append(Line(threads, savings, "", colour, style, options=options))
             peer = next((row.median for row in of_depth if row.label == _PEER), None)
-            measured = {
-                row.data["threads"]: row.median
-                for row in of_depth
-                if row.label.startswith("leapfrog") and row.median is not None
-            }
+            measured = [row for row in of_depth if row.label.startswith("leapfrog")]
             if peer is not None:
-                axes.plot([*measured], [1 - time / peer for time in measured.values()], "o", color=_colour(place))
-        axes.axhline(0, color="black", linewidth=0.6)
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:.0f}")
-        axes.set_xlabel("threads k")
-
-
-def _colour(place: int) -> str:
-    from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
-
-    return (BLUE, ORANGE, GREEN, PURPLE, SKY)[place % 5]
+                points = [(row.data["threads"], 1 - (row.median or 0.0) / peer) for row in measured]
+                parts.append(Line.through(points, "", colour, "o", options={"markersize": 6}))
+        parts += [Line((), (), name, style=style, options=options) for name, (style, options) in _PREDICTIONS.items()]
+        parts.append(Line((), (), "measured", style="o"))
+        label = "share of the pass that is saved"
+        return Panel(parts, f"{width:,} units", "threads k", label, "2", grid="")
 
 
 def _label(threads: int) -> str:

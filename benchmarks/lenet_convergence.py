@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import torch
 from jacsparse.models import Dataset, LeNet5, load_data
 
+from jacsparse.figures import BLUE, ORANGE
 from jacsparse.nn import Scan
 
 from ._context import Context
 from ._curves import BASELINE, REORDERED, TEST_EVERY, Curve, curve_rows, train_side_by_side
 from ._experiment import Experiment, Row
+from ._figures import Line, Panel, Picture
 from ._workloads import published_iterations
 
 __all__ = ["LenetConvergence", "loss_curves"]
@@ -78,31 +79,24 @@ class LenetConvergence(Experiment):
             rows += curve_rows(curves, name=name, group=group, tolerance=tolerance, falls_to=0.5)
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, ORANGE, new_figure, save_figure
-
+    def picture(self, rows: Sequence[Row]) -> Picture:
         # The curves of float32; in a picture, those of float64 look the same.
         row = next(row for row in rows if row.data)
         curves = {label: Curve(**curve) for label, curve in row.data["curves"].items()}
-        baseline, reordered = curves.pop(BASELINE), curves.pop(REORDERED, None)
-        ((label, scan),) = curves.items()
-        figure, (losses, differences) = new_figure(10.0, 4.2, columns=2)
-        for kind, shade, every in (("train", 0.55, 1), ("test", 1.0, TEST_EVERY)):
-            for name, curve, style, colour in ((BASELINE, baseline, "-", ORANGE), (label, scan, "--", BLUE)):
+        reordered, losses, differences = curves.pop(REORDERED, None), [], []
+        for (label, curve), style, colour in zip(curves.items(), ("-", "--"), (ORANGE, BLUE), strict=True):
+            for kind, alpha, every in (("train", 0.55, 1), ("test", 1.0, TEST_EVERY)):
                 values = getattr(curve, kind)
                 places = range(0, every * len(values), every)
-                losses.plot(places, values, style, color=colour, alpha=shade, label=f"{name}, {kind}")
-        losses.set(xlabel="iteration", ylabel="loss (cross entropy)", ylim=(0, None))
+                losses.append(Line(places, values, f"{label}, {kind}", colour, style, options={"alpha": alpha}))
+        baseline, (label, scan) = curves[BASELINE], [*curves.items()][1]
         for name, other, colour in ((REORDERED, reordered, ORANGE), (label, scan, BLUE)):
             if other is not None:
                 distances = [abs(a - b) for a, b in zip(other.train, baseline.train, strict=True)]
-                differences.plot(distances, color=colour, linewidth=1, label=name)
-        differences.set(xlabel="iteration", ylabel=f"difference from {BASELINE}'s loss")
-        if any(line.get_ydata().max() > 0 for line in differences.lines):
-            differences.set_yscale("log")
-        for axes in (losses, differences):
-            axes.grid(alpha=0.25)
-            axes.minorticks_on()
-            axes.legend(fontsize=8, frameon=False)
-        figure.suptitle(f"LeNet-5, {row.group}", fontsize=9)
-        save_figure(figure, path)
+                differences.append(Line(range(len(distances)), distances, name, colour, options={"linewidth": 1}))
+        log = "y" if any(max(line.y) > 0 for line in differences) else ""
+        panels = [
+            Panel(losses, "", "iteration", "loss (cross entropy)", settings={"ylim": (0, None)}),
+            Panel(differences, "", "iteration", f"difference from {BASELINE}'s loss", log),
+        ]
+        return Picture(f"LeNet-5, {row.group}", panels)

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from jacsparse.models import Dataset
 from torch import nn
 
 from examples.ways_back import WAYS, ResNet, ResNet20, Training, digits, train, vgg11
+from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context, one_thread
 from ._curves import averaged
 from ._experiment import Comparison, Experiment, Row
+from ._figures import Line, Panel, Picture
 
 __all__ = ["NormalisedConvergence"]
 
@@ -77,42 +78,24 @@ class NormalisedConvergence(Experiment):
             rows.append(replace(row, comparisons=compared))
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        colours, panels = dict(zip(WAYS, (ORANGE, BLUE, GREEN, SKY, "black", PURPLE), strict=True)), list[Panel]()
         drawn = [row for row in rows if row.data]
-        groups = list(dict.fromkeys(row.group for row in drawn))
-        figure, _ = new_figure(10.0, 1.2 + 2.8 * len(groups), rows=max(1, len(groups)), columns=2)
-        colours = dict(zip(WAYS, (ORANGE, BLUE, GREEN, SKY, "black", PURPLE), strict=True))
-        for number, group in enumerate(groups):
-            losses, differences = figure.axes[2 * number : 2 * number + 2]
+        for group in dict.fromkeys(row.group for row in drawn):
             trainings = {row.label: row.data["training"]["losses"] for row in drawn if row.group == group}
+            losses, differences = [], []
             for place, (way, curve) in enumerate(trainings.items()):
-                _draw(losses, differences, way, colours[way], curve, trainings[_BASELINE], place)
-            losses.set_title(group, fontsize=8, loc="left")
-            losses.set_ylim(bottom=0)
-            losses.set_ylabel("loss of each batch", fontsize=8)
-            differences.set_yscale("log")
-            differences.set_ylabel(f"difference from {_BASELINE}'s", fontsize=8)
-            for axes in (losses, differences):
-                axes.set_xlabel("iteration", fontsize=8)
-                axes.tick_params(labelsize=7)
-                axes.grid(alpha=0.25)
-        if groups:
-            handles, labels = figure.axes[0].get_legend_handles_labels()
-            figure.legend(
-                handles, labels, fontsize=8, frameon=False, loc="outside lower center", ncols=3, handlelength=5
-            )
-        figure.suptitle(self.title, fontsize=10)
-        save_figure(figure, path)
-
-
-def _draw(
-    losses: Any, differences: Any, way: str, colour: str, curve: Sequence[float], expected: Sequence[float], place: int
-) -> None:
-    """Draw a training's losses; dashes of different lengths show curves that lie on each other."""
-    style: Any = "-" if way == _BASELINE else (4.0 * place, (4, 12)) if way != _DELAYED else ":"
-    losses.plot(curve, color=colour, linestyle=style, linewidth=3 if way == _BASELINE else 1.6, label=way)
-    distances = [abs(one - other) for one, other in zip(curve, expected, strict=True)]
-    if any(distances):
-        differences.plot([each or float("nan") for each in distances], color=colour, linewidth=1)
+                # Dashes of different lengths show curves that lie on each other.
+                style: Any = "-" if way == _BASELINE else (4.0 * place, (4, 12)) if way != _DELAYED else ":"
+                options = {"linewidth": 3 if way == _BASELINE else 1.6}
+                losses.append(Line(range(len(curve)), curve, way, colours[way], style, options=options))
+                distances = [abs(one - other) for one, other in zip(curve, trainings[_BASELINE], strict=True)]
+                if any(distances):
+                    shown = [each or float("nan") for each in distances]
+                    differences.append(Line(range(len(shown)), shown, "", colours[way]))
+            settings = {"ylim": (0, None)}
+            panels += [
+                Panel(losses, group, "iteration", "loss of each batch", settings=settings, size=8),
+                Panel(differences, "", "iteration", f"difference from {_BASELINE}'s", "y", size=8),
+            ]
+        return Picture(self.title, panels, (10.0, 1.2 + 1.4 * len(panels)), columns=2, legend=3)

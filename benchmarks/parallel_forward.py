@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from jacsparse.figures import BLUE, GREEN, ORANGE
 
 from ._context import Context
 from ._experiment import Experiment, Row
+from ._figures import Line, Panel, Picture
 from ._recurrent import PEER, Layer, RecurrentWorkload, shown
 
 __all__ = ["ParallelForward"]
@@ -42,11 +44,7 @@ class ParallelForward(Experiment):
         ]
         return [row for workload in workloads for row in _rows(workload, context)]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, new_figure, save_figure
-
-        kinds = list(dict.fromkeys(row.data["kind"] for row in rows if row.data))
-        figure, panels = new_figure(10.0, 4.2, columns=len(kinds))
+    def picture(self, rows: Sequence[Row]) -> Picture:
         lines = (
             (PEER, ORANGE, "o-"),
             (_SEQUENTIAL, BLUE, "s--"),
@@ -54,19 +52,17 @@ class ParallelForward(Experiment):
             (_RELAXED, GREEN, "o-"),
             (_NEWTON, GREEN, "s--"),
         )
-        for axes, kind in zip(panels if len(kinds) > 1 else [panels], kinds, strict=True):
+        panels = []
+        for kind in dict.fromkeys(row.data["kind"] for row in rows if row.data):
+            parts = []
             for layer, colour, style in lines:
                 line = {"kind": kind, "layer": layer.name, "part": "forward"}
                 line_rows = shown([row for row in rows if line.items() <= row.data.items()])
-                points = sorted((row.data["time"], 1e3 * (row.median or 0.0)) for row in line_rows)
-                if points:
-                    axes.plot(*zip(*points, strict=True), style, color=colour, markersize=4, label=layer.name)
-            axes.set(xscale="log", yscale="log", xlabel=f"steps, batches of {self.batch}", title=kind)
-            axes.grid(alpha=0.25, which="both")
-        figure.axes[0].set_ylabel("milliseconds of a forward pass")
-        figure.axes[0].legend(fontsize=8, frameon=False)
-        figure.suptitle(self.title, fontsize=10)
-        save_figure(figure, path)
+                points = [(row.data["time"], 1e3 * (row.median or 0.0)) for row in line_rows]
+                parts.append(Line.through(points, layer.name, colour, style))
+            label = "milliseconds of a forward pass"
+            panels.append(Panel(parts, kind, f"steps, batches of {self.batch}", label, "xy"))
+        return Picture(self.title, panels)
 
 
 def _rows(workload: RecurrentWorkload, context: Context) -> list[Row]:

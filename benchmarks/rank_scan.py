@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, DenseMaps, Ranks, RankScan, compose, ranks_of
+from jacsparse.figures import BLUE, GREEN, ORANGE
 from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges
 from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
@@ -24,6 +24,7 @@ from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_wo
 from ._context import Context, Timing, one_thread
 from ._environment import cores
 from ._experiment import Comparison, Experiment, Row
+from ._figures import Bars, Line, Panel, Picture
 from ._memory import peak_memory
 from ._ranks import Say, on_ranks
 from ._text import amount
@@ -261,67 +262,39 @@ class ScansAcrossRanks(Experiment):
             ]
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, new_figure, save_figure
-
-        figure, (times, steps, memory) = new_figure(15.0, 4.6, columns=3)
-        colours = dict(zip(EXCHANGES, (BLUE, ORANGE, GREEN), strict=True))
-        count = max(self.ranks)
-        for way, colour in colours.items():
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        count, scans = max(self.ranks), []
+        for way, colour in zip(EXCHANGES, (BLUE, ORANGE, GREEN), strict=True):
             of_way = [row for row in rows if row.data.get("way") == way and row.data.get("ranks") == count]
             sizes = [row.data["size"] for row in of_way]
-            times.plot(sizes, [row.fastest for row in of_way], "o-", color=colour, markersize=4, label=way)
-            times.plot(sizes, [row.data["predicted"] for row in of_way], ":", color=colour)
-        times.plot([], [], ":", color="black", label="predicted; linear as gather")
-        times.set(xscale="log", yscale="log", xlabel="bytes of an element", ylabel="seconds, fastest")
-        times.set_title(f"Exclusive scan across {count} ranks on {cores()} cores", fontsize=9)
-        _draw_steps(steps, [row for row in rows if "step" in row.data])
-        _draw_memory(memory, [row.data for row in rows if "planned" in row.data])
-        for axes in (times, steps, memory):
-            axes.grid(axis="y", alpha=0.25)
-            axes.legend(fontsize=7, frameon=False)
-        figure.suptitle(f"{self.title}: one thread a process, gloo", fontsize=10)
-        save_figure(figure, path)
-
-
-def _draw_steps(axes: Any, rows: Sequence[Row]) -> None:
-    from jacsparse.figures import BLUE, GREEN, ORANGE
-
-    bars = {
-        "passes in one process": (GREEN, [row.data["passes"] for row in rows]),
-        "simulated, two ranks": (ORANGE, [row.data["simulated"] for row in rows]),
-        "measured, two ranks, fastest": (BLUE, [row.fastest or 0.0 for row in rows]),
-    }
-    for number, (label, (colour, seconds)) in enumerate(bars.items()):
-        places = [place + (number - 1) * 0.25 for place in range(len(rows))]
-        drawn = axes.bar(places, [1e3 * each for each in seconds], 0.25, color=colour, label=label)
-        axes.bar_label(drawn, fmt="%.3g", fontsize=7, padding=2)
-    axes.set_xticks(range(len(rows)), [row.label for row in rows], fontsize=8)
-    axes.set_ylabel("milliseconds of a step")
-    axes.margins(y=0.25)
-    axes.set_title("A training step, forward and back", fontsize=9)
-
-
-def _draw_memory(axes: Any, lines: Sequence[Mapping[str, Any]]) -> None:
-    from jacsparse.figures import BLUE, GREEN, ORANGE
-
-    places = range(len(lines))
-    bars = {
-        "section 3.6: max(n/p, 1) of the largest factor": (GREEN, [4 * line["published"] for line in lines]),
-        "planned by entries": (ORANGE, [line["planned"] for line in lines]),
-        "measured, beyond weights": (BLUE, [line["peak"] for line in lines]),
-    }
-    for number, (label, (colour, nbytes)) in enumerate(bars.items()):
-        drawn = axes.bar(
-            [place + (number - 1) * 0.27 for place in places], [each / 2**20 for each in nbytes], 0.27, color=colour,
-            label=label,
-        )  # fmt: skip
-        axes.bar_label(drawn, fmt="%.3g", fontsize=6, padding=2)
-    labels = ["\n".join([line["way"], *map(str, line["cuts"])]) for line in lines]
-    axes.set_xticks(places, labels, fontsize=7)
-    axes.set(yscale="log", ylabel="MiB, the fullest rank", xlabel="way, and stages at which ranks begin")
-    axes.margins(y=0.25)
-    axes.set_title("Pruned VGG-11, a step", fontsize=9)
+            scans.append(Line(sizes, [row.fastest or 0.0 for row in of_way], way, colour, "o-"))
+            scans.append(Line(sizes, [row.data["predicted"] for row in of_way], "", colour, ":"))
+        scans.append(Line((), (), "predicted; linear as gather", style=":"))
+        steps, blocks = ([row for row in rows if name in row.data] for name in ("step", "planned"))
+        seconds: dict[str, list[float | None]] = {
+            "passes in one process": [1e3 * row.data["passes"] for row in steps],
+            "simulated, two ranks": [1e3 * row.data["simulated"] for row in steps],
+            "measured, two ranks, fastest": [1e3 * (row.fastest or 0.0) for row in steps],
+        }
+        memory: dict[str, list[float | None]] = {
+            "section 3.6: max(n/p, 1) of the largest factor": [row.data["published"] / 2**18 for row in blocks],
+            "planned by entries": [row.data["planned"] / 2**20 for row in blocks],
+            "measured, beyond weights": [row.data["peak"] / 2**20 for row in blocks],
+        }
+        cuts = ["\n".join([row.data["way"], *map(str, row.data["cuts"])]) for row in blocks]
+        title, colours, text = f"Exclusive scan across {count} ranks on {cores()} cores", (GREEN, ORANGE, BLUE), "%.3g"
+        by_label = Bars([row.label for row in steps], seconds, colours, text)
+        places = "way, and stages at which ranks begin"
+        settings = {"ymargin": 0.25}
+        panels = [
+            Panel(scans, title, "bytes of an element", "seconds, fastest", "xy", grid="y"),
+            Panel([by_label], "A training step, forward and back", "", "milliseconds of a step", settings=settings),
+            Panel(
+                [Bars(cuts, memory, colours, text)], "Pruned VGG-11, a step", places, "MiB, the fullest rank", "y",
+                settings=settings,
+            ),
+        ]  # fmt: skip
+        return Picture(f"{self.title}: one thread a process, gloo", panels, (15.0, 4.6))
 
 
 def _interconnect(one_way: Mapping[int, Sequence[float]]) -> Interconnect:

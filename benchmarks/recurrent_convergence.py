@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClassifier, default_settings, load_data
@@ -14,6 +12,7 @@ from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClass
 from ._context import Context
 from ._curves import REORDERED, Curve, curve_rows, train_side_by_side
 from ._experiment import Experiment, Row
+from ._figures import COLOURS, Line, Panel, Picture
 from ._recurrent import SCANS
 from ._text import amount
 from ._workloads import published_iterations
@@ -75,22 +74,16 @@ class RecurrentConvergence(Experiment):
     def run(self, context: Context) -> list[Row]:
         return [row for task in self.tasks for row in _rows(task, context.under(task.name))]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
-        drawn = [row for row in rows if row.data]
-        figure, panels = new_figure(10.0, 5.2, columns=max(1, len(drawn)))
-        for axes, row in zip(panels if len(drawn) > 1 else [panels], drawn, strict=False):
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        panels = []
+        for row in (row for row in rows if row.data):
             curves = {label: Curve(**curve) for label, curve in row.data["curves"].items() if label != REORDERED}
-            for (label, curve), colour in zip(curves.items(), (ORANGE, BLUE, GREEN, SKY, PURPLE), strict=False):
-                _draw(axes, curve, label, colour)
-            axes.set(xlabel="seconds of training after the first iteration", ylabel="loss, mean of 20 iterations")
-            axes.set_title(row.group.replace(": ", "\n", 1), fontsize=8)
-            axes.set_xscale("log")
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=8, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.2))
-        figure.suptitle(self.title, fontsize=10)
-        save_figure(figure, path)
+            lines = [
+                _line(curve, label, colour) for (label, curve), colour in zip(curves.items(), COLOURS, strict=False)
+            ]
+            title, label = row.group.replace(": ", "\n", 1), "seconds of training after the first iteration"
+            panels.append(Panel(lines, title, label, "loss, mean of 20 iterations", "x", legend="below", size=8))
+        return Picture(self.title, panels, (10.0, 5.2))
 
 
 def _rows(task: Task, context: Context) -> list[Row]:
@@ -124,11 +117,11 @@ def _scanned(model: SequenceClassifier, schedule: str) -> SequenceClassifier:
     return model.scan(schedule)
 
 
-def _draw(axes: Any, curve: Curve, label: str, colour: str) -> None:
+def _line(curve: Curve, label: str, colour: str) -> Line:
     # The first iteration compiles and plans.
     later = torch.tensor(curve.seconds[1:] or curve.seconds)
     losses = torch.tensor(curve.train[-len(later) :])
     window = min(20, len(later))
-    means = losses.unfold(0, window, 1).mean(1)
+    means, seconds = losses.unfold(0, window, 1).mean(1), later.cumsum(0)[window - 1 :]
     median = amount(later.median().item(), "s")
-    axes.plot(later.cumsum(0)[window - 1 :], means, color=colour, label=f"{label}: {median} an iteration")
+    return Line(seconds.tolist(), means.tolist(), f"{label}: {median} an iteration", colour)

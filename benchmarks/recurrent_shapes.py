@@ -7,10 +7,8 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +17,7 @@ from jacsparse import nn as scanned
 from ._calls import Call
 from ._context import Context, Timing, reason
 from ._experiment import Comparison, Experiment, Row, compare
+from ._figures import Cells, Panel, Picture
 from ._recurrent import GATES, OURS, PEER
 
 __all__ = ["RecurrentShapes"]
@@ -103,33 +102,25 @@ class RecurrentShapes(Experiment):
             data={"kind": kind, "size": size, "part": part, "cells": list(map(asdict, cells))},
         )
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        from matplotlib import colormaps
         from matplotlib.colors import TwoSlopeNorm
 
-        from jacsparse.figures import new_figure, save_figure
-
-        figure, axes = new_figure(12.0, 1.6 + 0.13 * len(rows), columns=len(_PARTS))
-        for panel, part in zip(axes, _PARTS, strict=True):
+        colour, norm, panels = colormaps["PuOr"], TwoSlopeNorm(0.0, -1.0, 5.0), []
+        for part in _PARTS:
             lines = [row for row in rows if row.data.get("part") == part]
             shapes = sorted({(cell["time"], cell["batch"]) for row in lines for cell in row.data["cells"]})
-            image = np.full((len(lines), len(shapes)), np.nan)
+            cells = {}
             for line, row in enumerate(lines):
                 for cell in row.data["cells"]:
-                    place = shapes.index((cell["time"], cell["batch"]))
-                    image[line, place] = math.log2(cell["ratio"])
-                    look = "normal" if cell["ran"] == "torch.nn" else "bold"
-                    text = f"{cell['ratio']:.2f}" if cell["ratio"] < 9.95 else f"{cell['ratio']:.0f}"
-                    colour = "white" if cell["ratio"] > 5 else "black"
-                    panel.text(place, line, text, ha="center", va="center", fontsize=5.5, fontweight=look, color=colour)
-            panel.imshow(image, cmap="PuOr", norm=TwoSlopeNorm(0.0, -1.0, 5.0), aspect="auto")
+                    ratio, place = cell["ratio"], shapes.index((cell["time"], cell["batch"]))
+                    text = f"{ratio:.2f}" if ratio < 9.95 else f"{ratio:.0f}"
+                    cells[line, place] = text, colour(norm(math.log2(ratio)))[:3], cell["ran"] != PEER.name
             names = [f"{row.data['kind']}, H = {row.data['size']}" for row in lines]
-            panel.set_yticks(range(len(lines)), names, fontsize=7)
-            labels = [f"{time}, {batch}" for time, batch in shapes]
-            panel.set_xticks(range(len(shapes)), labels, fontsize=7, rotation=90)
-            panel.set(title=f"{part}, {lines[0].group}", xlabel="steps, samples of a batch")
+            parts = [Cells(names, [f"{time},\n{batch}" for time, batch in shapes], cells)]
+            panels.append(Panel(parts, f"{part}, {lines[0].group}", "steps, samples of a batch", grid=""))
         text = "times as fast as torch.nn; bold: by kernels of jacsparse, the others by PyTorch's"
-        figure.suptitle(f"{self.title}; {text}", fontsize=10)
-        save_figure(figure, path)
+        return Picture(f"{self.title}; {text}", panels, (12.0, 1.6 + 0.13 * len(rows)))
 
 
 def _function(layer: Any, x: torch.Tensor, part: str) -> Call:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
+
 from ._context import Context
 from ._experiment import Experiment, Row, compare
+from ._figures import Line, Panel, Part, Picture, Rule
 from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentWorkload, shown
 
 __all__ = ["RnnSensitivity"]
@@ -134,41 +136,37 @@ class RnnSensitivity(Experiment):
         ]
         return rows + (_by_subtraction(step, group) if "rest" in parts else [])
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
-        figure, panels = new_figure(13.0, 5.6, columns=3)
+    def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in shown(rows) if row.comparisons]
         threads = max((row.data["threads"] for row in drawn), default=1)
-        all_threads = [row for row in drawn if row.data["threads"] == threads]
-        kinds = dict(zip(("RNN", "GRU", "LSTM"), (BLUE, ORANGE, GREEN), strict=True))
         labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
-        for axes, place in zip(panels, ("time", "batch"), strict=False):
-            for kind, colour in kinds.items():
+        lines: list[list[Part]] = [[], [], []]
+        for number, place in enumerate(("time", "batch")):
+            of_panel = [row for row in drawn if row.data["threads"] == threads and _is_of_panel(row, place, self.time)]
+            for kind, colour in zip(("RNN", "GRU", "LSTM"), (BLUE, ORANGE, GREEN), strict=True):
                 for part, style in (("backward", "o:"), ("backward of all", "D-"), ("step", "s--")):
                     fields = {"kind": kind, "part": part, "layer": OURS.name}
-                    line = [row for row in all_threads if fields.items() <= row.data.items()]
-                    line = [row for row in line if _is_of_panel(row, place, self.time)]
-                    _draw(axes, line, place, style, colour, f"{kind}, {_LABELS[part]}: {_ran(line)}")
+                    line = [row for row in of_panel if fields.items() <= row.data.items()]
+                    lines[number] += _lines(line, place, style, colour, f"{kind}, {_LABELS[part]}: {_ran(line)}")
         scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward of all")]
         scans = [row for row in scans if row.data["batch"] == 16 and row.data["time"] in self.scheduled]
-        names = list(dict.fromkeys(row.data["layer"] for row in scans))
-        for number, name in enumerate(names):
-            for count in dict.fromkeys(row.data["threads"] for row in scans):
+        counts = list(dict.fromkeys(row.data["threads"] for row in scans))
+        for number, name in enumerate(dict.fromkeys(row.data["layer"] for row in scans)):
+            for count in counts:
                 line = [row for row in scans if (row.data["layer"], row.data["threads"]) == (name, count)]
                 style = "osD"[number // 5 % 3] + ("-" if count == threads else ":")
                 label = f"RNN, {_LABELS['backward of all']}: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
-                _draw(panels[2], line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
-        for axes, label in zip(panels, labels, strict=True):
-            for part, speed in _PUBLISHED.items():
-                text, style = f"published on GPUs, {part}: at most {speed}", ":" if part == "backward" else "--"
-                axes.axhline(speed, color="red", linewidth=1.0, linestyle=style, label=text)
-            axes.axhline(1, color="black", linewidth=1, label="torch.nn")
-            axes.set(xscale="log", yscale="log", xlabel=label, ylabel="times as fast as torch.nn")
-            axes.grid(alpha=0.25, which="both")
-            axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.15))
-        figure.suptitle(f"{self.title}; medians, with quartiles", fontsize=10)
-        save_figure(figure, path)
+                lines[2] += _lines(line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
+        rules = [
+            Rule(speed, None, f"published on GPUs, {part}: at most {speed}", "red", ":" if part == "backward" else "--")
+            for part, speed in _PUBLISHED.items()
+        ]
+        rules.append(Rule(1, label=PEER.name))
+        panels = [
+            Panel([*parts, *rules], "", label, f"times as fast as {PEER.name}", "xy", "below")
+            for parts, label in zip(lines, labels, strict=True)
+        ]
+        return Picture(f"{self.title}; medians, with quartiles", panels, (13.0, 5.6))
 
 
 def _named(
@@ -188,13 +186,10 @@ def _ran(rows: Sequence[Row]) -> str:
     return " or ".join(dict.fromkeys(row.data["ran"].partition(", ")[2] for row in rows))
 
 
-def _draw(axes: Any, rows: Sequence[Row], place: str, style: str, colour: str, label: str) -> None:
-    if not rows:
-        return
-    points = sorted((row.data[place], *_ratio(row)) for row in rows)
-    places, ratios, lower, upper = zip(*points, strict=True)
-    axes.plot(places, ratios, style, color=colour, markersize=4, label=label)
-    axes.vlines(places, lower, upper, color=colour, linewidth=1)
+def _lines(rows: Sequence[Row], place: str, style: str, colour: str, label: str) -> list[Part]:
+    """A line of speeds over the length or the batch, or none without rows."""
+    points = [(row.data[place], *_ratio(row)) for row in rows]
+    return [Line.through(points, label, colour, style)] if points else []
 
 
 def _ratio(row: Row) -> tuple[float, float, float]:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from jacsparse.figures import BLUE, GREEN, ORANGE
 from jacsparse.schedule import blelloch, cyclic_reduction
-from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, counted_workload, draw_methods, plan
+from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, counted_workload, plan
 
 from ._context import Context
 from ._experiment import Comparison, Experiment, Row
+from ._figures import COLOURS, Line, Panel, Part, Picture
 from ._text import amount
 
 __all__ = ["SimulatedTraining"]
@@ -163,25 +164,34 @@ class SimulatedTraining(Experiment):
             )
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import new_figure, save_figure
-
-        figure, panels = new_figure(14.0, 8.0, rows=2, columns=3)
-        networks = dict.fromkeys(row.data["network"] for row in rows if "network" in row.data)
-        for (time, memory, _), network in zip(panels, networks, strict=True):
-            lines = {row.data["method"]: row.data for row in rows if row.data.get("network") == network}
-            draw_methods(lines, self.workers[-1], (time, memory))
-            time.set_title(f"{network}: time", fontsize=9)
-            memory.set_title(f"{network}: memory", fontsize=9)
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        panels = []
+        for network in dict.fromkeys(row.data["network"] for row in rows if "network" in row.data):
+            lines = [row.data for row in rows if row.data.get("network") == network]
+            seconds, nbytes = "seconds of an iteration", "MiB on the fullest worker"
+            panels += [
+                Panel(self._lines(lines, "seconds", 1), f"{network}: time", "workers p", seconds, "2y"),
+                Panel(self._lines(lines, "memory", 2**20), f"{network}: memory", "workers p", nbytes, "2y", legend=""),
+            ]
         shown = self.depths[::2]
-        _draw_orders(panels[0][2], [row.data for row in rows if row.data.get("n") in shown])
-        _draw_break_even(panels[1][2], [row.data for row in rows if "poster" in row.data])
-        figure.suptitle(
+        panels.insert(2, _orders_panel([row.data for row in rows if row.data.get("n") in shown]))
+        panels.append(_break_even_panel([row.data for row in rows if "poster" in row.data]))
+        title = (
             f"{self.title}: batch {self.batch}, {self.rate:.0e} FLOP/s, messages {self.latency:.0e} s and "
-            f"{self.bandwidth:.0e} B/s. Dotted: further workers are idle",
-            fontsize=10,
+            f"{self.bandwidth:.0e} B/s. Dotted: further workers are idle"
         )
-        save_figure(figure, path)
+        return Picture(title, panels, (14.0, 8.0), columns=3)
+
+    def _lines(self, lines: Sequence[dict[str, Any]], name: str, unit: float) -> list[Part]:
+        """A column of each method over workers."""
+        parts: list[Part] = []
+        for line, colour in zip(lines, ("black", *COLOURS, "#999999", "#d55e00"), strict=False):
+            workers, values = line["workers"], [value / unit for value in line[name]]
+            # The line of ddg is often the same as that of 1f1b.
+            options = {"linewidth": 4.0 if line["method"] == "1f1b" else 1.6, "markersize": 3}
+            parts.append(Line(workers, values, line["method"], colour, "o-", options=options))
+            parts.append(Line([workers[-1], self.workers[-1]], [values[-1]] * 2, "", colour, ":"))
+        return parts
 
 
 def _ratio(step: Workload, n: int) -> float:
@@ -197,48 +207,32 @@ def _scan_and_base(step: Workload, n: int) -> tuple[float, float]:
     return schedule.makespan(workload.scan(schedule).seconds, n), base
 
 
-def _draw_orders(axes: Any, lines: Sequence[dict[str, Any]]) -> None:
+def _orders_panel(lines: Sequence[dict[str, Any]]) -> Panel:
     """Steps over workers by schedule and n, beside equation 3.3; and the steps of all workers in the legend."""
-    from jacsparse.figures import BLUE, ORANGE
-
+    n, parts = max(line["n"] for line in lines), list[Part]()
+    work = {line["schedule"]: line["work"] for line in lines if line["n"] == n}
+    labels = {
+        "blelloch": f"Blelloch scan: {work['blelloch'] / n:.3g} n steps of all workers (3.4)",
+        "cyclic_reduction": f"cyclic reduction: {work['cyclic_reduction'] / n / math.log2(n):.2g} n log2 n",
+    }
     for line in lines:
-        scan = line["schedule"] == "blelloch"
-        axes.plot(line["workers"], line["steps"], "-" if scan else "--", color=BLUE if scan else ORANGE, linewidth=1.4)
+        workers, scan = line["workers"], line["schedule"] == "blelloch"
+        look = (BLUE, "-") if scan else (ORANGE, "--")
+        parts.append(Line(workers, line["steps"], labels[line["schedule"]], *look))
         if scan:
-            n, workers = line["n"], line["workers"]
-            axes.plot(workers, [n / p + math.log2(p) for p in workers], ":", color="black", linewidth=1.0)
-            place = (workers[-1], line["steps"][-1])
-            axes.annotate(f"n = {n:,}", place, xytext=(0, 5), textcoords="offset points", fontsize=7, ha="center")
-    largest = max(line["n"] for line in lines)
-    work = {line["schedule"]: line["work"] for line in lines if line["n"] == largest}
-    axes.plot(
-        [], [], "-", color=BLUE, label=f"Blelloch scan: {work['blelloch'] / largest:.3g} n steps of all workers (3.4)"
+            orders = [line["n"] / p + math.log2(p) for p in workers]
+            parts.append(Line(workers, orders, "n/p + log2 p (3.3); lines end at n workers", style=":"))
+    return Panel(parts, "Equations 3.3 and 3.4", "workers p", "steps on the critical path", "2y")
+
+
+def _break_even_panel(lines: Sequence[dict[str, Any]]) -> Panel:
+    columns = (
+        ("poster", "poster: C < n / log2 n", BLUE, "o-"),
+        ("simulated", "schedule, powers of two", GREEN, "s--"),
+        ("ratio", "C_BPPSA / C_Base", "black", ":"),
     )
-    axes.plot(
-        [], [], "--", color=ORANGE,
-        label=f"cyclic reduction: {work['cyclic_reduction'] / largest / math.log2(largest):.2g} n log2 n",
-    )  # fmt: skip
-    axes.plot([], [], ":", color="black", label="n/p + log2 p (3.3)")
-    axes.set(xscale="log", yscale="log", xlabel="workers p", ylabel="steps on the critical path")
-    axes.set_xscale("log", base=2)
-    axes.set_title("Equations 3.3 and 3.4", fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, frameon=False)
-
-
-def _draw_break_even(axes: Any, lines: Sequence[dict[str, Any]]) -> None:
-    from jacsparse.figures import BLUE, GREEN
-
-    widths = [line["width"] for line in lines]
-    axes.plot(
-        widths, [line["poster"] for line in lines], "o-", color=BLUE, markersize=4, label="poster: C < n / log2 n"
-    )
-    points = [(line["width"], line["simulated"]) for line in lines if line["simulated"]]
-    if points:
-        axes.plot(*zip(*points, strict=True), "s--", color=GREEN, markersize=4, label="schedule, powers of two")
-    axes.plot(widths, [line["ratio"] for line in lines], ":", color="black", label="C_BPPSA / C_Base")
-    axes.set_xscale("log", base=2)
-    axes.set(yscale="log", xlabel="hidden units of an RNN", ylabel="steps n")
-    axes.set_title("Break-even: a scan on n workers is faster above", fontsize=9)
-    axes.grid(alpha=0.25)
-    axes.legend(fontsize=7, frameon=False)
+    parts = [
+        Line.through([(line["width"], line[name]) for line in lines if line[name]], *look) for name, *look in columns
+    ]
+    title = "Break-even: a scan on n workers is faster above"
+    return Panel(parts, title, "hidden units of an RNN", "steps n", "2y")

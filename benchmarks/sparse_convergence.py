@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from jacsparse.models import TrainSettings, train, vgg11_settings
 
+from jacsparse.figures import BLUE, ORANGE
+
 from ._context import Context, reason
 from ._experiment import Comparison, Experiment, Row
+from ._figures import Line, Panel, Picture
 
 __all__ = ["SparseConvergence"]
 
@@ -58,31 +60,21 @@ class SparseConvergence(Experiment):
                 )
         return [*rows, _difference(accuracy, group)]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, ORANGE, new_figure, save_figure
-
-        figure, (losses, accuracies) = new_figure(10.0, 4.2, columns=2)
-        drawn = set[str]()
-        for row in rows:
-            if not row.data:
-                continue
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        losses, accuracies = list[Line](), list[Line]()
+        for row in (row for row in rows if row.data):
             engine, points = row.data["engine"], row.data["points"]
-            style = {"color": ORANGE, "linestyle": "-"} if engine == "dense" else {"color": BLUE, "linestyle": "--"}
-            label = f"{engine} layers" if engine not in drawn else None
-            drawn.add(engine)
+            label, look = f"{engine} layers", (ORANGE, "-") if engine == "dense" else (BLUE, "--")
             first = points[0]["iteration"]
-            places = [point["iteration"] - first for point in points]
-            losses.plot(places, [point["train_loss"] for point in points], linewidth=1, alpha=0.8, label=label, **style)
-            tested = [point for point in points if "test_accuracy" in point]
-            places = [point["iteration"] - first for point in tested]
-            accuracies.plot(places, [point["test_accuracy"] for point in tested], marker="o", label=label, **style)
-        losses.set(xlabel="iteration of retraining", ylabel="loss of the batch", yscale="log")
-        accuracies.set(xlabel="iteration of retraining", ylabel="accuracy on test images")
-        for axes in (losses, accuracies):
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=8, frameon=False)
-        figure.suptitle(f"{rows[0].group}, {len(self.seeds)} seeds", fontsize=9)
-        save_figure(figure, path)
+            trained, tested = (
+                [(point["iteration"] - first, point[name]) for point in points if name in point]
+                for name in ("train_loss", "test_accuracy")
+            )
+            losses.append(Line.through(trained, label, *look, options={"linewidth": 1, "alpha": 0.8}))
+            accuracies.append(Line.through(tested, label, *look, options={"marker": "o"}))
+        x = "iteration of retraining"
+        panels = [Panel(losses, "", x, "loss of the batch", "y"), Panel(accuracies, "", x, "accuracy on test images")]
+        return Picture(f"{rows[0].group}, {len(self.seeds)} seeds", panels)
 
 
 def _known(point: dict[str, Any]) -> dict[str, Any]:

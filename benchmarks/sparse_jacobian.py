@@ -18,7 +18,7 @@ import jacsparse
 from ._calls import in_mode
 from ._context import Context, Timing, one_thread, reason
 from ._experiment import Comparison, Experiment, Row, compare
-from ._figures import bars
+from ._figures import Picture, times_picture
 from ._memory import peak_memory
 from ._problems import PROBLEMS, Problem, elements
 from ._programs import asdex_python, json_of
@@ -126,8 +126,8 @@ class SparseJacobian(Experiment):
             rows.append(Row.of_value("asdex, first call", asdex, "time", "s", group=str(case), role="peer"))
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars([row for row in rows if "first call" not in row.label], path, self.title)
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        return times_picture([row for row in rows if "first call" not in row.label], self.title)
 
 
 def _compiled(problem: Problem, options: dict[str, Any]) -> Callable[[], object]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ import jacsparse
 
 from ._context import Context, Timing, reason
 from ._experiment import Comparison, Experiment, Row, compare
-from ._figures import bars
+from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
 from ._memory import peak_memory
 from ._sparse_peers import (
     DEEPSPARSE,
@@ -52,9 +51,6 @@ class _Comparison(Experiment):
 
     #: Whether torch.compile is a peer, which takes a minute to compile each network.
     compiled: bool = True
-
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars(rows, path, self.title)
 
     def _timed(
         self, network: PrunedNetwork, batch: int, prepare: dict[str, Callable[[], Callable[[], Any]]], context: Context
@@ -185,31 +181,22 @@ class SparseCrossover(Experiment):
         ours = Row.timed(_OURS, timings[_OURS], group=group, data={"share": share, "batch": batch})
         return [replace(ours, comparisons=compare("dense / jacsparse", dense, ours, at_least=0.95)), dense]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
-        figure, axes = new_figure(7.0, 4.4)
-        for batch, colour in zip(self.batches, (SKY, BLUE, GREEN, ORANGE, PURPLE), strict=False):
-            # Left of the axis are the weights that are left.
-            points = [
-                (100 * (1 - row.data["share"]), row.comparisons[0].ratio)
-                for row in rows
-                if row.data.get("batch") == batch and row.comparisons
-            ]
-            axes.plot(*zip(*points, strict=True), "o-", color=colour, markersize=4, label=f"batch {batch}")
-        axes.axhline(1.0, color="black", linewidth=1)
-        axes.set(xscale="log", yscale="log", xlabel="weights of the convolutions that are left, %")
-        axes.set_ylabel("times as fast as dense PyTorch with masks")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter("{x:g}")
-        axes.set_xticks([100 * (1 - share) for share in self.shares])
-        axes.set_yticks([1, 2, 5, 10, 20])
-        axes.minorticks_off()
-        axes.invert_xaxis()
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=8, frameon=False)
-        figure.suptitle(self.title, fontsize=10)
-        save_figure(figure, path)
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        lines: list[Part] = [Rule(1.0)]
+        for batch, colour in zip(self.batches, COLOURS, strict=False):
+            of_batch = [row for row in rows if row.data.get("batch") == batch and row.comparisons]
+            points = [(100 * (1 - row.data["share"]), row.comparisons[0].ratio) for row in of_batch]
+            lines.append(Line.through(points, f"batch {batch}", colour, "o-"))
+        # From all weights on the left to few on the right.
+        left = [100 * (1 - share) for share in self.shares]
+        ticks = {"xlim": (1.15 * max(left), 0.87 * min(left)), "yticks": (1, 2, 5, 10, 20)}
+        names = {
+            "xticks": left,
+            "xticklabels": [f"{each:g}" for each in left],
+            "yticklabels": ("1", "2", "5", "10", "20"),
+        }
+        x, y = "weights of the convolutions that are left, %", "times as fast as dense PyTorch with masks"
+        return Picture(self.title, [Panel(lines, "", x, y, "xy", settings={**ticks, **names})], (7.0, 4.4))
 
 
 @dataclass(frozen=True)

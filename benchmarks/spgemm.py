@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ from jacsparse.schedule import Step, resolve
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context, Timing, reason
 from ._experiment import Comparison, Experiment, Row, compare
-from ._figures import bars
+from ._figures import Picture, times_picture
 from ._peers import GOALS, MKL_REUSE, PEERS, Peer
 from ._workloads import pruned_vgg11
 
@@ -74,10 +73,9 @@ class Spgemm(Experiment):
         }
         return rows + self._all_products(module, jacobians, winners, context)
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
+    def picture(self, rows: Sequence[Row]) -> Picture:
         # The picture has the product that all peers compute; the report's tables have all products of the schedule.
-        shown = [row for row in rows if row.group == rows[0].group]
-        bars(shown, path, self.title)
+        return times_picture([row for row in rows if row.group == rows[0].group], self.title)
 
     def _all_products(
         self,

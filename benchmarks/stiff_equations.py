@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,6 @@ from examples import brusselator, initial_values
 
 from ._context import Context, one_thread
 from ._experiment import Experiment, Row, compare
-from ._figures import bars
 
 __all__ = ["StiffEquations"]
 
@@ -88,9 +85,6 @@ class StiffEquations(Experiment):
         solutions[label] = scipy.integrate.solve_ivp(
             f, (0.0, self.end), start.flatten().numpy(), method="Radau", rtol=1e-4, atol=1e-6, **options
         )
-
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars(rows, path, self.title)
 
 
 def _counts(solution: Any) -> str:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from jacsparse.patterns import Diagonal, Pattern
 
 from jacsparse import SparseJacobian, solvers
+from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 
 from ._context import Context
 from ._experiment import Comparison, Experiment, Row
+from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
 
 __all__ = ["TriangularCosts"]
 
@@ -57,10 +59,7 @@ class TriangularCosts(Experiment):
                     rows += _rows(curve, depth, units)
         return rows
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-
-        figure, (left, right) = new_figure(11.5, 4.6, columns=2)
+    def picture(self, rows: Sequence[Row]) -> Picture:
         curves = {(row.data["what"], row.data["l"], row.data["n"]): row.data for row in rows}
         places = sorted({(layers, n) for _, layers, n in curves})
         depth, units = places[min(1, len(places) - 1)]
@@ -71,44 +70,29 @@ class TriangularCosts(Experiment):
             ("45: time, full reduction", (_WHAT[45],), BLUE),
             ("4.1: memory, full reduction", (_MEMORY,), ORANGE),
         )
+        counted = []
         for label, names, colour in lines:
-            for number, curve in enumerate(curves[name, depth, units] for name in names):
+            for curve in (curves[name, depth, units] for name in names):
                 ratios = [c / p for c, p in zip(curve["counted"], curve["paper"], strict=True)]
-                left.plot(curve["r"], ratios, "o-", color=colour, markersize=4, label=None if number else label)
-        left.set(xlabel="samples r of the mini-batch", ylabel="counted / by the paper")
-        left.set_title(f"l = {depth} layers of n = {units} units; 1: as the paper has it", fontsize=9)
-        for (layers, n), colour in zip(
-            places, (SKY, BLUE, PURPLE, GREEN, ORANGE, "#888888") * len(places), strict=False
-        ):
+                counted.append(Line(curve["r"], ratios, label, colour, "o-"))
+        pays: list[Part] = [Rule(x=1, label="by the paper it pays from here on", colour="red"), Rule(1)]
+        for (layers, n), colour in zip(places, itertools.cycle((*COLOURS, "#888888")), strict=False):
             curve = curves[_TIME, layers, n]
             over = [r / n for r in curve["r"]]
-            right.plot(over, curve["paper"], "--", color=colour, linewidth=1)
-            right.plot(over, curve["counted"], "o-", color=colour, markersize=4, label=f"l = {layers}, n = {n}")
-        right.plot([], [], "--", color="black", linewidth=1, label="by equations 42 and 45")
-        right.axvline(1, color="red", linewidth=1.2)
-        right.annotate(
-            "by the paper it pays from here on",
-            (1, 0.02),
-            xycoords=("data", "axes fraction"),
-            xytext=(4, 0),
-            textcoords="offset points",
-            fontsize=8,
-            color="red",
-        )
-        right.axhline(1, color="black", linewidth=0.8)
-        right.set(xlabel="samples r / units n", ylabel="times as fast as substitution on one worker")
-        right.set_title("full reduction on l workers: dashed by the paper, dots counted", fontsize=9)
-        for axes in (left, right):
-            axes.set(xscale="log", yscale="log")
-            axes.grid(alpha=0.25)
-            axes.legend(fontsize=7.5, frameon=False)
-        figure.suptitle(
+            pays.append(Line(over, curve["paper"], "", colour, "--"))
+            pays.append(Line(over, curve["counted"], f"l = {layers}, n = {n}", colour, "o-"))
+        pays.append(Line((), (), "by equations 42 and 45", style="--"))
+        title = f"l = {depth} layers of n = {units} units; 1: as the paper has it"
+        other, y = "full reduction on l workers: dashed by the paper, dots counted", "counted / by the paper"
+        panels = [
+            Panel(counted, title, "samples r of the mini-batch", y, "xy"),
+            Panel(pays, other, "samples r / units n", "times as fast as substitution on one worker", "xy"),
+        ]
+        return Picture(
             "Each sample has reduced blocks of its own: products count r times, where the paper counts one for all.\n"
             "As counted, reduction over substitution is the same for any r: of the paper's criteria, r ≥ n or "
-            "l / log2 l ≥ n, the second is left",
-            fontsize=10,
-        )
-        save_figure(figure, path)
+            "l / log2 l ≥ n, the second is left", panels, (11.5, 4.6),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

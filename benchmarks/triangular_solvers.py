@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +12,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 from jacsparse import solvers
+from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
 from ._experiment import Experiment, Row, compare
+from ._figures import COLOURS, Cells, Line, Panel, Part, Picture
 from ._two_level import TwoLevel, solution_note
 
 __all__ = ["TriangularSolvers"]
@@ -44,8 +45,8 @@ _MOST = 4 * 10**9
 _WORKERS = 2**20
 
 
-#: Markers and colours of iterative solvers.
-_LINES = (("s", "#888888"), ("^", "#d95f02"), ("o", "#0072b2"), ("x", "#7570b3"))
+#: Colours and markers of iterative solvers.
+_LINES = (("#888888", "s"), ("#d95f02", "^"), ("#0072b2", "o"), ("#7570b3", "x"))
 
 
 @dataclass(frozen=True)
@@ -135,112 +136,64 @@ class TriangularSolvers(Experiment):
         first = Row(**{**vars(first), "comparisons": compare("autograd / substitution", peer, first)})
         return [first, *with_ratios, peer]
 
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        from jacsparse.figures import new_figure, save_figure
-
-        figure, axes_rows = new_figure(11.5, 8.6, rows=2, columns=3)
-        maps, products, recurrent = [*axes_rows[0][:2], *axes_rows[1][:2]], axes_rows[0][2], axes_rows[1][2]
-        titles = ("dense, measured here", "dense, counted", "pruned, measured here", "pruned, counted")
-        for number, (axes, title) in enumerate(zip(maps, titles, strict=True)):
-            share, figure_of = (0.0, self.pruned)[number // 2], (_measured, _counted)[number % 2]
-            self._panel(axes, [row for row in rows if row.data.get("share") == share], figure_of)
-            axes.set_title(title, fontsize=9)
-            axes.set_ylabel("layers l")
-        self._products(products, [row for row in rows if row.data.get("share") == 0.0])
-        two_level = [row for row in rows if row.data.get("products")]
-        recurrent.set_visible(bool(two_level))
-        _recurrent(recurrent, two_level)
-        figure.suptitle(
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        panels = []
+        for share, name in ((0.0, "dense"), (self.pruned, "pruned")):
+            of_share = [row for row in rows if row.data.get("share") == share and "method" in row.data]
+            counted = {id(row): row.data["multiply_adds_until_done"] for row in of_share}
+            panels.append(self._map(of_share, {id(row): row.median for row in of_share}, f"{name}, measured here"))
+            panels.append(self._map(of_share, counted, f"{name}, counted"))
+        panels.insert(2, self._products([row for row in rows if row.data.get("share") == 0.0]))
+        two_level = [row.data for row in rows if row.data.get("products")]
+        panels += [_two_level_panel(two_level)] if two_level else []
+        title = (
             f"{self.title}; batch r = {self.batch}.\n"
             "Maps: the best one, and substitution's time as a multiple of its own. "
             f"Counted: multiply-adds until {_WORKERS:,} workers are done. Empty: all weights are pruned.\n"
-            "To the left of the red line the paper's criterion for direct methods holds, r >= n or l / log2 l >= n",
-            fontsize=10,
+            "To the left of the red line the paper's criterion for direct methods holds, r >= n or l / log2 l >= n"
         )
-        save_figure(figure, path)
+        return Picture(title, panels, (11.5, 8.6), columns=3)
 
-    def _products(self, axes: Any, rows: Sequence[Row]) -> None:
+    def _products(self, rows: Sequence[Row]) -> Panel:
         """Products that an iterative solver makes in turn until each block row has settled."""
         iterative = [name for name, method in _METHODS.items() if not method.direct]
-        for name, (marker, colour) in zip(iterative, _LINES, strict=True):
-            points = [
-                (row.data["depth"], row.data["steps"])
-                for row in rows
-                if row.data.get("method") == name and row.data.get("settled")
-            ]
-            if points:
-                axes.plot(*zip(*points, strict=True), marker, color=colour, markersize=5, label=name)
-        axes.plot(self.depths, self.depths, color="black", linewidth=0.8, label="l: a product reaches one row further")
-        axes.set(xscale="log", yscale="log", xlabel="layers l", ylabel="products in turn")
-        axes.set_title("until each block row has settled, dense", fontsize=9)
-        axes.grid(alpha=0.25)
-        axes.legend(fontsize=7, frameon=False)
+        parts = [Line(self.depths, self.depths, "l: a product reaches one row further")]
+        for name, look in zip(iterative, _LINES, strict=True):
+            settled = [row.data for row in rows if row.data.get("method") == name and row.data.get("settled")]
+            parts.append(Line.through([(data["depth"], data["steps"]) for data in settled], name, *look))
+        return Panel(parts, "until each block row has settled, dense", "layers l", "products in turn", "xy")
 
-    def _panel(self, axes: Any, rows: Sequence[Row], figure_of: Callable[[Row], float | None]) -> None:
-        from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
-
+    def _map(self, rows: Sequence[Row], figures: Mapping[int, float | None], title: str) -> Panel:
+        """The best solver by depth and width."""
         colours = dict(zip(_METHODS, ("#dddddd", SKY, BLUE, GREEN, ORANGE, PURPLE, "#aaaaaa"), strict=True))
-        for across, width in enumerate(self.widths):
-            for up, depth in enumerate(self.depths):
-                figures = {
-                    row.data["method"]: figure_of(row)
-                    for row in rows
-                    if (row.data.get("depth"), row.data.get("width")) == (depth, width) and "method" in row.data
-                }
-                known = {name: value for name, value in figures.items() if value is not None}
-                if "substitution" not in known:
-                    continue
-                best = min(known, key=lambda name: known[name])
-                axes.add_patch(_square(across, up, colours[best]))
-                text = f"{best.replace('_', chr(10))}\n{known['substitution'] / known[best]:.3g}"
-                axes.text(across, up, text, ha="center", va="center", fontsize=6.5)
-        for up, depth in enumerate(self.depths):
+        depths, cells, parts = self.depths[::-1], dict[tuple[int, int], tuple[str, Any, bool]](), list[Part]()
+        for line, depth in enumerate(depths):
+            for column, width in enumerate(self.widths):
+                here = [row for row in rows if (row.data["depth"], row.data["width"]) == (depth, width)]
+                known = {row.data["method"]: figure for row in here if (figure := figures[id(row)]) is not None}
+                if "substitution" in known:
+                    best = min(known, key=known.__getitem__)
+                    text = f"{best.replace('_', chr(10))}\n{known['substitution'] / known[best]:.3g}"
+                    cells[line, column] = text, colours[best], False
             holding = sum(solvers.reduction_pays(depth, width, self.batch) for width in self.widths)
-            axes.plot([holding - 0.5] * 2, [up - 0.5, up + 0.5], color="red", linewidth=1.6)
-        axes.set_xlim(-0.5, len(self.widths) - 0.5)
-        axes.set_ylim(-0.5, len(self.depths) - 0.5)
-        axes.set_xticks(range(len(self.widths)), [str(width) for width in self.widths])
-        axes.set_yticks(range(len(self.depths)), [str(depth) for depth in self.depths])
-        axes.set_xlabel("units n")
-        axes.set_aspect("equal")
-        axes.spines[["top", "right"]].set_visible(True)
+            parts.append(Line([holding - 0.5] * 2, [line - 0.5, line + 0.5], "", "red"))
+        table = Cells([str(depth) for depth in depths], [str(width) for width in self.widths], cells)
+        return Panel([table, *parts], title, "units n", "layers l", grid="")
 
 
-def _recurrent(axes: Any, rows: Sequence[Row]) -> None:
+def _two_level_panel(lines: Sequence[dict[str, Any]]) -> Panel:
     """Products in turn of two-level systems, by solver; points of a colour for each network."""
-    from jacsparse.figures import BLUE, GREEN, ORANGE
-
-    networks = list(dict.fromkeys((row.data["layers"], row.data["steps"]) for row in rows))
-    for (layers, steps), colour in zip(networks, (BLUE, ORANGE, GREEN), strict=False):
-        points = {
-            row.data["method"]: row.data["products"]
-            for row in rows
-            if (row.data["layers"], row.data["steps"]) == (layers, steps) and row.data["converged"]
-        }
-        label = f"{layers} layers, {steps} steps"
-        axes.plot(list(points.values()), list(points), "o", color=colour, markersize=6, label=label)
-    axes.set(xscale="log", xlabel="products in turn")
-    axes.set_title("recurrent networks (equation 24)", fontsize=9)
-    axes.tick_params(axis="y", labelsize=8)
-    axes.invert_yaxis()
-    axes.grid(alpha=0.25)
-    if networks:
-        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.4, -0.16), ncols=2)
-
-
-def _square(across: int, up: int, colour: str) -> Any:
-    from matplotlib.patches import Rectangle
-
-    return Rectangle((across - 0.5, up - 0.5), 1, 1, facecolor=colour, alpha=0.75, edgecolor="white")
-
-
-def _measured(row: Row) -> float | None:
-    return row.median
-
-
-def _counted(row: Row) -> float | None:
-    count: float | None = row.data["multiply_adds_until_done"]
-    return count
+    parts, methods = [], list(dict.fromkeys(line["method"] for line in lines))
+    networks = dict.fromkeys((line["layers"], line["steps"]) for line in lines)
+    for (layers, steps), colour in zip(networks, COLOURS, strict=False):
+        of_network = [
+            line for line in lines if (line["layers"], line["steps"]) == (layers, steps) and line["converged"]
+        ]
+        places = [methods.index(line["method"]) for line in of_network]
+        label, options = f"{layers} layers, {steps} steps", {"markersize": 6}
+        parts.append(Line([line["products"] for line in of_network], places, label, colour, "o", options=options))
+    settings = {"yticks": range(len(methods)), "yticklabels": methods, "ylim": (len(methods) - 0.5, -0.5)}
+    return Panel(parts, "recurrent networks (equation 24)", "products in turn", "", "x", "below", settings=settings)
 
 
 def _solution(method: solvers.TriangularSolver, system: solvers.BlockTriangular) -> solvers.Solution:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +19,6 @@ from jacsparse.stages import chain as chain_of
 
 from ._context import Context, reason
 from ._experiment import Experiment, Row, compare
-from ._figures import bars
 from ._memory import peak_memory
 from ._workloads import pruned_vgg11
 
@@ -143,9 +141,6 @@ class WholeJacobian(Experiment):
             best,
             *_memory(network, ours, autograd(chunk), label, rounds),
         ]
-
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars(rows, path, self.title)
 
 
 def _first_calls(network: Network, x: torch.Tensor) -> tuple[Row, Row]:

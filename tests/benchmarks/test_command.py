@@ -7,7 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from benchmarks import __main__ as command
 from benchmarks._context import Context, Limits
 from benchmarks._environment import environment
 from benchmarks._experiment import Comparison, Experiment, Row, compare
-from benchmarks._figures import bars
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import read
 from benchmarks._text import amount, cells
@@ -42,9 +41,6 @@ class Dummy(Experiment):
         fast = Row.timed("add", actual["add"], group="ones", floor=context.limits.floor(80))
         fast = replace(fast, comparisons=compare("multiply / add", slow, fast, at_least=1e-9))
         return [fast, slow, Row.missing("a peer | of ours", "pip install peer", group="ones")]
-
-    def figure(self, rows: Sequence[Row], path: Path) -> None:
-        bars(rows, path, self.title)
 
 
 @pytest.fixture(autouse=True, scope="module")
