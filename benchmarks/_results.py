@@ -64,7 +64,7 @@ def read(path: Path) -> Result:
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
             raise ValueError(f"it is no benchmark result of format {FORMAT}")
         result = msgspec.convert(content, Result)
-        if msgspec.to_builtins(result) != content:
+        if msgspec.json.decode(msgspec.json.encode(result)) != content:
             raise ValueError("it lacks entries, or has others")
         for row in result.rows:
             if (row.median is None) != bool(row.not_measured):
