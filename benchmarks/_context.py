@@ -18,6 +18,7 @@ from torch.utils.benchmark import Timer
 from jacsparse.runtime import cupy_for
 
 from ._calls import block_times
+from ._experiment import reason
 
 __all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem", "one_thread", "reason"]
 
@@ -173,12 +174,6 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
-
-
-def reason(error: BaseException) -> str:
-    """The first line of an error, as the reason why something was not measured."""
-    line = str(error).strip().partition("\n")[0]
-    return line if isinstance(error, ImportError) else f"{type(error).__name__}: {line}"
 
 
 def device_problem(device: str, devices: tuple[str, ...]) -> str | None:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ._context import Timing
-from ._experiment import Comparison, Row, compare
+from ._experiment import Comparison, Group, Row, compare
 
 __all__ = ["BASELINE", "REORDERED", "TEST_EVERY", "Curve", "averaged", "curve_rows", "train_side_by_side"]
 
@@ -105,48 +105,29 @@ def curve_rows(
     Losses may differ by `tolerance`, and should fall to the share `falls_to`; `published` has the ratio of the
     iterations' times, by variant.
     """
-    noise = Row.of_value(
-        f"largest difference of the losses, {REORDERED}, {name}",
-        _difference(curves[BASELINE], curves[REORDERED]),
-        "loss",
-        group=group,
-        role="reference",
-        data={"curves": {label: asdict(curve) for label, curve in curves.items()}},
-    )
-    baseline = Row.timed(f"iteration by {BASELINE}, {name}", _iterations(curves[BASELINE]), group=group, role="peer")
-    rows = [noise, baseline]
+    rows, curves_data = Group(group), {label: asdict(curve) for label, curve in curves.items()}
+    noise = rows.value(
+        f"largest difference of the losses, {REORDERED}, {name}", _difference(curves[BASELINE], curves[REORDERED]),
+        "loss", role="reference", data={"curves": curves_data},
+    )  # fmt: skip
+    baseline = rows.timed(f"iteration by {BASELINE}, {name}", _iterations(curves[BASELINE]), role="peer")
     for label, curve in curves.items():
         if label in (BASELINE, REORDERED):
             continue
         difference = _difference(curves[BASELINE], curve)
-        compared = [Comparison(f"difference / {tolerance:g}", difference / tolerance, at_most=1)]
-        compared += compare(f"difference / {REORDERED}", replace(noise, median=difference, fastest=None), noise)
-        rows.append(
-            Row.of_value(
-                f"largest difference of the losses, {label}, {name}",
-                difference,
-                "loss",
-                group=group,
-                comparisons=tuple(compared),
-            )
-        )
+        row = rows.value(f"largest difference of the losses, {label}, {name}", difference, "loss")
+        beside = Comparison(f"difference / {tolerance:g}", difference / tolerance, at_most=1)
+        rows.add(row.beside(beside, *compare(f"difference / {REORDERED}", row, noise)))
         # The loss of single batches fluctuates: a mean over several shows the progress.
         window = max(1, min(10, len(curve.train) // 2))
         ratio = sum(curve.train[-window:]) / sum(curve.train[:window])
-        rows.append(
-            Row.of_value(
-                f"loss of the last {window} iterations over that of the first {window}, {label}, {name}",
-                ratio,
-                "ratio",
-                group=group,
-                note=f"{curve.train[0]:.4f} at first, {curve.train[-1]:.4f} at last",
-                comparisons=(Comparison("last / first", ratio, at_most=falls_to),),
-            )
-        )
-        timed = Row.timed(f"iteration by {label}, {name}", _iterations(curve), group=group)
-        targets = {"published": published[label]} if published and label in published else {}
-        rows.append(replace(timed, comparisons=compare(f"{BASELINE} / {label}", baseline, timed, **targets)))
-    return rows
+        text = f"loss of the last {window} iterations over that of the first {window}, {label}, {name}"
+        note = f"{curve.train[0]:.4f} at first, {curve.train[-1]:.4f} at last"
+        rows.value(text, ratio, "ratio", note=note, comparisons=(Comparison("last / first", ratio, at_most=falls_to),))
+        timed = rows.timed(f"iteration by {label}, {name}", _iterations(curve))
+        target = (published or {}).get(label)
+        rows.compare(f"{BASELINE} / {label}", baseline.label, timed.label, published=target)
+    return rows.rows()
 
 
 def _iterations(curve: Curve) -> Timing:

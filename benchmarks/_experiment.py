@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from ._memory import peak_memory
+
 if TYPE_CHECKING:
     from ._context import Context, Timing
     from ._figures import Picture
 
-__all__ = ["Comparison", "Experiment", "Row", "compare"]
+__all__ = ["Comparison", "Experiment", "Group", "Row", "compare", "reason"]
 
 Role = Literal["ours", "peer", "reference"]
 
@@ -94,8 +96,12 @@ class Row:
         """A row without a figure."""
         return cls(label=label, not_measured=reason, **fields)
 
+    def beside(self, *comparisons: Comparison) -> Row:
+        """The row with more comparisons."""
+        return replace(self, comparisons=(*self.comparisons, *comparisons))
 
-def compare(text: str, numerator: Row, denominator: Row, **targets: float) -> tuple[Comparison, ...]:
+
+def compare(text: str, numerator: Row, denominator: Row, **targets: float | None) -> tuple[Comparison, ...]:
     """The ratio of two rows' medians; empty if one was not measured, or is a difference of times that may be zero."""
     if numerator.median is None or not denominator.median:
         return ()
@@ -105,6 +111,77 @@ def compare(text: str, numerator: Row, denominator: Row, **targets: float) -> tu
     if numerator.fastest and denominator.fastest and min(numerator.fastest, denominator.fastest) > 0:
         fastest = numerator.fastest / denominator.fastest
     return (Comparison(text, numerator.median / denominator.median, fastest, **targets),)
+
+
+def reason(error: BaseException) -> str:
+    """The first line of an error, as the reason why something was not measured."""
+    line = str(error).strip().partition("\n")[0]
+    return line if isinstance(error, ImportError) else f"{type(error).__name__}: {line}"
+
+
+class Group:
+    """Rows under one heading, by label, and the ratios between them."""
+
+    def __init__(self, name: str, **fields: Any) -> None:
+        """Make no rows; `fields` are those that all rows have."""
+        self.name = name
+        self._fields: dict[str, Any] = {"group": name, **fields}
+        self._rows: dict[str, Row] = {}
+
+    def timed(self, label: str, timing: Timing, *, per: float = 1, **fields: Any) -> Row:
+        """Add a row of times, as `Row.timed` makes it."""
+        return self.add(Row.timed(label, timing, per=per, **{**self._fields, **fields}))
+
+    def value(self, label: str, value: float, quantity: str, unit: str = "", **fields: Any) -> Row:
+        """Add a row of a figure that is no time."""
+        return self.add(Row.of_value(label, value, quantity, unit, **{**self._fields, **fields}))
+
+    def missing(self, label: str, reason: str, **fields: Any) -> Row:
+        """Add a row without a figure."""
+        return self.add(Row.missing(label, reason, **{**self._fields, **fields}))
+
+    def memory(
+        self,
+        label: str,
+        function: Callable[[], object],
+        *,
+        runs: int = 3,
+        quantity: str = "memory",
+        unit: Literal["MiB", "B"] = "MiB",
+        **fields: Any,
+    ) -> Row:
+        """Add a row of the memory that a function needs at its peak, the least of several runs."""
+        try:
+            nbytes = min(peak_memory(function) for _ in range(runs))
+        except (OSError, AttributeError) as error:
+            return self.missing(label, reason(error), **fields)
+        return self.value(label, nbytes / (2**20 if unit == "MiB" else 1), quantity, unit, **fields)
+
+    def add(self, row: Row) -> Row:
+        """Add a row, or put it in the place of that with its label."""
+        self._rows[row.label] = row
+        return row
+
+    def compare(self, text: str, numerator: str, denominator: str, *, at: str = "", **targets: float | None) -> None:
+        """Add the ratio of two rows, where both are there, to the denominator, or to the row that `at` names."""
+        if numerator in self._rows and denominator in self._rows:
+            row = self._rows[at or denominator]
+            self.add(row.beside(*compare(text, self._rows[numerator], self._rows[denominator], **targets)))
+
+    def fastest(self, labels: Iterable[str]) -> Row | None:
+        """The row of least median among some, or None where none was measured."""
+        measured = [row for label in labels if (row := self._rows.get(label)) and row.median is not None]
+        return min(measured, key=lambda row: row.median or 0.0, default=None)
+
+    def rows(self) -> list[Row]:
+        """All rows, in the order in which they were added."""
+        return [*self._rows.values()]
+
+    def __getitem__(self, label: str) -> Row:
+        return self._rows[label]
+
+    def __contains__(self, label: str) -> bool:
+        return label in self._rows
 
 
 class Experiment(ABC):

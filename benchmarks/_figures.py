@@ -43,11 +43,12 @@ class Line:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def through(cls, points: Sequence[Sequence[float]], *args: Any, **options: Any) -> Line:
+    def through(
+        cls, points: Sequence[tuple[Any, ...]], label: str = "", colour: str = "black", style: Any = "-", **options: Any
+    ) -> Line:
         """A line through pairs, or quadruples with the ends of their spread, in the order of the first numbers."""
         x, y, *spread = zip(*sorted(points), strict=True) if points else ((), ())
-        ends = (spread[0], spread[1]) if spread else None
-        return cls(x, y, *args, spread=ends, **options)
+        return cls(x, y, label, colour, style, spread=(spread[0], spread[1]) if spread else None, options=options)
 
     def draw(self, axes: Any) -> None:
         """Draw line and bars."""
@@ -206,7 +207,7 @@ class Panel:
             part.draw(axes)
         axes.set_xlabel(self.x, fontsize=self.size)
         axes.set_ylabel(self.y, fontsize=self.size)
-        axes.set_title(self.title, fontsize=self.size)
+        axes.set_title(self.title, fontsize=self.size, loc="left" if len(self.title) > 60 else "center")
         if "2" in self.log or "x" in self.log:
             axes.set_xscale("log", base=2 if "2" in self.log else 10)
         if "y" in self.log:

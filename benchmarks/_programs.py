@@ -6,13 +6,14 @@ import contextlib
 import json
 import os
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ._context import reason
 
-__all__ = ["ASDEX", "JsonProgram", "asdex_python", "json_of"]
+__all__ = ["ASDEX", "JsonProgram", "asdex_python", "first_call", "json_of"]
 
 #: The variable that names a Python with asdex.
 ASDEX = "JACSPARSE_ASDEX_PYTHON"
@@ -44,6 +45,13 @@ def json_of(
     except (OSError, subprocess.SubprocessError) as error:
         return None, reason(error)
     return json.loads(run.stdout.splitlines()[-1]), ""
+
+
+def first_call(problem: str, size: int, batch: int, way: str) -> tuple[float | None, str]:
+    """Seconds of the first call in a new process by one of the ways of `_first_call`, or None and why."""
+    command = [sys.executable, "-m", f"{__package__}._first_call"]
+    answer, reason = json_of(command, problem, size, batch, way)
+    return (None, reason) if answer is None else (answer["first"], "")
 
 
 class JsonProgram:

@@ -14,7 +14,7 @@ from torch import nn
 from jacsparse import solvers
 
 from ._context import Context
-from ._experiment import Row, compare
+from ._experiment import Group, Row
 
 __all__ = ["TwoLevel", "solution_note"]
 
@@ -54,21 +54,22 @@ class TwoLevel:
         }
         functions[_PEER] = _autograd(module, x, gradient)
         timings = context.under(str(self)).times(functions, seconds=context.seconds / 4)
-        group, data = f"Equation 24: {self}", {"layers": self.layers, "steps": self.steps}
-        peer = Row.timed(_PEER, timings[_PEER], group=group, role="peer", data=data)
-        rows: list[Row] = []
+        rows = Group(f"Equation 24: {self}", data={"layers": self.layers, "steps": self.steps})
         for name, solution in solutions.items():
             work, note = solution.work, solution_note(solution) or f"{solution.work.steps} products in turn"
-            known: dict[str, Any] = {**data, "method": name, "products": work.steps, "converged": solution.converged}
+            known: dict[str, Any] = {"layers": self.layers, "steps": self.steps, "method": name, "products": work.steps}
+            known |= {"converged": solution.converged}
             known["multiply_adds_until_done"] = work.time(workers) if solution.converged else None
-            if name not in timings:
-                rows.append(Row.missing(name, "its residual did not settle", group=group, note=note, data=known))
-                continue
-            row = Row.timed(name, timings[name], group=group, note=note, data=known)
-            first = rows[0] if rows else row
-            text, other = ("autograd / substitution", peer) if row is first else (f"substitution / {name}", first)
-            rows.append(Row(**{**vars(row), "comparisons": compare(text, other, row)}))
-        return [*rows, peer]
+            if name in timings:
+                rows.timed(name, timings[name], note=note, data=known)
+            else:
+                rows.missing(name, "its residual did not settle", note=note, data=known)
+        rows.timed(_PEER, timings[_PEER], role="peer")
+        first, *others = solutions
+        rows.compare("autograd / substitution", _PEER, first)
+        for name in others:
+            rows.compare(f"substitution / {name}", first, name)
+        return rows.rows()
 
     def forward(self, methods: Mapping[str, solvers.TriangularSolver], iterations: int) -> list[Row]:
         """Errors after a step of SGD, over iterations by substitution, and after one iteration by the other solvers."""
@@ -78,17 +79,15 @@ class TwoLevel:
         optimizer = torch.optim.SGD(after.parameters(), lr=0.1)
         after(x)[0].square().mean().backward()
         optimizer.step()
-        group, quantity = f"Approximate forward pass (equations 23 and 25) after a step of SGD, {self}", "largest error"
+        rows = Group(f"Approximate forward pass (equations 23 and 25) after a step of SGD, {self}")
         errors = solvers.approximate_forward(after, x, scales, iterations=iterations).errors
-        rows = [
-            Row.of_value(f"{number} iteration{'s' if number > 1 else ''}, substitution", error, quantity, group=group)
-            for number, error in enumerate(errors, 1)
-        ]
-        others = {name: method for name, method in methods.items() if name != "substitution"}
-        for name, method in others.items():
-            error = solvers.approximate_forward(after, x, scales, method=method).errors[0]
-            rows.append(Row.of_value(f"1 iteration, {name}", error, quantity, group=group))
-        return rows
+        for number, error in enumerate(errors, 1):
+            rows.value(f"{number} iteration{'s' if number > 1 else ''}, substitution", error, "largest error")
+        for name, method in methods.items():
+            if name != "substitution":
+                error = solvers.approximate_forward(after, x, scales, method=method).errors[0]
+                rows.value(f"1 iteration, {name}", error, "largest error")
+        return rows.rows()
 
     def _network(self) -> tuple[nn.RNN, torch.Tensor]:
         torch.manual_seed(0)

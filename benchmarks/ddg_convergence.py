@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import Any
 
 from jacsparse.models import Progress, TrainSettings, default_settings, evaluate, load_data, train
 
@@ -17,7 +16,7 @@ from jacsparse.figures import BLUE, GREEN, ORANGE
 from ._context import Context, Timing, one_thread
 from ._curves import averaged
 from ._environment import cores
-from ._experiment import Experiment, Row, compare
+from ._experiment import Experiment, Group, Row, compare
 from ._figures import Line, Panel, Picture
 from ._ranks import Say, on_ranks
 
@@ -206,39 +205,29 @@ def _rows(
             history = training(say) if processes == 1 else on_ranks(training, processes, say)[-1]
     except (FloatingPointError, RankError) as error:
         return [Row.missing(label, str(error), group=group)]
-    fields: dict[str, Any] = {"group": group, "role": "ours" if peers else "peer"}
-    images = settings.data.partition(":")[0]
-    accuracy = Row.of_value(
-        label,
-        100 * max(history.test_accuracy),
-        "best test accuracy",
-        "%",
-        note=history.last(),
-        data={"network": settings.task, "method": method, "images": _IMAGES[images], "history": asdict(history)},
-        **fields,
-    )
+    rows, images = Group(group, role="ours" if peers else "peer"), settings.data.partition(":")[0]
+    data = {"network": settings.task, "method": method, "images": _IMAGES[images], "history": asdict(history)}
+    best, quantity = 100 * max(history.test_accuracy), "best test accuracy"
+    accuracy = rows.value(label, best, quantity, "%", note=history.last(), data=data)
     epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history.seconds])]
     note = f"{processes} process(es) of one thread, on {cores()} core(s)"
-    seconds = Row.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note, **fields)
-    if not peers:
-        return [accuracy, seconds]
-    return [
-        replace(accuracy, comparisons=compare("accuracy / back-propagation's", accuracy, peers[0])),
-        replace(seconds, comparisons=compare(f"back-propagation / {method.upper()}", peers[-1], seconds)),
-    ]
+    seconds = rows.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note)
+    if peers:
+        rows.add(accuracy.beside(*compare("accuracy / back-propagation's", accuracy, peers[0])))
+        rows.add(seconds.beside(*compare(f"back-propagation / {method.upper()}", peers[-1], seconds)))
+    return rows.rows()
 
 
-def _published(network: str, group: str) -> Iterator[Row]:
+def _published(network: str, group: str) -> list[Row]:
     """Rows of published accuracies of a network, on CIFAR."""
+    rows, fields = list[Row](), {"group": group, "role": "reference"}
     for source, figures in _PUBLISHED.items():
-        for (data, published), accuracies in figures.items():
-            for method, accuracy in zip(("bp", "ddg"), accuracies, strict=True):
-                if published == network:
-                    label = f"published by {source}: {_NAMES[method]}"
-                    note = f"{accuracy} % on {data}{', K = 2' if method == 'ddg' else ''}, 300 epochs"
-                    yield Row.of_value(
-                        label, accuracy, "best test accuracy", "%", group=group, role="reference", note=note
-                    )
+        for data in (data for data, published in figures if published == network):
+            for method, accuracy in zip(("bp", "ddg"), figures[data, network], strict=True):
+                label = f"published by {source}: {_NAMES[method]}"
+                note = f"{accuracy} % on {data}{', K = 2' if method == 'ddg' else ''}, 300 epochs"
+                rows.append(Row.of_value(label, accuracy, "best test accuracy", "%", note=note, **fields))
+    return rows
 
 
 def _panel(rows: Sequence[Row], x: str, y: str, title: str) -> Panel:

@@ -20,7 +20,7 @@ from jacsparse.training import Backpropagation, DelayedGradients, published_time
 
 from ._context import Context, Timing
 from ._environment import cores
-from ._experiment import Comparison, Experiment, Row, compare
+from ._experiment import Comparison, Experiment, Group, Row, compare
 from ._figures import Bars, Panel, Picture
 from ._ranks import Say, on_ranks
 from ._text import amount
@@ -76,18 +76,12 @@ class DdgScaling(Experiment):
         alone = ranks[0][1]
         forward, backward = (_medians(passes) for passes in (alone.forward, alone.backward))
         share = forward[0] / (forward[0] + backward[0])
-        peer = Row.timed(
-            _PEER,
-            _timing(alone),
-            group=self._group(1),
-            role="peer",
-            note=f"the forward pass takes {share:.0%} of both passes, published {_FORWARD:.0%}; {cores()} core(s)",
-            data={"network": self.network, "modules": 1, "forward": share},
-        )
-        rows = [peer]
-        for modules in self.modules:
-            rows += self._rows(modules, [rank[modules] for rank in ranks if modules in rank], peer)
-        return rows
+        own = Group(self._group(1))
+        note = f"the forward pass takes {share:.0%} of both passes, published {_FORWARD:.0%}; {cores()} core(s)"
+        data = {"network": self.network, "modules": 1, "forward": share}
+        peer = own.timed(_PEER, _timing(alone), role="peer", note=note, data=data)
+        of_modules = {modules: [rank[modules] for rank in ranks if modules in rank] for modules in self.modules}
+        return [peer, *(row for modules, each in of_modules.items() for row in self._rows(modules, each, peer))]
 
     def _group(self, modules: int) -> str:
         return f"K = {modules}: {self.network}, batch {self.batch} of {self.side} × {self.side}, one thread a process"
@@ -101,45 +95,24 @@ class DdgScaling(Experiment):
         published = published_time(_FORWARD, 1 - _FORWARD, modules)
         predicted = published_time(sum(forward), modules * max(backward), modules)
         simulated = _long_run(simulated_times(forward, backward))
-        times = zip(_KINDS[1:], (predicted, simulated), strict=False)
         where = f"modules timed in {len(ranks)} process(es) of one thread, on {cores()} core(s)"
-        passes = f"forward {_listed(forward)}, backward {_listed(backward)}"
-        group, data = self._group(modules), {"network": self.network, "modules": modules}
-        rows = [
-            Row.of_value(
-                kind,
-                value,
-                "predicted time",
-                "s",
-                group=group,
-                role="reference",
-                note=f"{where}: {passes}",
-                data={**data, "kind": kind},
-            )
-            for kind, value in times
-        ]
-        rows = [replace(row, comparisons=_speedup(peer, row, published)) for row in rows]
-        reference = Row.of_value(
-            _KINDS[0],
-            published,
-            "share of back-propagation's time",
-            group=group,
-            role="reference",
-            note=f"T_F = {_FORWARD}",
-            data={**data, "kind": _KINDS[0]},
-        )
+        passes = f"{where}: forward {_listed(forward)}, backward {_listed(backward)}"
+        rows, data = Group(self._group(modules)), {"network": self.network, "modules": modules}
         if len(ranks) < modules:
             reason = f"{modules} modules need as many cores, and {cores()} core(s) run {len(ranks)} process(es)"
-            return [Row.missing(_KINDS[3], reason, group=group), *rows, reference]
-        data = {**data, "kind": _KINDS[3]}
-        measured = Row.timed(_KINDS[3], _timing(ranks[-1]), group=group, note=where, data=data)
-        assert measured.median is not None
-        nearness = Comparison("measured / simulated", measured.median / simulated, at_least=0.85, at_most=1.15)
-        return [
-            replace(measured, comparisons=(*_speedup(peer, measured, published), nearness)),
-            *rows,
-            reference,
-        ]
+            rows.missing(_KINDS[3], reason)
+        else:
+            row = rows.timed(_KINDS[3], _timing(ranks[-1]), note=where, data={**data, "kind": _KINDS[3]})
+            assert row.median is not None
+            nearness = Comparison("measured / simulated", row.median / simulated, at_least=0.85, at_most=1.15)
+            rows.add(row.beside(*_speedup(peer, row, published), nearness))
+        for kind, value in zip(_KINDS[1:3], (predicted, simulated), strict=True):
+            more = {**data, "kind": kind}
+            row = rows.value(kind, value, "predicted time", "s", role="reference", note=passes, data=more)
+            rows.add(row.beside(*_speedup(peer, row, published)))
+        quantity, note, more = "share of back-propagation's time", f"T_F = {_FORWARD}", {**data, "kind": _KINDS[0]}
+        rows.value(_KINDS[0], published, quantity, role="reference", note=note, data=more)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         peers = {row.data.get("network", self.network): row for row in rows if row.label == _PEER}

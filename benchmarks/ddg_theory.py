@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ from jacsparse.figures import BLUE, GREEN
 from jacsparse.training import gradient_bound
 
 from ._context import Context, one_thread
-from ._experiment import Comparison, Experiment, Row
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture
 
 __all__ = ["DdgTheory", "LeastSquares", "trajectories"]
@@ -129,66 +130,49 @@ class DdgTheory(Experiment):
         right = -rate / 2 * squares + rate.square() * lipschitz * (modules + sigma * modules**4) * moment
         holds = int((left <= right).sum())
         average = float((rate * squares).sum() / rate.sum())
-        bounds = {
-            name: gradient_bound(
-                rates, modules, lipschitz=lipschitz, second_moment=second, gap=float(losses[0]) - problem.least()
-            )
-            for name, second in (("", moment), (", M the mean over samples and iterations", float(moments.mean())))
-        }
-        theorem = 1 if steps == "constant" else 2
-        group = f"K = {modules}, step sizes {_STEPS[steps]}"
-        data = {"modules": modules, "steps": steps, "left": left.tolist(), "right": right.tolist(), "average": average}
-        undelayed = gradient_bound(
-            rates, 1, lipschitz=lipschitz, second_moment=float(moments.mean()), gap=float(losses[0]) - problem.least()
-        )
-        return [
-            Row.of_value(
-                "Lemma 1: iterations at which it holds", holds, "count", group=group, data=data,
-                comparisons=(Comparison("holds / iterations", holds / len(rates), at_least=1),),
-                note=f"right side less left side at least {float((right - left).min()):.3g}",
-            ),
-            *(
-                Row.of_value(
-                    f"Theorem {theorem}: bound{name}", bound, "mean of squared gradients", group=group,
-                    data={"modules": modules, "steps": steps, "bound": bound, "exact": not name},
-                    comparisons=(Comparison("bound / measured", bound / average, at_least=1),),
-                )
-                for name, bound in bounds.items()
-            ),
-            Row.of_value(
-                "the same without delays, K = 1 in the bound", undelayed, "mean of squared gradients", group=group,
-                role="reference", comparisons=(Comparison("bound / measured", undelayed / average),),
-                note="the term σ K⁴ M is for gradients that add up in the worst way; here delays hardly matter",
-            ),
-        ]  # fmt: skip
+        mean, gap = float(moments.mean()), float(losses[0]) - problem.least()
+
+        def bound(modules: int, second: float) -> float:
+            return gradient_bound(rates, modules, lipschitz=lipschitz, second_moment=second, gap=gap)
+
+        theorem, quantity = 1 if steps == "constant" else 2, "mean of squared gradients"
+        data: dict[str, Any] = {"modules": modules, "steps": steps}
+        rows = Group(f"K = {modules}, step sizes {_STEPS[steps]}")
+        sides = {**data, "left": left.tolist(), "right": right.tolist(), "average": average}
+        compared = (Comparison("holds / iterations", holds / len(rates), at_least=1),)
+        note = f"right side less left side at least {float((right - left).min()):.3g}"
+        rows.value("Lemma 1: iterations at which it holds", holds, "count", data=sides, comparisons=compared, note=note)
+        for name, second in (("", moment), (", M the mean over samples and iterations", mean)):
+            value = bound(modules, second)
+            compared = (Comparison("bound / measured", value / average, at_least=1),)
+            more = {**data, "bound": value, "exact": not name}
+            rows.value(f"Theorem {theorem}: bound{name}", value, quantity, data=more, comparisons=compared)
+        undelayed = bound(1, mean)
+        rows.value(
+            "the same without delays, K = 1 in the bound", undelayed, quantity, role="reference",
+            comparisons=(Comparison("bound / measured", undelayed / average),),
+            note="the term σ K⁴ M is for gradients that add up in the worst way; here delays hardly matter",
+        )  # fmt: skip
+        return rows.rows()
 
     def _corollaries(self, context: Context, problem: LeastSquares) -> list[Row]:
         """Sums of the step sizes, and the squared gradient at an iteration drawn by them, over ever more iterations."""
-        rows, modules = [], max(self.modules)
-        rates = self._rates(problem, "decreasing", max(self.lengths))
+        modules = max(self.modules)
+        rows, rates = Group(f"Corollaries, K = {modules}"), self._rates(problem, "decreasing", max(self.lengths))
         context.say("corollaries")
         w = trajectories(problem, modules, rates, self._drawn(max(self.lengths)))
         squares = torch.stack([problem.gradient(each).square().sum(1).mean() for each in w[:-1]])
         rate = torch.tensor(rates, dtype=torch.float64)
         for length in self.lengths:
-            sums = float(rate[:length].sum()) / rates[0], float(rate[:length].square().sum()) / rates[0] ** 2
-            group, data = f"Corollaries, K = {modules}", {"length": length}
-            drawn = float((rate * squares)[:length].sum() / rate[:length].sum())
-            rows += [
-                Row.of_value(
-                    f"Σ γ_t / γ_0, T = {length:,}", sums[0], "sum", group=group, data=data,
-                    comparisons=(Comparison("sum / ln T", sums[0] / math.log(length)),),
-                ),
-                Row.of_value(
-                    f"Σ γ_t² / γ_0², T = {length:,}", sums[1], "sum", group=group, data=data,
-                    comparisons=(Comparison("sum / (π² / 6)", 6 * sums[1] / math.pi**2, at_most=1),),
-                ),
-                Row.of_value(
-                    f"mean of squared gradients at an iteration drawn by γ_t, T = {length:,}", drawn, "square",
-                    group=group, data={**data, "drawn": drawn},
-                ),
-            ]  # fmt: skip
-        return rows
+            first, second = float(rate[:length].sum()) / rates[0], float(rate[:length].square().sum()) / rates[0] ** 2
+            drawn, data = float((rate * squares)[:length].sum() / rate[:length].sum()), {"length": length}
+            compared = (Comparison("sum / ln T", first / math.log(length)),)
+            rows.value(f"Σ γ_t / γ_0, T = {length:,}", first, "sum", data=data, comparisons=compared)
+            compared = (Comparison("sum / (π² / 6)", 6 * second / math.pi**2, at_most=1),)
+            rows.value(f"Σ γ_t² / γ_0², T = {length:,}", second, "sum", data=data, comparisons=compared)
+            label = f"mean of squared gradients at an iteration drawn by γ_t, T = {length:,}"
+            rows.value(label, drawn, "square", data={**data, "drawn": drawn})
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         panels = []

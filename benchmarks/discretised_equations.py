@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,15 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._calls import in_mode
 from ._context import Context, Timing, one_thread
-from ._experiment import Comparison, Experiment, Row, compare
+from ._experiment import Comparison, Experiment, Group, Row, compare
 from ._figures import Line, Panel, Picture
 from ._problems import PROBLEMS
-from ._programs import JsonProgram, asdex_python, json_of
+from ._programs import JsonProgram, asdex_python, first_call
 
 __all__ = ["DiscretisedEquations", "SizedEquation"]
 
-#: The programs that time asdex, and the first call of ours.
-_PEER, _FIRST_CALL = "_asdex_equations.py", "_first_call"
+#: The program that times asdex.
+_PEER = "_asdex_equations.py"
 _FASTER, _COMPILED, _EAGER = "prepared, the faster of both", "prepared, compiled", "prepared"
 _LATER, _GRADIENT = "jacobian, later calls", "f with a gradient"
 _MODES = {"fwd": "asdex, forward mode", "rev": "asdex, reverse mode"}
@@ -92,7 +91,7 @@ class DiscretisedEquations(Experiment):
             folder = Path(name)
             if self.compiled:
                 # The first process compiles the kernels that prepare.
-                _first_compiled_call(SizedEquation("kuramoto_sivashinsky", 7, _RATIO))
+                first_call("kuramoto_sivashinsky", 7, 1, "compiled")
             return [row for case in self.cases for row in self._case(case, folder, context)]
 
     def _case(self, case: SizedEquation, folder: Path, context: Context) -> list[Row]:
@@ -114,19 +113,18 @@ class DiscretisedEquations(Experiment):
         finally:
             for peer in peers.values():
                 peer.close()
+        rows = Group(str(case), data={"equation": case.equation, "unknowns": x.numel()})
         notes = {label: peer.note for label, peer in peers.items()}
         notes[_EAGER] = f"{prepared.method}, nnz {prepared.pattern.nnz:,}"
-        data = {"equation": case.equation, "unknowns": x.numel()}
-        rows = {
-            label: Row.timed(label, timing, group=str(case), role=_role(label), note=notes.get(label, ""), data=data)
-            for label, timing in timings.items()
-        }
         floor = context.limits.floor(x.nbytes + x.element_size() * prepared.pattern.nnz)
-        rows |= {label: replace(rows[label], floor=floor) for label in (_COMPILED, _EAGER) if label in rows}
-        asdex = _fastest(rows, peers)
-        rows = _compared(case, rows, asdex)
-        first = None if asdex is None else peers[asdex.label].first
-        return [*rows.values(), *(_first_calls(case, first) if self.compiled else ())]
+        for label, timing in timings.items():
+            least = floor if label in (_COMPILED, _EAGER) else None
+            rows.timed(label, timing, role=_role(label), note=notes.get(label, ""), floor=least)
+        asdex = rows.fastest(peers)
+        together = _compared(case, rows, asdex)
+        if self.compiled:
+            _first_calls(rows, case, None if asdex is None else peers[asdex.label].first)
+        return [together, *rows.rows()]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         lines = {
@@ -217,34 +215,20 @@ def _role(label: str) -> Any:
     return "peer" if label in _MODES.values() else "ours"
 
 
-def _fastest(rows: Mapping[str, Row], labels: Iterable[str]) -> Row | None:
-    """The row of least median among those that were measured."""
-    measured = [rows[label] for label in labels if label in rows and rows[label].median is not None]
-    return min(measured, key=lambda row: row.median or 0.0, default=None)
-
-
-def _compared(case: SizedEquation, rows: dict[str, Row], asdex: Row | None) -> dict[str, Row]:
-    """The rows with ratios to the faster of asdex's modes, below the faster of both prepared Jacobians."""
-    faster = _fastest(rows, (_COMPILED, _EAGER))
+def _compared(case: SizedEquation, rows: Group, asdex: Row | None) -> Row:
+    """Add ratios to the faster of asdex's modes; the row of the faster of both prepared Jacobians."""
+    faster = rows.fastest((_COMPILED, _EAGER))
     assert faster is not None
     together = replace(faster, label=_FASTER, note=f"it is {faster.label}")
     if asdex is not None:
-        together = replace(together, comparisons=compare("ours / asdex", together, asdex, at_most=case.at_most))
+        together = together.beside(*compare("ours / asdex", together, asdex, at_most=case.at_most))
         text, limit = f"prepared / ({_EAGER_RATIO:g} asdex + {1e3 * _CALL:g} ms)", _more(asdex, _EAGER_RATIO)
-        rows[_EAGER] = _with(rows[_EAGER], compare(text, rows[_EAGER], limit, at_most=1.0))
+        rows.add(rows[_EAGER].beside(*compare(text, rows[_EAGER], limit, at_most=1.0)))
         for label in (_EAGER, _COMPILED):
-            if label in rows:
-                rows[label] = _with(rows[label], compare(f"{label} / asdex", rows[label], asdex))
-    text, limit = (
-        f"jacobian / ({_LATER_RATIO:g} {_GRADIENT} + {1e3 * _CALL:g} ms)",
-        _more(rows[_GRADIENT], _LATER_RATIO),
-    )
-    rows[_LATER] = _with(rows[_LATER], compare(text, rows[_LATER], limit, at_most=1.0))
-    return {_FASTER: together, **rows}
-
-
-def _with(row: Row, comparisons: tuple[Comparison, ...]) -> Row:
-    return replace(row, comparisons=(*row.comparisons, *comparisons))
+            rows.compare(f"{label} / asdex", label, asdex.label, at=label)
+    text = f"jacobian / ({_LATER_RATIO:g} {_GRADIENT} + {1e3 * _CALL:g} ms)"
+    rows.add(rows[_LATER].beside(*compare(text, rows[_LATER], _more(rows[_GRADIENT], _LATER_RATIO), at_most=1.0)))
+    return together
 
 
 def _more(row: Row, ratio: float) -> Row:
@@ -253,21 +237,14 @@ def _more(row: Row, ratio: float) -> Row:
     return replace(row, median=median, fastest=fastest)
 
 
-def _first_calls(case: SizedEquation, asdex: float | None) -> list[Row]:
-    """Seconds of first calls in new processes, with kernels compiled before."""
-    seconds, problem = _first_compiled_call(case)
+def _first_calls(rows: Group, case: SizedEquation, asdex: float | None) -> None:
+    """Add first calls in new processes, with kernels compiled before."""
+    seconds, problem = first_call(case.equation, case.size, 1, "compiled")
     if seconds is None:
-        return [Row.missing(_FIRST, problem, group=str(case))]
-    comparisons = [Comparison(f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0)]
-    others: list[Row] = []
+        rows.missing(_FIRST, problem, data={})
+        return
+    row = rows.value(_FIRST, seconds, "time", "s", data={})
+    limit = Comparison(f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0)
+    rows.add(row.beside(*(() if asdex is None else (Comparison("ours / asdex", seconds / asdex, at_most=1.0),)), limit))
     if asdex is not None:
-        comparisons.insert(0, Comparison("ours / asdex", seconds / asdex, at_most=1.0))
-        others.append(Row.of_value(_FIRST_ASDEX, asdex, "time", "s", group=str(case), role="peer"))
-    return [Row.of_value(_FIRST, seconds, "time", "s", group=str(case), comparisons=tuple(comparisons)), *others]
-
-
-def _first_compiled_call(case: SizedEquation) -> tuple[float | None, str]:
-    """Seconds of the first compiled call in a new process."""
-    command = [sys.executable, "-m", f"{__package__}.{_FIRST_CALL}"]
-    answer, problem = json_of(command, case.equation, case.size, 1, "compiled")
-    return (None, problem) if answer is None else (answer["first"], "")
+        rows.value(_FIRST_ASDEX, asdex, "time", "s", role="peer", data={})

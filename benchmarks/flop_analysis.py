@@ -13,7 +13,7 @@ from jacsparse import FlopReport
 from jacsparse.flop import BaselineStep, FlopStep
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Row, compare
+from ._experiment import Comparison, Experiment, Group, Row
 from ._workloads import Trained, retrained_vgg11
 
 __all__ = ["FlopAnalysis"]
@@ -45,23 +45,16 @@ class FlopAnalysis(Experiment):
 
         counted = observed(len(inputs))
         timings = context.times({"observed": observed, "guaranteed": guaranteed}, seconds=3 * context.seconds)
-        timed = {
-            structure: Row.timed(
-                f"analysis, {structure} structure",
-                timing,
-                note="kernels compiled; chain, patterns and counts made anew",
-            )
-            for structure, timing in timings.items()
-        }
-        ratio = compare("observed / guaranteed", timed["observed"], timed["guaranteed"], at_most=1)
-        rows = [replace(timed["observed"], comparisons=ratio, data=counted.to_dict()), timed["guaranteed"]]
-        rows.append(
-            Row.missing("the authors' own analysis", "no package of it; 6.6 s when run once on two cores", role="peer")
-        )
-        rows += [_total(report) for report in (counted, guaranteed())]
+        rows, note = Group(""), "kernels compiled; chain, patterns and counts made anew"
+        ours, other = (f"analysis, {structure} structure" for structure in timings)
+        rows.timed(ours, timings["observed"], note=note, data=counted.to_dict())
+        rows.timed(other, timings["guaranteed"], note=note)
+        rows.compare("observed / guaranteed", ours, other, at=ours, at_most=1)
+        rows.missing("the authors' own analysis", "no package of it; 6.6 s when run once on two cores", role="peer")
+        network = Group("The network")
         for phase, share in accuracy.items():
-            rows.append(Row.of_value(f"test samples right, {phase}", share, "accuracy", group="The network"))
-        return rows
+            network.value(f"test samples right, {phase}", share, "accuracy")
+        return [*rows.rows(), *(_total(report) for report in (counted, guaranteed())), *network.rows()]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
         _report(rows[0].data).plot(path)

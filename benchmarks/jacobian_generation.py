@@ -21,7 +21,7 @@ from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context, Timing, reason
-from ._experiment import Experiment, Row, compare
+from ._experiment import Experiment, Group, Row
 from ._text import amount
 
 __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
@@ -126,54 +126,40 @@ def _functions(module: nn.Module, record: Record, columns: _Columns, device: str
 
 
 def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dict[str, Timing], mode: str) -> list[Row]:
-    def row(label: str, key: str, **fields: Any) -> Row:
-        return Row.timed(label, timings[key], group=operator.name, **fields)
-
-    copy = row(labelled("copy of as many bytes", mode), "copy", role="reference")
-    kernel = row(labelled("values, kernel alone", mode), "kernel", floor=copy.fastest)
-    overhead = row("call from tensors, without its kernel", "overhead")
-    call = row("call from tensors", "call", floor=copy.fastest)
-    autograd, stacked, backward = (
-        row(label, key, per=columns.count / columns.total, role="peer")
-        for label, key in (
-            ("autograd, grad() of each output", "autograd"),
-            ("autograd, grad() of each output, stacked to a dense matrix", "stacked"),
-            ("autograd, backward() of each output", "backward"),
-        )
-    )
-    both = row("pattern and values, from nothing", "both")
-    printed = [row(PRINTED, "printed", role="peer")] if "printed" in timings else []
-    every = [row("autograd, grad() of each output, none extrapolated", "all", role="peer")] if "all" in timings else []
-    published = {"published": operator.published}
-    operation = row("PyTorch's operator, on 2 × 2 pixels", "operator", role="reference")
-    return [
-        *_size_rows(pattern, operator.name),
-        row("pattern, from nothing", "pattern"),
-        replace(
-            kernel,
-            comparisons=(
-                *compare("kernel / copy", kernel, copy, at_most=4),
-                *compare("grad() / kernel", autograd, kernel),
-                *compare("stacked / kernel", stacked, kernel, **published),
-                *compare("backward() / kernel", backward, kernel),
-                *(ratio for peer in every for ratio in compare("all of grad() / kernel", peer, kernel)),
-            ),
-        ),
-        replace(overhead, comparisons=compare("time / operator", overhead, operation, at_most=OVERHEAD)),
-        operation,
-        replace(call, comparisons=compare("grad() / call", autograd, call)),
-        replace(
-            both,
-            comparisons=(
-                *compare("stacked / from nothing", stacked, both, **published),
-                *(ratio for peer in printed for ratio in compare("Algorithms 2 to 4 / from nothing", peer, both)),
-            ),
-        ),
-        copy,
-        *printed,
-        *(replace(peer, note=_sample_note(peer, columns)) for peer in (autograd, stacked, backward)),
-        *every,
-    ]
+    rows, copy = Group(operator.name), labelled("copy of as many bytes", mode)
+    kernel, call = labelled("values, kernel alone", mode), "call from tensors"
+    overhead, operation = "call from tensors, without its kernel", "PyTorch's operator, on 2 × 2 pixels"
+    both, grad = "pattern and values, from nothing", "autograd, grad() of each output"
+    stacked, backward = f"{grad}, stacked to a dense matrix", "autograd, backward() of each output"
+    every, share = f"{grad}, none extrapolated", columns.count / columns.total
+    _add_sizes(rows, pattern)
+    floor = Row.timed(copy, timings["copy"]).fastest
+    rows.timed("pattern, from nothing", timings["pattern"])
+    rows.timed(kernel, timings["kernel"], floor=floor)
+    rows.timed(overhead, timings["overhead"])
+    rows.timed(operation, timings["operator"], role="reference")
+    rows.timed(call, timings["call"], floor=floor)
+    rows.timed(both, timings["both"])
+    rows.timed(copy, timings["copy"], role="reference")
+    if "printed" in timings:
+        rows.timed(PRINTED, timings["printed"], role="peer")
+    for label, key in ((grad, "autograd"), (stacked, "stacked"), (backward, "backward")):
+        row = rows.timed(label, timings[key], per=share, role="peer")
+        each = amount((row.median or 0.0) / columns.total, "s")
+        note = f"{columns.count} of {columns.total:,} columns, {each} each, the rest extrapolated"
+        rows.add(replace(row, note=note))
+    if "all" in timings:
+        rows.timed(every, timings["all"], role="peer")
+    rows.compare("kernel / copy", kernel, copy, at=kernel, at_most=4)
+    rows.compare("grad() / kernel", grad, kernel)
+    rows.compare("stacked / kernel", stacked, kernel, published=operator.published)
+    rows.compare("backward() / kernel", backward, kernel)
+    rows.compare("all of grad() / kernel", every, kernel)
+    rows.compare("time / operator", overhead, operation, at=overhead, at_most=OVERHEAD)
+    rows.compare("grad() / call", grad, call)
+    rows.compare("stacked / from nothing", stacked, both, published=operator.published)
+    rows.compare("Algorithms 2 to 4 / from nothing", PRINTED, both)
+    return rows.rows()
 
 
 #: The label of `printed_algorithms`.
@@ -208,24 +194,14 @@ def printed_algorithms(weight: np.ndarray, size: tuple[int, int]) -> scipy.spars
     return scipy.sparse.csr_array((np.concatenate(entries), np.concatenate(columns), indptr), shape=shape)
 
 
-def _sample_note(row: Row, columns: _Columns) -> str:
-    time = amount((row.median or 0.0) / columns.total, "s")
-    return f"{columns.count} of {columns.total:,} columns, {time} each, the rest extrapolated"
-
-
-def _size_rows(pattern: Pattern, group: str) -> list[Row]:
-    """The entries, their sparsity, and the memory of a full matrix and of the values in float32."""
+def _add_sizes(rows: Group, pattern: Pattern) -> None:
+    """Add the entries, their sparsity, and the memory of a full matrix and of the values in float32."""
     with_indices = (4 * pattern.nnz + pattern.index_nbytes) / 2**20
-    sizes = (
-        ("entries", pattern.nnz, "count", "", ""),
-        ("sparsity", pattern.sparsity, "share", "", ""),
-        ("memory of the full matrix", 4 * math.prod(pattern.shape) / 2**20, "memory", "MiB", ""),
-        ("memory of the values", 4 * pattern.nnz / 2**20, "memory", "MiB", f"with indices {with_indices:.2f} MiB"),
-    )
-    return [
-        Row.of_value(label, value, quantity, unit, group=group, note=note)
-        for label, value, quantity, unit, note in sizes
-    ]
+    rows.value("entries", pattern.nnz, "count")
+    rows.value("sparsity", pattern.sparsity, "share")
+    rows.value("memory of the full matrix", 4 * math.prod(pattern.shape) / 2**20, "memory", "MiB")
+    note = f"with indices {with_indices:.2f} MiB"
+    rows.value("memory of the values", 4 * pattern.nnz / 2**20, "memory", "MiB", note=note)
 
 
 def _kernel_runs(call: Call) -> list[Callable[[], None]]:

@@ -9,7 +9,7 @@ from jacsparse import patterns, recurrence, spgemm  # noqa: F401  (importing the
 from jacsparse.runtime import KERNEL_FILES
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Row
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Bars, Panel, Picture
 from ._nvrtc import Resources, compile_file
 
@@ -55,21 +55,12 @@ class KernelResources(Experiment):
 
 
 def _rows(resources: dict[str, Resources], group: str) -> list[Row]:
-    rows = []
+    rows = Group(group, data={"architecture": group.rpartition(", ")[2]})
     for kernel in dict.fromkeys(instance.partition("<")[0] for instance in resources):
         instances = {instance: needs for instance, needs in resources.items() if instance.partition("<")[0] == kernel}
         instance, most = max(instances.items(), key=lambda item: item[1].registers)
-        spilled = sum(needs.spilled for needs in instances.values())
-        rows.append(
-            Row.of_value(
-                kernel,
-                most.registers,
-                "registers",
-                group=group,
-                note=f"{instance}, {len(instances)} instances; static shared memory at most "
-                f"{max(needs.shared for needs in instances.values()):,} bytes",
-                comparisons=(Comparison("bytes spilled by all instances", spilled, at_most=0),),
-                data={"architecture": group.rpartition(", ")[2]},
-            )
-        )
-    return rows
+        spilled, shared = sum(needs.spilled for needs in instances.values()), max(n.shared for n in instances.values())
+        note = f"{instance}, {len(instances)} instances; static shared memory at most {shared:,} bytes"
+        compared = (Comparison("bytes spilled by all instances", spilled, at_most=0),)
+        rows.value(kernel, most.registers, "registers", note=note, comparisons=compared)
+    return rows.rows()

@@ -18,7 +18,7 @@ from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate
 
 from ._context import Context, one_thread
 from ._environment import cores
-from ._experiment import Experiment, Row, compare
+from ._experiment import Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture, Rule
 
 __all__ = ["Leapfrog"]
@@ -78,16 +78,17 @@ class Leapfrog(Experiment):
             return [Row.missing(label, problems[0], group=group) for label in (_PEER, *steps)]
         forward, errors, both = (statistics.median(timings[name].seconds) / depth for name in parts)
         seconds = _Seconds(forward, errors, max(0.0, both - errors))
+        rows = Group(group)
         data = {"depth": depth, "width": width}
-        peer = Row.timed(_PEER, timings[_PEER], group=group, role="peer", data=data)
-        rows = []
         for k, speed in speeds.items():
-            fields: dict[str, Any] = {"group": group, "note": _note(k, speed), "data": {**data, "threads": k}}
-            row = Row.timed(_label(k), timings[_label(k)], **fields)
-            rows.append(Row(**{**vars(row), "comparisons": compare(f"{_PEER} / leapfrog", peer, row)}))
-        simulated = sorted({*speeds, *(2**power for power in range(depth.bit_length())), depth})
-        predictions = [row for k in simulated for row in _predicted(seconds, k, depth, group, data)]
-        return [*rows, peer, Row.timed(_ALL_CORES, timings[_ALL_CORES], group=group, role="peer"), *predictions]
+            rows.timed(_label(k), timings[_label(k)], note=_note(k, speed), data={**data, "threads": k})
+        rows.timed(_PEER, timings[_PEER], role="peer", data=data)
+        for k in speeds:
+            rows.compare(f"{_PEER} / leapfrog", _PEER, _label(k))
+        rows.timed(_ALL_CORES, timings[_ALL_CORES], role="peer")
+        for k in sorted({*speeds, *(2**power for power in range(depth.bit_length())), depth}):
+            _add_predictions(rows, seconds, k, depth, data)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         panels = [self._panel([row for row in rows if row.data.get("width") == width], width) for width in self.widths]
@@ -106,8 +107,8 @@ class Leapfrog(Experiment):
             peer = next((row.median for row in of_depth if row.label == _PEER), None)
             measured = [row for row in of_depth if row.label.startswith("leapfrog")]
             if peer is not None:
-                points = [(row.data["threads"], 1 - (row.median or 0.0) / peer) for row in measured]
-                parts.append(Line.through(points, "", colour, "o", options={"markersize": 6}))
+                shares = [(row.data["threads"], 1 - (row.median or 0.0) / peer) for row in measured]
+                parts.append(Line.through(shares, "", colour, "o", markersize=6))
         parts += [Line((), (), name, style=style, options=options) for name, (style, options) in _PREDICTIONS.items()]
         parts.append(Line((), (), "measured", style="o"))
         label = "share of the pass that is saved"
@@ -118,8 +119,8 @@ def _label(threads: int) -> str:
     return f"leapfrog, k = {threads}"
 
 
-def _predicted(seconds: _Seconds, threads: int, depth: int, group: str, data: dict[str, Any]) -> list[Row]:
-    """Rows of the times of a pass, forward and back, by each prediction."""
+def _add_predictions(rows: Group, seconds: _Seconds, threads: int, depth: int, data: dict[str, Any]) -> None:
+    """Add the times of a pass, forward and back, by each prediction."""
     forward, errors, gradients = seconds
     whole = depth * sum(seconds)
     times = (
@@ -127,19 +128,10 @@ def _predicted(seconds: _Seconds, threads: int, depth: int, group: str, data: di
         depth * (forward + errors) + leapfrog_critical_path(depth, threads) * gradients,
         depth * forward + simulate_leapfrog([errors] * depth, [gradients] * depth, threads).seconds,
     )
-    return [
-        Row.of_value(
-            f"{prediction}, k = {threads}",
-            time,
-            "predicted time",
-            "s",
-            group=group,
-            role="reference",
-            note=f"{1 - time / whole:.0%} saved",
-            data={**data, "threads": threads, "prediction": prediction, "saving": 1 - time / whole},
-        )
-        for prediction, time in zip(_PREDICTIONS, times, strict=True)
-    ]
+    for prediction, time in zip(_PREDICTIONS, times, strict=True):
+        saving, label = 1 - time / whole, f"{prediction}, k = {threads}"
+        more = {**data, "threads": threads, "prediction": prediction, "saving": saving}
+        rows.value(label, time, "predicted time", "s", role="reference", note=f"{saving:.0%} saved", data=more)
 
 
 def _network(depth: int, width: int, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

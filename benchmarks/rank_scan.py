@@ -23,7 +23,7 @@ from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_wo
 
 from ._context import Context, Timing, one_thread
 from ._environment import cores
-from ._experiment import Comparison, Experiment, Row
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Bars, Line, Panel, Picture
 from ._memory import peak_memory
 from ._ranks import Say, on_ranks
@@ -128,50 +128,41 @@ class ScansAcrossRanks(Experiment):
             ),
         }  # fmt: skip
         timings = context.times({label: function for label, (function, _, _) in functions.items()}, seconds=0.6)
-        rows = []
+        rows = Group("Rates of one thread")
         for label, (_, multiply_adds, constant) in functions.items():
             if timings[label].problem:
-                rows.append(Row.missing(label, timings[label].problem, group="Rates of one thread"))
+                rows.missing(label, timings[label].problem)
                 continue
             rate = multiply_adds / min(timings[label].seconds)
             compared = Comparison("measured / constant", rate / constant)
-            rows.append(
-                Row.of_value(
-                    label, rate, "multiply-adds per second", group="Rates of one thread", comparisons=(compared,)
-                )
-            )
-        return rows
+            rows.value(label, rate, "multiply-adds per second", comparisons=(compared,))
+        return rows.rows()
 
     def _messages(self, context: Context, count: int) -> list[Row]:
         """Messages, bytes and times of each way, beside what is predicted."""
         ranks = on_ranks(partial(_scans, sizes=self.sizes, rounds=context.rounds), count, context.say)
-        group = f"{count} ranks on {cores()} cores: scans of elements without products"
+        rows = Group(f"{count} ranks on {cores()} cores: scans of elements without products")
         interconnect = _interconnect(ranks[0].one_way)
-        rows = [
-            Row.of_value("latency of a message", interconnect.latency, "time", "s", group=group, data={"ranks": count}),
-            Row.of_value("bandwidth of messages", interconnect.bandwidth, "bandwidth", "B/s", group=group),
-        ]
-        rows = rows if count == 2 else []
+        if count == 2:
+            rows.value("latency of a message", interconnect.latency, "time", "s", data={"ranks": count})
+            rows.value("bandwidth of messages", interconnect.bandwidth, "bandwidth", "B/s")
         for size in self.sizes:
             least = min(min(ranks[0].seconds[way, size]) for way in EXCHANGES)
             for way in EXCHANGES:
-                messages = sum(rank.sent[way, size][0] for rank in ranks)
-                nbytes = sum(rank.sent[way, size][1] for rank in ranks)
-                predicted = sum(map(len, exchanges(count, way)))
-                timing = Timing(ranks[0].seconds[way, size], len(ranks[0].seconds[way, size]))
-                seconds = interconnect.scan_seconds(count, way, size)
-                fastest = min(timing.seconds)
+                messages, nbytes = (sum(rank.sent[way, size][number] for rank in ranks) for number in range(2))
+                predicted, times = sum(map(len, exchanges(count, way))), ranks[0].seconds[way, size]
+                seconds, fastest = interconnect.scan_seconds(count, way, size), min(times)
                 note = f"{messages} messages and {nbytes:,} B counted, {predicted} and {predicted * size:,} B predicted"
-                row = Row.timed(f"{way}, {amount(size, 'B')}", timing, group=group, note=note)
                 compared = (
                     Comparison("messages / predicted", messages / predicted, at_least=1, at_most=1),
                     Comparison("bytes / predicted", nbytes / (predicted * size), at_least=1, at_most=1),
                     Comparison("fastest / predicted time", fastest / seconds),
                     Comparison("fastest / that of the fastest way", fastest / least),
                 )
+                label, timing = f"{way}, {amount(size, 'B')}", Timing(times, len(times))
                 data = {"ranks": count, "way": way, "size": size, "predicted": seconds}
-                rows.append(replace(row, comparisons=compared, data=data))
-        return rows
+                rows.timed(label, timing, note=note, comparisons=compared, data=data)
+        return rows.rows()
 
     def _steps(self, context: Context, label: str, task: Callable[..., _Steps | None]) -> Row:
         """Training steps on two ranks beside the simulated time."""
@@ -180,19 +171,12 @@ class ScansAcrossRanks(Experiment):
         interconnect, load = _interconnect(steps.one_way), steps.workload
         outcome, _ = AcrossRanks("linear", (len(load) // 2,)).plan(load, interconnect, 2)
         fastest = min(steps.measured)
-        nearness = Comparison(
-            "simulated / fastest measured", outcome.seconds / fastest, at_least=0.8, at_most=1.2
-        )  # fmt: skip
-        passes = load.forward + load.backward
+        nearness = Comparison("simulated / fastest measured", outcome.seconds / fastest, at_least=0.8, at_most=1.2)
+        passes, timing = load.forward + load.backward, Timing(steps.measured, len(steps.measured))
         note = f"simulated {amount(outcome.seconds, 's')}, of which passes in one process {amount(passes, 's')}"
-        row = Row.timed(
-            f"{label}, {len(load)} stages",
-            Timing(steps.measured, len(steps.measured)),
-            group="A training step on two ranks of one thread",
-            note=note,
-            data={"step": label, "simulated": outcome.seconds, "passes": passes},
-        )
-        return replace(row, comparisons=(nearness,))
+        group, data = "A training step on two ranks of one thread", {"step": label, "simulated": outcome.seconds}
+        row = Row.timed(f"{label}, {len(load)} stages", timing, group=group, note=note, data={**data, "passes": passes})
+        return row.beside(nearness)
 
     def _pruned(self) -> Any:
         torch.manual_seed(0)
@@ -210,57 +194,32 @@ class ScansAcrossRanks(Experiment):
         load = replace(counted, stages=tuple(replace(stage, weights=0) for stage in counted.stages))
         # Section 3.6 without its constant: the entries of the largest Jacobian, for each matrix of a rank.
         published = max(len(load) / count, 1) * load.largest_factor
-        group = f"{self.network}, {count} ranks: stages cut at {', '.join(map(str, cuts))}"
+        rows = Group(f"{self.network}, {count} ranks: stages cut at {', '.join(map(str, cuts))}")
         largest = max(rank.product or 0 for rank in ranks)
         entries = [f"{rank.product or 0:,} of {rank.factor:,}" for rank in ranks]
-        data: dict[str, Any] = {"cuts": list(cuts), "published": published}
-        rows = [
-            Row.of_value(
-                "largest product of a rank's stages",
-                largest,
-                "entries",
-                group=group,
-                comparisons=(Comparison("entries / section 3.6", largest / published),),
-                note=f"by rank, product of largest factor: {'; '.join(entries)}",
-            )
-        ]
+        compared = (Comparison("entries / section 3.6", largest / published),)
+        note = f"by rank, product of largest factor: {'; '.join(entries)}"
+        rows.value("largest product of a rank's stages", largest, "entries", comparisons=compared, note=note)
         for way in ("gather", "scan"):
             method = AcrossRanks(way, cuts)
             outcome, _ = method.plan(load, Interconnect(), count)
             product = max(job.stored for job in method.timetable(load, count).jobs) / load.itemsize
-            sent = sum(rank.sent[way] for rank in ranks)
-            peaks = [rank.peak[way] for rank in ranks]
-            compared = (
-                Comparison("measured / planned", max(peaks) / outcome.memory),
-                Comparison("measured / section 3.6", max(peaks) / (published * load.itemsize)),
+            sent, peak = sum(rank.sent[way] for rank in ranks), max(rank.peak[way] for rank in ranks)
+            planned = Comparison("measured / planned", peak / outcome.memory)
+            claimed = Comparison("measured / section 3.6", peak / (published * load.itemsize))
+            later, first = (
+                ", ".join(amount(each[way] / 2**20, "MiB") for each in peaks)
+                for peaks in ([rank.peak for rank in ranks], [rank.first_peak for rank in ranks])
             )
-            first = ", ".join(amount(rank.first_peak[way] / 2**20, "MiB") for rank in ranks)
-            note = (
-                f"by rank {', '.join(amount(peak / 2**20, 'MiB') for peak in peaks)}; of the first step, which plans, "
-            )
-            more = {**data, "way": way, "planned": outcome.memory, "peak": max(peaks), "sent": sent, "product": product}
-            rows += [
-                Row.of_value(
-                    f"{way}: peak memory of the fullest rank",
-                    max(peaks) / 2**20,
-                    "memory",
-                    "MiB",
-                    group=group,
-                    comparisons=compared,
-                    note=note + first,
-                    data=more,
-                ),
-                Row.of_value(
-                    f"{way}: bytes sent in a step",
-                    sent / 2**20,
-                    "messages",
-                    "MiB",
-                    group=group,
-                    comparisons=(Comparison("measured / planned", sent / outcome.sent),),
-                    note=f"largest product planned {product:,.0f} entries",
-                ),
-            ]
-        return rows
+            note = f"by rank {later}; of the first step, which plans, {first}"
+            data: dict[str, Any] = {"cuts": list(cuts), "published": published, "way": way, "planned": outcome.memory}
+            data |= {"peak": peak, "sent": sent, "product": product}
+            label = f"{way}: peak memory of the fullest rank"
+            rows.value(label, peak / 2**20, "memory", "MiB", comparisons=(planned, claimed), note=note, data=data)
+            label, note = f"{way}: bytes sent in a step", f"largest product planned {product:,.0f} entries"
+            planned = Comparison("measured / planned", sent / outcome.sent)
+            rows.value(label, sent / 2**20, "messages", "MiB", comparisons=(planned,), note=note)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         count, scans = max(self.ranks), []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from jacsparse.schedule import blelloch, cyclic_reduction
 from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, counted_workload, plan
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Row
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Part, Picture
 from ._text import amount
 
@@ -70,99 +71,63 @@ class SimulatedTraining(Experiment):
         simulation = plan(
             workload, Interconnect(self.latency, self.bandwidth), self.workers, progress=context.under(network).say
         )
-        rows = []
+        rows = Group(f"{network}, batch {self.batch}")
         for method, figures in simulation.methods.items():
             best = min(figures, key=lambda each: each.seconds)
             data: dict[str, Any] = {"network": network, "method": method}
             data |= {name: [getattr(each, name) for each in figures] for name in ("workers", "seconds", "memory")}
             memory, sent = best.memory / 2**20, best.sent / 2**20
             note = f"on {best.workers:,} workers, {memory:.3g} MiB on the fullest, {sent:.3g} MiB sent"
-            rows.append(
-                Row.of_value(
-                    method,
-                    best.seconds,
-                    "shortest time",
-                    "s",
-                    group=f"{network}, batch {self.batch}",
-                    note=note,
-                    data=data,
-                )
-            )
+            rows.value(method, best.seconds, "shortest time", "s", note=note, data=data)
+        formulas = Group(f"{_FORMULAS}: {network}, batch {self.batch}")
         for each in simulation.predictions:
-            unit = {"unit": "s"} if each.quantity == "seconds" else {}
-            rows.append(
-                Row.of_value(
-                    f"{each.method}, {each.equation}: {each.quantity}, p = {each.workers:,}",
-                    each.simulated,
-                    each.quantity,
-                    **unit,
-                    group=f"{_FORMULAS}: {network}, batch {self.batch}",
-                    note=f"by the paper {amount(each.published, unit.get('unit', ''))}",
-                    comparisons=(Comparison("simulated / paper", each.simulated / each.published),),
-                )
-            )
-        return rows
+            label = f"{each.method}, {each.equation}: {each.quantity}, p = {each.workers:,}"
+            unit, ratio = "s" if each.quantity == "seconds" else "", each.simulated / each.published
+            note, compared = f"by the paper {amount(each.published, unit)}", (Comparison("simulated / paper", ratio),)
+            formulas.value(label, each.simulated, each.quantity, unit, note=note, comparisons=compared)
+        return [*rows.rows(), *formulas.rows()]
 
     def _orders(self) -> list[Row]:
-        rows = []
-        for schedule in (blelloch, cyclic_reduction):
-            for n in self.depths:
-                scan = schedule(n)
-                workers = [2**power for power in range(n.bit_length())]
-                counted = [scan.complexity(p) for p in workers]
-                steps = [each.steps for each in counted]
-                data = {
-                    "schedule": schedule.__name__, "n": n, "workers": workers, "steps": steps, "work": counted[0].work
-                }  # fmt: skip
-                note = f"{counted[0].work:,} steps of all workers"
-                rows.append(
-                    Row.of_value(
-                        f"{schedule.__name__}, n = {n:,}",
-                        counted[-1].steps,
-                        "steps on n workers",
-                        group="Section 3.6",
-                        note=note,
-                        data=data,
-                        comparisons=(Comparison("all steps / n", counted[0].work / n),),
-                    )
-                )
-        return rows
+        rows = Group("Section 3.6")
+        for schedule, n in itertools.product((blelloch, cyclic_reduction), self.depths):
+            workers = [2**power for power in range(n.bit_length())]
+            counted = [schedule(n).complexity(p) for p in workers]
+            steps, work, name = [each.steps for each in counted], counted[0].work, schedule.__name__
+            data = {"schedule": name, "n": n, "workers": workers, "steps": steps, "work": work}
+            note, compared = f"{work:,} steps of all workers", (Comparison("all steps / n", work / n),)
+            label = f"{name}, n = {n:,}"
+            rows.value(label, steps[-1], "steps on n workers", note=note, data=data, comparisons=compared)
+        return rows.rows()
 
     def _spaces(self, chain: Workload) -> list[Row]:
         """What one worker holds: of a scan, matrices; of GPipe with a micro-batch for each worker, activations."""
-        rows, n = [], max(self.depths)
+        rows, n = Group(_SPACE), max(self.depths)
         for workers in (4**power for power in range((n.bit_length() + 1) // 2)):
             held, claim = blelloch(n).complexity(workers).space, max(n / workers, 1)
             ratio = Comparison("held / max(n/p, 1)", held / claim)
-            label = f"blelloch, n = {n:,}, p = {workers:,}"
-            rows.append(Row.of_value(label, held, "matrices", group=_SPACE, comparisons=(ratio,)))
+            rows.value(f"blelloch, n = {n:,}, p = {workers:,}", held, "matrices", comparisons=(ratio,))
         gpipe, n = GPipe(), len(chain)
         for workers in (4**power for power in range((min(n, self.batch).bit_length() + 1) // 2)):
             outcome, _ = gpipe.plan(chain, Interconnect(self.latency, self.bandwidth), workers)
             (printed,) = gpipe.predictions(chain, workers, outcome)
             ratio = Comparison("counted / (n/p + p)", printed.simulated / printed.published)
-            activations = (n / workers + workers) * ratio.ratio
-            label = f"gpipe, n = {n:,}, p = {workers:,}"
-            rows.append(Row.of_value(label, activations, "results of a stage", group=_SPACE, comparisons=(ratio,)))
-        return rows
+            activations, label = (n / workers + workers) * ratio.ratio, f"gpipe, n = {n:,}, p = {workers:,}"
+            rows.value(label, activations, "results of a stage", comparisons=(ratio,))
+        return rows.rows()
 
     def _break_even(self) -> list[Row]:
         """Where a full scan on n workers is faster than back-propagation, by the poster and by its makespan."""
-        rows = []
+        rows, most = Group("Poster"), 2**14
         for width in self.widths:
             step = counted_workload(nn.RNN(1, width), torch.randn(2, self.batch, 1), self.rate)
-            most = 2**14
             scans = ((2**power, *_scan_and_base(step, 2**power)) for power in range(2, most.bit_length()))
             simulated = next((n for n, scan, base in scans if scan < base), None)
             ratio = _ratio(step, max(self.depths))
-            data = {"width": width, "ratio": ratio, "poster": break_even(ratio), "simulated": simulated}
+            poster = break_even(ratio)
             note = f"C_BPPSA / C_Base = {ratio:.3g}; by the schedule {simulated or f'more than {most:,}'}"
-            rows.append(
-                Row.of_value(
-                    f"{width} hidden units", break_even(ratio), "break-even n", group="Poster", note=note, data=data
-                )
-            )
-        return rows
+            data = {"width": width, "ratio": ratio, "poster": poster, "simulated": simulated}
+            rows.value(f"{width} hidden units", poster, "break-even n", note=note, data=data)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         panels = []

@@ -70,8 +70,8 @@ class SparseConvergence(Experiment):
                 [(point["iteration"] - first, point[name]) for point in points if name in point]
                 for name in ("train_loss", "test_accuracy")
             )
-            losses.append(Line.through(trained, label, *look, options={"linewidth": 1, "alpha": 0.8}))
-            accuracies.append(Line.through(tested, label, *look, options={"marker": "o"}))
+            losses.append(Line.through(trained, label, *look, linewidth=1, alpha=0.8))
+            accuracies.append(Line.through(tested, label, *look, marker="o"))
         x = "iteration of retraining"
         panels = [Panel(losses, "", x, "loss of the batch", "y"), Panel(accuracies, "", x, "accuracy on test images")]
         return Picture(f"{rows[0].group}, {len(self.seeds)} seeds", panels)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +15,17 @@ import torch
 import jacsparse
 
 from ._calls import in_mode
-from ._context import Context, Timing, one_thread, reason
-from ._experiment import Comparison, Experiment, Row, compare
+from ._context import Context, Timing, one_thread
+from ._experiment import Comparison, Experiment, Group, Row, reason
 from ._figures import Picture, times_picture
-from ._memory import peak_memory
 from ._problems import PROBLEMS, Problem, elements
-from ._programs import asdex_python, json_of
+from ._programs import asdex_python, first_call, json_of
 
 __all__ = ["Case", "SparseJacobian"]
 
-#: The programs that time asdex, and the first call of ours.
-_PEER, _FIRST = "_asdex.py", "_first_call"
+#: The program that times asdex.
+_PEER = "_asdex.py"
+_CHANGED = "prepared, another number at each call"
 #: The problems that are written in JAX too.
 _IN_JAX = ("brusselator", "burgers", "heat", "bundle", "graph_network")
 #: Those whose Jacobians SciPy estimates by differences of groups of columns.
@@ -87,44 +86,59 @@ class SparseJacobian(Experiment):
             return [row for case in self.cases for row in self._case(case, context)]
 
     def _case(self, case: Case, context: Context) -> list[Row]:
-        group, problem = str(case), PROBLEMS[case.problem](case.size, case.batch)
+        rows, problem = Group(str(case)), PROBLEMS[case.problem](case.size, case.batch)
         options: dict[str, Any] = {"argnums": problem.argnums, "batched": problem.batched}
         prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **options)
+        values = functools.partial(prepared.values, *problem.args)
         functions: dict[str, Callable[[], object]] = {
-            "prepared": functools.partial(prepared.values, *problem.args),
+            "prepared": values,
             "jacobian": lambda: jacsparse.jacobian(problem.f, *problem.args, **options),
             "f alone": lambda: problem.f(*problem.args),
         }
         if self.compiled:
             functions["prepared, compiled"] = in_mode(lambda: _compiled(problem, options), "")
         if any(type(argument) is float for argument in problem.args):
-            functions["prepared, another number at each call"] = _other_numbers(prepared, problem)
+            functions[_CHANGED] = _other_numbers(prepared, problem)
         if case.batch == 1 and elements(problem) <= self.most:
             functions["torch.func.jacrev"] = lambda: torch.func.jacrev(problem.f, problem.argnums)(*problem.args)
             if case.problem in _EQUATIONS:
                 functions["SciPy, differences by groups"] = _differences(prepared.pattern, problem)
-        timings = context.under(group).times(functions)
+        timings = context.under(rows.name).times(functions)
         later, first = _asdex(case, context.seconds)
         if case.problem in _IN_JAX:
             timings["asdex"] = later
-        rows = {label: Row.timed(label, timing, group=group, role=_role(label)) for label, timing in timings.items()}
-        rows["prepared"] = replace(rows["prepared"], note=f"{prepared.method}, nnz {prepared.pattern.nnz:,}")
-        _compare(rows, case)
-        return [*rows.values(), *self._first_calls(case, first), _memory(group, prepared, problem)]
+        for label, timing in timings.items():
+            note = f"{prepared.method}, nnz {prepared.pattern.nnz:,}" if label == "prepared" else ""
+            rows.timed(label, timing, role=_role(label), note=note)
+        for label, least in (("prepared", case.asdex), ("prepared, compiled", 1 / 1.25)):
+            rows.compare("asdex / ours", "asdex", label, at_least=least)
+        ours = rows["prepared"]
+        if case.seconds is not None and ours.median is not None:
+            text = f"time / {1e3 * case.seconds} ms"
+            rows.add(ours.beside(Comparison(text, ours.median / case.seconds, at_most=1.0)))
+        for label in ("prepared", "jacobian"):
+            rows.compare("jacrev / ours", "torch.func.jacrev", label, at_least=0.95)
+        rows.compare("changed / prepared", _CHANGED, "prepared", at=_CHANGED)
+        self._first_calls(rows, case, first)
+        needed = rows.memory("prepared: memory of a call", values)
+        if needed.median is not None:
+            nbytes = values().nbytes
+            # Less cannot be told from what else the process does.
+            at_most = 3.0 if nbytes > _FEW else None
+            rows.add(needed.beside(Comparison("memory / values", needed.median * 2**20 / nbytes, at_most=at_most)))
+        return rows.rows()
 
-    def _first_calls(self, case: Case, asdex: float | None) -> list[Row]:
-        """Seconds of the first call in a new process, which has imported all, with kernels compiled before."""
-        seconds, problem = None, ""
+    def _first_calls(self, rows: Group, case: Case, asdex: float | None) -> None:
+        """Add the first call in a new process, which has imported all, with kernels compiled before."""
         for _ in range(self.processes):
-            command = [sys.executable, "-m", f"{__package__}.{_FIRST}"]
-            seconds, problem = json_of(command, case.problem, case.size, case.batch, "jacobian")
+            seconds, problem = first_call(case.problem, case.size, case.batch, "jacobian")
         if seconds is None:
-            return [Row.missing("first call", problem, group=str(case))]
-        compared = () if asdex is None else (Comparison("asdex / ours", asdex / seconds["first"], at_least=1.0),)
-        rows = [Row.of_value("first call", seconds["first"], "time", "s", group=str(case), comparisons=compared)]
+            rows.missing("first call", problem)
+            return
+        compared = () if asdex is None else (Comparison("asdex / ours", asdex / seconds, at_least=1.0),)
+        rows.value("first call", seconds, "time", "s", comparisons=compared)
         if asdex is not None:
-            rows.append(Row.of_value("asdex, first call", asdex, "time", "s", group=str(case), role="peer"))
-        return rows
+            rows.value("asdex, first call", asdex, "time", "s", role="peer")
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         return times_picture([row for row in rows if "first call" not in row.label], self.title)
@@ -140,31 +154,6 @@ def _role(label: str) -> Any:
     if label == "f alone":
         return "reference"
     return "ours" if label.startswith(("prepared", "jacobian")) else "peer"
-
-
-def _compare(rows: dict[str, Row], case: Case) -> None:
-    """Add the ratios of peers' times to ours."""
-    for label, least in (("prepared", case.asdex), ("prepared, compiled", 1 / 1.25)):
-        if label not in rows:
-            continue
-        comparisons = list(rows[label].comparisons)
-        if "asdex" in rows:
-            targets = {} if least is None else {"at_least": least}
-            comparisons += compare("asdex / ours", rows["asdex"], rows[label], **targets)
-        if label == "prepared" and case.seconds is not None and rows[label].median is not None:
-            comparisons.append(
-                Comparison(f"time / {1e3 * case.seconds} ms", (rows[label].median or 0.0) / case.seconds, at_most=1.0)
-            )
-        rows[label] = replace(rows[label], comparisons=tuple(comparisons))
-    for label in ("prepared", "jacobian"):
-        if "torch.func.jacrev" in rows:
-            ratio = compare("jacrev / ours", rows["torch.func.jacrev"], rows[label], at_least=0.95)
-            rows[label] = replace(rows[label], comparisons=(*rows[label].comparisons, *ratio))
-    changed = "prepared, another number at each call"
-    if changed in rows:
-        rows[changed] = replace(
-            rows[changed], comparisons=compare("changed / prepared", rows[changed], rows["prepared"])
-        )
 
 
 def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: Problem) -> Callable[[], object]:
@@ -190,18 +179,6 @@ def _differences(pattern: jacsparse.Pattern, problem: Problem) -> Callable[[], o
 
     sparsity, start = (pattern.to_scipy(), groups), x.flatten().numpy()
     return lambda: scipy.optimize._numdiff.approx_derivative(f, start, method="2-point", sparsity=sparsity)
-
-
-def _memory(group: str, prepared: jacsparse.PreparedJacobian, problem: Problem) -> Row:
-    """The memory of a call at its peak, with its result, beside the values themselves."""
-    values = prepared.values(*problem.args).nbytes
-    try:
-        peak = min(peak_memory(functools.partial(prepared.values, *problem.args)) for _ in range(3))
-    except (OSError, AttributeError) as error:
-        return Row.missing("prepared: memory of a call", reason(error), group=group)
-    # Less cannot be told from what else the process does.
-    ratio = Comparison("memory / values", peak / values, at_most=3.0 if values > _FEW else None)
-    return Row.of_value("prepared: memory of a call", peak / 2**20, "memory", "MiB", group=group, comparisons=(ratio,))
 
 
 def _asdex(case: Case, seconds: float) -> tuple[Timing, float | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,10 +13,9 @@ from torch import nn
 
 import jacsparse
 
-from ._context import Context, Timing, reason
-from ._experiment import Comparison, Experiment, Row, compare
+from ._context import Context, Timing
+from ._experiment import Experiment, Group, Row, reason
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
-from ._memory import peak_memory
 from ._sparse_peers import (
     DEEPSPARSE,
     ONNX_RUNTIME,
@@ -63,22 +62,16 @@ class _Comparison(Experiment):
                 calls[label] = prepared()
             except Exception as error:
                 missing.append(Row.missing(label, reason(error), group=group, role="peer"))
-        timings = context.under(group).times(calls)
-        rows = {
-            label: Row.timed(label, timing, group=group, role="ours" if label == _OURS else "peer", data=_tail(timing))
-            for label, timing in timings.items()
-        }
-        dense = [rows[label] for label in (_DENSE, _COMPILED) if label in rows and rows[label].median is not None]
-        comparisons: tuple[Comparison, ...] = ()
-        if dense:
-            best = min(dense, key=lambda row: row.median or 0.0)
-            comparisons = compare("the better dense PyTorch / jacsparse", best, rows[_OURS], at_least=network.dense)
+        rows = Group(group)
+        for label, timing in context.under(group).times(calls).items():
+            rows.timed(label, timing, role="ours" if label == _OURS else "peer", data=_tail(timing))
+        best = rows.fastest((_DENSE, _COMPILED))
+        if best is not None:
+            rows.compare("the better dense PyTorch / jacsparse", best.label, _OURS, at_least=network.dense)
         for label in (SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE):
-            if label in rows:
-                target = {"at_least": network.peer} if label == SPARSEPROP else {}
-                comparisons += compare(f"{label} / jacsparse", rows[label], rows[_OURS], **target)
-        rows[_OURS] = replace(rows[_OURS], comparisons=comparisons)
-        return [*rows.values(), *missing]
+            target = network.peer if label == SPARSEPROP else None
+            rows.compare(f"{label} / jacsparse", label, _OURS, at_least=target)
+        return [*rows.rows(), *missing]
 
 
 def _tail(timing: Timing) -> dict[str, Any]:
@@ -123,20 +116,13 @@ class SparseTraining(_Comparison):
         if self.compiled:
             prepare[_COMPILED] = lambda: step(torch.compile(network.build().train()))  # type: ignore[arg-type]
         rows = self._timed(network, batch, prepare, context)
-        group = rows[0].group
-        peaks = {label: Row.missing(f"{label}: memory", "", group=group) for label in (_DENSE, _OURS)}
-        for label, prepared in ((_DENSE, prepare[_DENSE]), (_OURS, prepare[_OURS])):
-            call = prepared()
+        peaks, quantity = Group(rows[0].group), "peak memory of a step"
+        for label, role in ((_DENSE, "peer"), (_OURS, "ours")):
+            call = prepare[label]()
             call()
-            role: Any = "ours" if label == _OURS else "peer"
-            try:
-                peaks[label] = Row.of_value(
-                    f"{label}: memory", peak_memory(call), "peak memory of a step", "B", group=group, role=role
-                )
-            except (OSError, AttributeError) as error:
-                peaks[label] = Row.missing(f"{label}: memory", reason(error), group=group, role=role)
-        less = compare("dense / jacsparse, memory", peaks[_DENSE], peaks[_OURS], at_least=1.0)
-        return [*rows, peaks[_DENSE], replace(peaks[_OURS], comparisons=less)]
+            peaks.memory(f"{label}: memory", call, runs=1, quantity=quantity, unit="B", role=role)
+        peaks.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
+        return [*rows, *peaks.rows()]
 
 
 def _step(model: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> Callable[[], Any]:
@@ -176,10 +162,11 @@ class SparseCrossover(Experiment):
             _DENSE: _step(self.build(share).train(), x, targets),
             _OURS: _step(jacsparse.sparsify(model, x), x, targets),
         }
-        timings = context.under(group).times(calls, seconds=self.seconds)
-        dense = Row.timed(_DENSE, timings[_DENSE], group=group, role="peer")
-        ours = Row.timed(_OURS, timings[_OURS], group=group, data={"share": share, "batch": batch})
-        return [replace(ours, comparisons=compare("dense / jacsparse", dense, ours, at_least=0.95)), dense]
+        rows, timings = Group(group), context.under(group).times(calls, seconds=self.seconds)
+        rows.timed(_OURS, timings[_OURS], data={"share": share, "batch": batch})
+        rows.timed(_DENSE, timings[_DENSE], role="peer")
+        rows.compare("dense / jacsparse", _DENSE, _OURS, at_least=0.95)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         lines: list[Part] = [Rule(1.0)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import jacsparse
 from examples import brusselator, initial_values
 
 from ._context import Context, one_thread
-from ._experiment import Experiment, Row, compare
+from ._experiment import Experiment, Group, Row
 
 __all__ = ["StiffEquations"]
 
@@ -56,27 +56,16 @@ class StiffEquations(Experiment):
         solutions: dict[str, Any] = {}
         ways = {label: functools.partial(self._solve, start, label, each, solutions) for label, each in options.items()}
         timings = context.under(group).times(ways)
-        rows = {
-            label: Row.timed(
-                label,
-                timing,
-                group=group,
-                role="ours" if label == _OURS else "peer",
-                note=_counts(solutions.get(label)),
-            )
-            for label, timing in timings.items()
-        }
-        ours = rows[_OURS]
-        targets = {_DENSE: {"at_least": _SLOWER}} if n >= _FROM else {}
-        ratios = [
-            compare(f"{label.partition(':')[0]} / ours", row, ours, **targets.get(label, {}))
-            for label, row in rows.items()
-            if row is not ours
-        ]
-        rows[_OURS] = replace(ours, comparisons=tuple(ratio for each in ratios for ratio in each))
+        rows = Group(group)
+        for label, timing in timings.items():
+            rows.timed(label, timing, role="ours" if label == _OURS else "peer", note=_counts(solutions.get(label)))
+        for label in timings:
+            if label != _OURS:
+                at_least = _SLOWER if label == _DENSE and n >= _FROM else None
+                rows.compare(f"{label.partition(':')[0]} / ours", label, _OURS, at_least=at_least)
         if n > self.most:
-            rows[_DENSE] = Row.missing(_DENSE, "dense factors take more than half an hour", group=group, role="peer")
-        return list(rows.values())
+            rows.missing(_DENSE, "dense factors take more than half an hour", role="peer")
+        return rows.rows()
 
     def _solve(self, start: torch.Tensor, label: str, options: dict[str, Any], solutions: dict[str, Any]) -> None:
         def f(t: float, y: np.ndarray) -> np.ndarray:

@@ -15,7 +15,7 @@ from jacsparse import solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
-from ._experiment import Experiment, Row, compare
+from ._experiment import Experiment, Group, Row
 from ._figures import COLOURS, Cells, Line, Panel, Part, Picture
 from ._two_level import TwoLevel, solution_note
 
@@ -99,42 +99,32 @@ class TriangularSolvers(Experiment):
         }
         functions[_PEER] = _autograd(module, x, gradient)
         timings = context.times(functions, seconds=context.seconds / 8)
-        group = (
-            f"{depth} layers of {width} units, {'dense' if not share else f'{share:.0%} pruned'}, batch {self.batch}"
-        )
-        peer = Row.timed(
-            f"{_PEER}, as one call", timings[_PEER], group=group, role="peer", data=_data(depth, width, share)
-        )
-        rows = []
-        for name in _METHODS:
-            data = _data(depth, width, share, name)
+        pruned = f"{share:.0%} pruned" if share else "dense"
+        rows = Group(f"{depth} layers of {width} units, {pruned}, batch {self.batch}")
+        network: dict[str, Any] = {"depth": depth, "width": width, "share": share}
+        for name, method in _METHODS.items():
+            data = {**network, "method": name}
             if name not in counted:
                 size = (depth + 2) * self.batch * sum(system.sizes) * 4 / 2**30
-                reason = f"its {depth + 2} vectors would take {size:.2g} GiB"
-                rows.append(Row.missing(name, reason, group=group, data={**data, "multiply_adds_until_done": None}))
+                data["multiply_adds_until_done"] = None
+                rows.missing(name, f"its {depth + 2} vectors would take {size:.2g} GiB", data=data)
                 continue
-            settled, note = counted[name].converged, solution_note(counted[name])
-            data |= {
-                "steps": work[name].steps,
-                "multiply_adds": work[name].multiply_adds,
-                "entries": work[name].entries,
-                "multiply_adds_until_done": work[name].time(_WORKERS) if settled else None,
-                "iterations": counted[name].iterations,
-                "residual": counted[name].residual,
-                "settled": settled,
-            }
+            solution, note = counted[name], solution_note(counted[name])
+            data |= {each: getattr(solution.work, each) for each in ("steps", "multiply_adds", "entries")}
+            data["multiply_adds_until_done"] = solution.work.time(_WORKERS) if solution.converged else None
+            data |= {"iterations": solution.iterations, "residual": solution.residual, "settled": solution.converged}
             if name in timings:
-                rows.append(Row.timed(name, timings[name], group=group, note=note, data=data))
+                rows.timed(name, timings[name], note=note, data=data)
             else:
-                unsolved = "its solution is not finite" if _METHODS[name].direct else "its residual did not settle"
-                reason = f"more than {_MOST:.0e} multiply-adds" if settled else unsolved
-                rows.append(Row.missing(name, reason, group=group, note=note, data=data))
-        first, *others = rows
-        with_ratios = [
-            Row(**{**vars(row), "comparisons": compare(f"substitution / {row.label}", first, row)}) for row in others
-        ]
-        first = Row(**{**vars(first), "comparisons": compare("autograd / substitution", peer, first)})
-        return [first, *with_ratios, peer]
+                unsolved = "its solution is not finite" if method.direct else "its residual did not settle"
+                reason = f"more than {_MOST:.0e} multiply-adds" if solution.converged else unsolved
+                rows.missing(name, reason, note=note, data=data)
+        peer = rows.timed(f"{_PEER}, as one call", timings[_PEER], role="peer", data=network).label
+        first, *others = _METHODS
+        rows.compare("autograd / substitution", peer, first)
+        for name in others:
+            rows.compare(f"substitution / {name}", first, name)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         panels = []
@@ -204,11 +194,6 @@ def _solution(method: solvers.TriangularSolver, system: solvers.BlockTriangular)
     return count if count.work.multiply_adds > _MOST else method.solve(system)
 
 
-def _data(depth: int, width: int, share: float, method: str = "") -> dict[str, Any]:
-    data: dict[str, Any] = {"depth": depth, "width": width, "share": share}
-    return {**data, "method": method} if method else data
-
-
 def _network(depth: int, width: int, batch: int, share: float) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
@@ -232,15 +217,14 @@ def _autograd(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Cal
 
 def _settled(rows: Sequence[Row]) -> list[Row]:
     """The number of systems on which each iterative solver settles each block row."""
-    result = []
+    result = Group("Settled block by block")
     for name, method in _METHODS.items():
         data = [row.data for row in rows if row.data.get("method") == name]
         if not method.direct and data:
-            settled = sum(bool(each.get("settled")) for each in data)
             left_out = sum("settled" not in each for each in data)
             note = f"of {len(data)}" + (f", {left_out} left out" if left_out else "")
-            result.append(Row.of_value(name, settled, "systems settled", group="Settled block by block", note=note))
-    return result
+            result.value(name, sum(bool(each.get("settled")) for each in data), "systems settled", note=note)
+    return result.rows()
 
 
 def _mini_batch(context: Context, depth: int, width: int, batch: int) -> list[Row]:
@@ -248,10 +232,12 @@ def _mini_batch(context: Context, depth: int, width: int, batch: int) -> list[Ro
     system = solvers.propagation(*_network(depth, width, batch, 0.0)).system
     together, apart = solvers.BiCGStab(), solvers.BiCGStab(together=False)
     timings = context.times({"together": lambda: together.solve(system), "apart": lambda: apart.solve(system)})
-    group = f"BiCGStab for a mini-batch of {batch}, {depth} layers of {width} units"
-    reference = Row.timed("a solve for each sample", timings["apart"], group=group, role="reference")
-    ours = Row.timed("all samples in each product, with coefficients of their own", timings["together"], group=group)
-    return [Row(**{**vars(ours), "comparisons": compare("apart / together", reference, ours)}), reference]
+    rows = Group(f"BiCGStab for a mini-batch of {batch}, {depth} layers of {width} units")
+    ours, apart_label = "all samples in each product, with coefficients of their own", "a solve for each sample"
+    rows.timed(ours, timings["together"])
+    rows.timed(apart_label, timings["apart"], role="reference")
+    rows.compare("apart / together", apart_label, ours)
+    return rows.rows()
 
 
 def _approximate_forward(depth: int, width: int, batch: int) -> list[Row]:
@@ -262,10 +248,7 @@ def _approximate_forward(depth: int, width: int, batch: int) -> list[Row]:
     module(x).square().mean().backward()
     optimizer.step()
     errors = solvers.approximate_forward(module, x, scales, iterations=6).errors
-    group = f"Approximate forward pass (equation 13) after a step of SGD, {depth} layers of {width} units"
-    return [
-        Row.of_value(
-            f"{number} iteration{'s' if number > 1 else ''}", error, "largest error of the output", group=group
-        )
-        for number, error in enumerate(errors, 1)
-    ]
+    rows = Group(f"Approximate forward pass (equation 13) after a step of SGD, {depth} layers of {width} units")
+    for number, error in enumerate(errors, 1):
+        rows.value(f"{number} iteration{'s' if number > 1 else ''}", error, "largest error of the output")
+    return rows.rows()

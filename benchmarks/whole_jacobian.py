@@ -17,9 +17,8 @@ import jacsparse
 from jacsparse.stages import Chain, Pulled
 from jacsparse.stages import chain as chain_of
 
-from ._context import Context, reason
-from ._experiment import Experiment, Row, compare
-from ._memory import peak_memory
+from ._context import Context
+from ._experiment import Experiment, Group, Row
 from ._workloads import pruned_vgg11
 
 __all__ = ["Network", "WholeJacobian"]
@@ -117,46 +116,41 @@ class WholeJacobian(Experiment):
         functions = {"ours": ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)}
         rounds = context.rounds if seconds[chunk] < _LONG else 1
         timings = replace(context.under(network.label), rounds=rounds).times(functions)
-        best = Row.timed(label, timings[label], group=network.label, role="peer")
-        chain = chain_of(module, network.input_shape)
-        accumulation = chain.accumulation
-        backward = _backward_multiply_adds(chain)
+        rows, chain = Group(network.label), chain_of(module, network.input_shape)
+        accumulation, backward = chain.accumulation, _backward_multiply_adds(chain)
         with FlopCounterMode(display=False) as forward:
             module(x)
         flop = 2 * (accumulation.multiply_adds + backward) + forward.get_total_flops()
-        row = Row.timed(
-            _LATER,
-            timings["ours"],
-            group=network.label,
-            floor=context.limits.floor(4 * accumulation.moved, flop),
-            note=f"order {chain.order}; multiply-adds: {accumulation.multiply_adds:,} in sparse products, some by "
-            f"zero, {backward:,} in operators' own backward",
+        floor = context.limits.floor(4 * accumulation.moved, flop)
+        note = (
+            f"order {chain.order}; multiply-adds: {accumulation.multiply_adds:,} in sparse products, some by zero, "
+            f"{backward:,} in operators' own backward"
         )
-        faster = compare(f"{PEER}, the fastest / ours", best, row, at_least=network.at_least)
-        of_prepared = Row.timed(_PREPARED, timings[_PREPARED], group=network.label)
-        return [
-            replace(row, comparisons=faster),
-            replace(of_prepared, comparisons=compare(f"{_PREPARED} / {_LATER}", of_prepared, row, at_most=1.0)),
-            *_first_calls(network, x),
-            best,
-            *_memory(network, ours, autograd(chunk), label, rounds),
-        ]
+        rows.timed(_LATER, timings["ours"], floor=floor, note=note)
+        rows.timed(_PREPARED, timings[_PREPARED])
+        _first_calls(rows, network, x)
+        rows.timed(label, timings[label], role="peer")
+        rows.compare(f"{PEER}, the fastest / ours", label, _LATER, at_least=network.at_least)
+        rows.compare(f"{_PREPARED} / {_LATER}", _PREPARED, _LATER, at=_PREPARED, at_most=1.0)
+        memory = Group(f"{network.label}: memory")
+        memory.memory(_LATER, ours, runs=rounds)
+        memory.memory(label, autograd(chunk), runs=rounds, role="peer")
+        memory.compare(f"{PEER} / ours", label, _LATER, at_least=1.0)
+        return [*rows.rows(), *memory.rows()]
 
 
-def _first_calls(network: Network, x: torch.Tensor) -> tuple[Row, Row]:
-    """Rows of the first two calls for a new module, whose kernels are compiled and products planned."""
-    seconds: tuple[list[float], list[float]] = ([], [])
+def _first_calls(rows: Group, network: Network, x: torch.Tensor) -> None:
+    """Add the first two calls for a new module, whose kernels are compiled and products planned."""
+    seconds: dict[str, list[float]] = {_FIRST: [], _SECOND: []}
     for _ in range(5):
         fresh = network.build().to(network.dtype)
-        for times in seconds:
+        for times in seconds.values():
             begin = time.perf_counter()
             jacsparse.jacobian(fresh, x)
             times.append(time.perf_counter() - begin)
-    first, second = (
-        Row.of_value(label, statistics.median(times), "time", "s", group=network.label)
-        for label, times in zip((_FIRST, _SECOND), seconds, strict=True)
-    )
-    return first, replace(second, comparisons=compare(f"{_SECOND} / {_FIRST}", second, first, at_most=1.1))
+    for label, times in seconds.items():
+        rows.value(label, statistics.median(times), "time", "s")
+    rows.compare(f"{_SECOND} / {_FIRST}", _SECOND, _FIRST, at=_SECOND, at_most=1.1)
 
 
 def _backward_multiply_adds(chain: Chain) -> int:
@@ -179,19 +173,3 @@ def _check(jacobian: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:
     )
     if not difference < 1e-4:
         raise ValueError(f"the Jacobian differs from autograd's by {difference.item():.1e} of its largest entry")
-
-
-def _memory(
-    network: Network, ours: Callable[[], object], autograd: Callable[[], object], label: str, rounds: int
-) -> tuple[Row, ...]:
-    """Rows of the memory that each function needs at its peak, including its result."""
-    group, rows = f"{network.label}: memory", []
-    for name, function, role in ((_LATER, ours, "ours"), (label, autograd, "peer")):
-        try:
-            nbytes = min(peak_memory(function) for _ in range(rounds))
-        except (OSError, AttributeError) as error:
-            rows.append(Row.missing(name, reason(error), group=group, role=role))
-        else:
-            rows.append(Row.of_value(name, nbytes / 2**20, "memory", "MiB", group=group, role=role))
-    row, peer = rows
-    return replace(row, comparisons=compare(f"{PEER} / ours", peer, row, at_least=1.0)), peer
