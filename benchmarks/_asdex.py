@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import sys
 import time
+import timeit
 from collections.abc import Callable
 from typing import Any
 
@@ -15,11 +17,14 @@ import asdex
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _equations import EQUATIONS  # type: ignore[import-not-found]
 from _problem_data import field, graph, scene  # type: ignore[import-not-found]
 
 jax.config.update("jax_enable_x64", True)
 
-#: A function of a flat vector, and samples of it.
+#: The least seconds of a block of calls.
+BLOCK = 5e-4
+#: A function of a flat vector, and samples of it: JAX cannot number the elements of large matrices of grids.
 Flat = tuple[Callable[[Any], Any], Any]
 
 
@@ -96,23 +101,45 @@ def _samples(shape: tuple[int, ...], batch: int) -> Any:
     return jnp.asarray(np.stack([field(shape, sample) for sample in range(batch)]))
 
 
+def _discretised(name: str, size: int) -> Flat:
+    """An equation of `_equations` at its state."""
+    equation = EQUATIONS[name]
+    state = equation.state(size)
+    f = equation.function(jnp, size, lambda values, places, count: jnp.zeros(count).at[places].add(values))
+    return lambda x: f(x.reshape(state.shape)).reshape(-1), jnp.asarray(state.reshape(1, -1))
+
+
 def main() -> None:
-    """Print the seconds of the first call and of later ones as JSON; arguments: problem, size, batch, seconds."""
-    name, size, batch, seconds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4])
+    """Print JSON of the first call and then, for each number of seconds that is read, JSON of the times of later ones.
+
+    Arguments: problem, size, batch, mode (``fwd``, ``rev`` or asdex's choice, ``auto``), and a file for the first
+    call's values with the rows and columns of a sample.
+    """
+    name, size, batch, mode, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
     problems = {function.__name__: function for function in (brusselator, burgers, heat, bundle, graph_network)}
-    f, x = problems[name](size, batch)
-    start = time.perf_counter()
-    of_one = asdex.jacobian(f, x[0])
-    jacobian = jax.jit((lambda x: of_one(x[0]).data) if batch == 1 else jax.vmap(lambda x: of_one(x).data))
-    jacobian(x).block_until_ready()
-    first = time.perf_counter() - start
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        start = time.perf_counter()
-        jacobian(x).block_until_ready()
-        times.append(time.perf_counter() - start)
-    print(json.dumps({"first": first, "times": times}))
+    f, x = problems[name](size, batch) if name in problems else _discretised(name, size)
+    x = x.reshape(len(x), -1)
+    begin = time.perf_counter()
+    coloring = asdex.jacobian_coloring(f, x[0], **({} if mode == "auto" else {"mode": mode}))
+    of_one = asdex.jacobian_from_coloring(f, coloring)
+    # The values alone: positions would be copied at each call.
+    jacobian = jax.jit(lambda x: of_one(x[0]).data) if batch == 1 else jax.jit(jax.vmap(lambda x: of_one(x).data))
+    values = jacobian(x).block_until_ready()
+    first = time.perf_counter() - begin
+    pattern = coloring.sparsity
+    np.savez(path, rows=pattern.rows, columns=pattern.cols, values=values)
+    versions = ", ".join(f"{package} {importlib.metadata.version(package)}" for package in ("asdex", "jax"))
+    print(json.dumps({"first": first, "colors": coloring.num_colors, "versions": versions}), flush=True)
+    timer = timeit.Timer(lambda: jacobian(x).block_until_ready())
+    number = 1
+    while timer.timeit(number) < BLOCK:
+        number *= 2
+    for line in sys.stdin:
+        times: list[float] = []
+        end = time.perf_counter() + float(line)
+        while time.perf_counter() < end or len(times) < 3:
+            times.append(timer.timeit(number) / number)
+        print(json.dumps({"times": times, "runs": number * len(times)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,20 +13,10 @@ from typing import Any
 
 from ._context import reason
 
-__all__ = ["ASDEX", "JsonProgram", "asdex_python", "first_call", "json_of"]
+__all__ = ["JsonProgram", "first_call", "json_of"]
 
-#: The variable that names a Python with asdex.
-ASDEX = "JACSPARSE_ASDEX_PYTHON"
 #: The most seconds of a program, and of one answer of a running one.
 LIMIT, ANSWER = 600.0, 180.0
-
-
-def asdex_python() -> str:
-    """The Python that has asdex; ImportError where none is named."""
-    python = os.environ.get(ASDEX)
-    if python is None:
-        raise ImportError(f"set {ASDEX} to a Python that has asdex")
-    return python
 
 
 def json_of(

@@ -9,30 +9,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import scipy.sparse
 import torch
 
 import jacsparse
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
+from ._asdex_peer import Asdex, check_values
 from ._calls import in_mode
-from ._context import Context, Timing, one_thread
+from ._context import Context, one_thread
 from ._experiment import Comparison, Experiment, Group, Row, compare
 from ._figures import Line, Panel, Picture
 from ._problems import PROBLEMS
-from ._programs import JsonProgram, asdex_python, first_call
+from ._programs import first_call
 
 __all__ = ["DiscretisedEquations", "SizedEquation"]
 
-#: The program that times asdex.
-_PEER = "_asdex_equations.py"
 _FASTER, _COMPILED, _EAGER = "prepared, the faster of both", "prepared, compiled", "prepared"
 _LATER, _GRADIENT = "jacobian, later calls", "f with a gradient"
 _MODES = {"fwd": "asdex, forward mode", "rev": "asdex, reverse mode"}
 _FIRST, _FIRST_ASDEX = "first compiled call", "asdex, first call"
-#: The largest difference of values, as a share of the largest.
-_DIFFERENCE = 1e-9
 #: Seconds of a call that no function comes below; the most time relative to asdex, and to a function with a gradient.
 _CALL, _EAGER_RATIO, _LATER_RATIO = 0.15e-3, 1.2, 3.0
 #: The most seconds of a first compiled call.
@@ -107,7 +103,10 @@ class DiscretisedEquations(Experiment):
         }
         if not self.compiled:
             del functions[_COMPILED]
-        peers = {label: _Asdex(case, mode, folder / f"{mode}.npz", expected) for mode, label in _MODES.items()}
+        peers = {
+            label: Asdex(case.equation, case.size, 1, mode, folder / f"{mode}.npz", expected)
+            for mode, label in _MODES.items()
+        }
         try:
             timings = context.under(str(case)).times({**functions, **peers})
         finally:
@@ -150,45 +149,16 @@ class DiscretisedEquations(Experiment):
         return Picture(f"{self.title}; medians, with quartiles", panels, (13.0, 6.4), columns=4, legend=7)
 
 
-class _Asdex:
-    """asdex's Jacobian in one mode, by a process of its own; the first call is checked."""
-
-    def __init__(self, case: SizedEquation, mode: str, path: Path, expected: scipy.sparse.csr_array) -> None:
-        self._arguments, self._expected = (case.equation, case.size, mode, path), expected
-        self._program: JsonProgram | None = None
-        #: Seconds of the first call.
-        self.first: float | None = None
-        self.note = ""
-
-    def __call__(self) -> None:
-        program = self._program = JsonProgram([asdex_python(), str(Path(__file__).parent / _PEER)], *self._arguments)
-        answer = program.answer()
-        with np.load(self._arguments[-1]) as content:
-            entries = content["values"], (content["rows"], content["columns"])
-            _check(scipy.sparse.csr_array(entries, self._expected.shape), self._expected)
-        self.first, self.note = answer["first"], f"{answer['colors']} colours, {answer['versions']}"
-
-    def turn(self, seconds: float) -> Timing:
-        assert self._program is not None
-        answer = self._program.answer(seconds)
-        return Timing(answer["times"], answer["runs"])
-
-    def close(self) -> None:
-        """End the process."""
-        if self._program is not None:
-            self._program.close()
-
-
 def _compiled(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
     prepared = jacsparse.prepare_jacobian(f, x, compile=True)
-    _check(prepared(x).to_scipy(), expected)
+    check_values(prepared(x).to_scipy(), expected)
     return functools.partial(prepared.values, x)
 
 
 def _later(f: Callable[..., Any], x: torch.Tensor, expected: scipy.sparse.csr_array) -> Callable[[], object]:
     # The second call makes a program, and later ones follow it.
     for _ in range(3):
-        _check(jacsparse.jacobian(f, x).to_scipy(), expected)
+        check_values(jacsparse.jacobian(f, x).to_scipy(), expected)
     return lambda: jacsparse.jacobian(f, x)
 
 
@@ -197,16 +167,6 @@ def _with_gradient(f: Callable[..., Any], x: torch.Tensor) -> Callable[[], objec
     leaf = x.clone().requires_grad_()
     g = torch.ones_like(f(x))
     return lambda: torch.autograd.grad(f(leaf), leaf, g)
-
-
-def _check(actual: scipy.sparse.csr_array, expected: scipy.sparse.csr_array) -> None:
-    """Raise ValueError where values differ from those of the prepared Jacobian."""
-    scale = abs(expected).max()
-    difference = abs(actual - expected).max()
-    if not difference <= _DIFFERENCE * scale:
-        raise ValueError(
-            f"its values differ from those of a prepared Jacobian by {difference / scale:.1e} of the largest"
-        )
 
 
 def _role(label: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,17 +15,16 @@ import torch
 
 import jacsparse
 
+from ._asdex_peer import Asdex
 from ._calls import in_mode
-from ._context import Context, Timing, one_thread
-from ._experiment import Comparison, Experiment, Group, Row, reason
+from ._context import Context, one_thread
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Picture, times_picture
 from ._problems import PROBLEMS, Problem, elements
-from ._programs import asdex_python, first_call, json_of
+from ._programs import first_call
 
 __all__ = ["Case", "SparseJacobian"]
 
-#: The program that times asdex.
-_PEER = "_asdex.py"
 _CHANGED = "prepared, another number at each call"
 #: The problems that are written in JAX too.
 _IN_JAX = ("brusselator", "burgers", "heat", "bundle", "graph_network")
@@ -103,10 +103,14 @@ class SparseJacobian(Experiment):
             functions["torch.func.jacrev"] = lambda: torch.func.jacrev(problem.f, problem.argnums)(*problem.args)
             if case.problem in _EQUATIONS:
                 functions["SciPy, differences by groups"] = _differences(prepared.pattern, problem)
-        timings = context.under(rows.name).times(functions)
-        later, first = _asdex(case, context.seconds)
-        if case.problem in _IN_JAX:
-            timings["asdex"] = later
+        with tempfile.TemporaryDirectory() as folder:
+            asdex = Asdex(case.problem, case.size, case.batch, "auto", Path(folder) / "values.npz")
+            if case.problem in _IN_JAX:
+                functions["asdex"] = asdex
+            try:
+                timings = context.under(rows.name).times(functions)
+            finally:
+                asdex.close()
         for label, timing in timings.items():
             note = f"{prepared.method}, nnz {prepared.pattern.nnz:,}" if label == "prepared" else ""
             rows.timed(label, timing, role=_role(label), note=note)
@@ -119,7 +123,7 @@ class SparseJacobian(Experiment):
         for label in ("prepared", "jacobian"):
             rows.compare("jacrev / ours", "torch.func.jacrev", label, at_least=0.95)
         rows.compare("changed / prepared", _CHANGED, "prepared", at=_CHANGED)
-        self._first_calls(rows, case, first)
+        self._first_calls(rows, case, asdex.first)
         needed = rows.memory("prepared: memory of a call", values)
         if needed.median is not None:
             nbytes = values().nbytes
@@ -179,17 +183,3 @@ def _differences(pattern: jacsparse.Pattern, problem: Problem) -> Callable[[], o
 
     sparsity, start = (pattern.to_scipy(), groups), x.flatten().numpy()
     return lambda: scipy.optimize._numdiff.approx_derivative(f, start, method="2-point", sparsity=sparsity)
-
-
-def _asdex(case: Case, seconds: float) -> tuple[Timing, float | None]:
-    """The timing of asdex, which another Python runs, and the seconds of its first call."""
-    if case.problem not in _IN_JAX:
-        return Timing([], 0, "it is not written in JAX"), None
-    try:
-        command = [asdex_python(), str(Path(__file__).with_name(_PEER))]
-    except ImportError as error:
-        return Timing([], 0, reason(error)), None
-    result, problem = json_of(command, case.problem, case.size, case.batch, seconds)
-    if result is None:
-        return Timing([], 0, problem), None
-    return Timing(result["times"], len(result["times"])), result["first"]

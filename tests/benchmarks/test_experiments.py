@@ -19,12 +19,13 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from benchmarks import _peers, _programs, discretised_equations, spgemm, triangular_solvers
+from benchmarks import _asdex_peer, _peers, _programs, spgemm, triangular_solvers
+from benchmarks._asdex_peer import ASDEX
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS, Peer
 from benchmarks._problems import PROBLEMS
-from benchmarks._programs import ASDEX, JsonProgram
+from benchmarks._programs import JsonProgram
 from benchmarks._ranks import on_ranks
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
@@ -287,11 +288,11 @@ SMALL_EQUATION = SizedEquation("oregonator", 4, at_most=1.5)
 #: A peer that takes a second, and whose values are in a file.
 MADE_UP_PEER = """
 import json, shutil, sys
-shutil.copy(sys.argv[0] + ".npz", sys.argv[4])
+shutil.copy(sys.argv[0] + ".npz", sys.argv[5])
 print("a warning")
 print(json.dumps({"first": 2.0, "colors": 9, "versions": "peer 1"}), flush=True)
 for line in sys.stdin:
-    print(json.dumps({"times": [1.0 if sys.argv[3] == "fwd" else 3.0], "runs": 1}), flush=True)
+    print(json.dumps({"times": [1.0 if sys.argv[4] == "fwd" else 3.0], "runs": 1}), flush=True)
 """
 
 
@@ -305,7 +306,7 @@ def made_up_asdex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
         problem = PROBLEMS[SMALL_EQUATION.equation](SMALL_EQUATION.size, 1)
         matrix = jacsparse.jacobian(problem.f, *problem.args, batched=False).to_scipy().tocoo()
         np.savez(f"{path}.npz", rows=matrix.row, columns=matrix.col, values=factor * matrix.data)
-        monkeypatch.setattr(discretised_equations, "_PEER", str(path))
+        monkeypatch.setattr(_asdex_peer, "_PROGRAM", str(path))
         monkeypatch.setenv(ASDEX, sys.executable)
 
     return put
