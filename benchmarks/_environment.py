@@ -20,31 +20,13 @@ import jacsparse
 __all__ = ["cores", "environment", "hardware"]
 
 _PACKAGES = (
-    "torch",
-    "numpy",
-    "numba",
-    "scipy",
-    "mkl",
-    "sparse_dot_mkl",
-    "python-graphblas",
-    "cupy-cuda12x",
-    "cupy-cuda13x",
-    "nvmath-python",
+    *("torch", "numpy", "numba", "scipy", "mkl", "sparse_dot_mkl", "python-graphblas"),
+    *("cupy-cuda12x", "cupy-cuda13x", "nvmath-python"),
 )
 # Instruction sets of vector units, which decide how fast numbers move.
 _VECTOR_UNITS = (
-    "sse4.2",
-    "avx",
-    "avx2",
-    "fma",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512vnni",
-    "amx-tile",
-    "neon",
-    "sve",
-    "sve2",
+    *("sse4.2", "avx", "avx2", "fma", "avx512f", "avx512bw", "avx512vl", "avx512vnni", "amx-tile"),
+    *("neon", "sve", "sve2"),
 )
 
 

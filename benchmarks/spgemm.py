@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,8 +17,8 @@ from jacsparse import Pattern, ProductPlan, SparseJacobian, chain, plan_product
 from jacsparse.schedule import Step, resolve
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
-from ._context import Context, Timing, reason
-from ._experiment import Comparison, Experiment, Row, compare
+from ._context import Context, Timing
+from ._experiment import Experiment, Group, Row, reason
 from ._figures import Picture, times_picture
 from ._peers import GOALS, MKL_REUSE, PEERS, Peer
 from ._workloads import pruned_vgg11
@@ -109,33 +109,29 @@ def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch:
     timings = _timed(calls, capturable, context, pause=_PAUSE if context.device == "cpu" else 0.0)
     planned = context.times({method: _planning(a, b, method) for method in METHODS}, seconds=context.seconds / 2)
     del out
-    peer_rows = {
-        (label, mode): Row.timed(labelled(label, mode), timing, group=group, role="peer")
-        for (label, mode), timing in timings.items()
-        if label in peers
-    }
-    rows = [_size_row(plans["slots"], group)]
-    multiplied = {
-        (method, mode): Row.timed(
-            labelled(f"multiply, {method}", mode),
-            timings[f"multiply, {method}", mode],
-            group=group,
-            floor=context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop),
-        )
-        for method, plan in plans.items()
-        for mode in MODES[context.device]
-    }
-    for method in METHODS:
-        rows.append(Row.timed(f"plan, {method}", planned[method], group=group))
-        for mode in MODES[context.device]:
-            row = multiplied[method, mode]
-            compared = _compared(
-                row, method, mode, peer_rows, context.device, fastest=_is_fastest(row, mode, multiplied)
-            )
-            rows.append(replace(row, comparisons=compared))
-    single = {method: multiplied[method, MODES[context.device][0]] for method in METHODS}
-    rows += _batch_rows(plans, left, right, single, batch, context)
-    return [*rows, *peer_rows.values(), *missing]
+    rows, modes = Group(group), MODES[context.device]
+    _add_size(rows, plans["slots"])
+    for method, plan in plans.items():
+        rows.timed(f"plan, {method}", planned[method])
+        floor = context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop)
+        for mode in modes:
+            label = f"multiply, {method}"
+            rows.timed(labelled(label, mode), timings[label, mode], floor=floor)
+    _add_batches(rows, plans, left, right, batch, context)
+    for (label, mode), timing in timings.items():
+        if label in peers:
+            rows.timed(labelled(label, mode), timing, role="peer")
+    for mode in modes:
+        labels = {method: labelled(f"multiply, {method}", mode) for method in METHODS}
+        fastest = rows.fastest(labels.values())
+        for method, label in labels.items():
+            for goal in GOALS[context.device]:
+                # A peer that cannot run in a mode is compared in the first one; the targets are the fastest method's.
+                peer_mode = mode if labelled(goal.label, mode) in rows else modes[0]
+                name = goal.name if peer_mode == mode else labelled(goal.name, peer_mode)
+                at_least = goal.at_least if fastest is not None and label == fastest.label else None
+                rows.compare(f"{name} / {method}", labelled(goal.label, peer_mode), label, at_least=at_least)
+    return [*rows.rows(), *missing]
 
 
 def _timed(
@@ -147,26 +143,6 @@ def _timed(
     functions = {labelled(*key): in_mode(ready(calls[key[0]]), key[1]) for key in keys}
     timings = context.times(functions, **options)
     return {key: timings[labelled(*key)] for key in keys}
-
-
-def _is_fastest(row: Row, mode: str, rows: Mapping[tuple[str, str], Row]) -> bool:
-    """Whether no method is faster in a mode; the targets are for the fastest method."""
-    medians = [other.median for (_, its_mode), other in rows.items() if its_mode == mode and other.median is not None]
-    return row.median is not None and row.median == min(medians)
-
-
-def _compared(
-    row: Row, method: str, mode: str, peers: Mapping[tuple[str, str], Row], device: str, *, fastest: bool
-) -> tuple[Comparison, ...]:
-    """Comparisons with the peers that have a goal, in the same mode or, if they cannot run in it, in the first mode."""
-    comparisons: tuple[Comparison, ...] = ()
-    for goal in GOALS[device]:
-        peer_mode = mode if (goal.label, mode) in peers else MODES[device][0]
-        if (goal.label, peer_mode) in peers:
-            name = goal.name if peer_mode == mode else labelled(goal.name, peer_mode)
-            target = {"at_least": goal.at_least} if fastest else {}
-            comparisons += compare(f"{name} / {method}", peers[goal.label, peer_mode], row, **target)
-    return comparisons
 
 
 def _prepared(
@@ -209,34 +185,32 @@ def _difference(product: Any, expected: Any) -> float:
     return float(difference.max(initial=0) / max(np.abs(expected.data).max(initial=0), np.finfo(np.float32).tiny))
 
 
-def _batch_rows(
+def _add_batches(
+    rows: Group,
     plans: dict[str, ProductPlan],
     left: SparseJacobian,
     right: SparseJacobian,
-    single: dict[str, Row],
     batch: int,
     context: Context,
-) -> list[Row]:
-    """Rows of the product for several samples at once, by all methods; times are for one sample."""
-    product, group = plans["slots"].pattern, single["slots"].group
+) -> None:
+    """Add the product for several samples at once, by all methods; times are for one sample."""
+    product = plans["slots"].pattern
     needed = 4 * batch * (left.pattern.nnz + right.pattern.nnz + product.nnz)
     if needed > _available(context.device) // 2:
-        problem = f"a batch of {batch} needs {needed / 2**30:.1f} GiB"
-        return [Row.missing(f"multiply, {method}, batch {batch}", problem, group=group) for method in plans]
+        for method in plans:
+            rows.missing(f"multiply, {method}, batch {batch}", f"a batch of {batch} needs {needed / 2**30:.1f} GiB")
+        return
     a_values, b_values = (matrix.values.repeat(1, batch) for matrix in (left, right))
     out = a_values.new_empty((product.nnz, batch))
     timings = context.times(
         {f"{method}, batch {batch}": _multiplication(plan, a_values, b_values, out) for method, plan in plans.items()}
     )
-    rows = []
     for method, plan in plans.items():
         floor = context.limits.floor(_moved(plan, (a_values, b_values), batch), plan.flop * batch) / batch
-        timing = timings[f"{method}, batch {batch}"]
-        label = f"multiply, {method}, batch {batch}, for each sample"
-        row = Row.timed(label, timing, per=batch, group=group, floor=floor)
-        goal = {"at_least": 1.0} if method == "slots" else {}
-        rows.append(replace(row, comparisons=compare("batch 1 / this", single[method], row, **goal)))
-    return rows
+        label, single = f"multiply, {method}, batch {batch}, for each sample", f"multiply, {method}"
+        rows.timed(label, timings[f"{method}, batch {batch}"], per=batch, floor=floor)
+        at_least = 1.0 if method == "slots" else None
+        rows.compare("batch 1 / this", labelled(single, MODES[context.device][0]), label, at_least=at_least)
 
 
 def _stencil_rows(
@@ -248,12 +222,13 @@ def _stencil_rows(
     stencil = Stencil(left.pattern, right.pattern)
     scale = plan_product(left.pattern, diagonal.pattern)
     slots = plan_product(scale.pattern, right.pattern, method="slots")
-    rows: list[Row] = []
+    rows = Group(group)
     for samples in (1, batch):
         labels = [f"{name}, batch {samples}" for name in ("stencil", "scale and slots")]
         needed = 4 * (samples * slots.pattern.nnz + stencil.size(samples))
         if needed > _available("cpu") // 2:
-            rows += [Row.missing(label, f"it needs {needed / 2**30:.1f} GiB", group=group) for label in labels]
+            for label in labels:
+                rows.missing(label, f"it needs {needed / 2**30:.1f} GiB")
             continue
         d = diagonal.values.repeat(1, samples)
         scaled, product = (d.new_empty((plan.pattern.nnz, samples)) for plan in (scale, slots))
@@ -273,21 +248,18 @@ def _stencil_rows(
             )
             peer = _checked(MKL_REUSE, factor, right.to_scipy(), expected, group, context)
             if isinstance(peer, Row):
-                rows.append(peer)
+                rows.add(peer)
             else:
                 calls[MKL_REUSE] = peer.multiply
         timings = context.times(calls, pause=_PAUSE if MKL_REUSE in calls else 0.0)
-        timed = {label: Row.timed(label, timings[label], per=samples, group=group) for label in labels}
-        others = {label: timed[label] for label in labels[1:]}
+        for label in labels:
+            rows.timed(label, timings[label], per=samples)
         if MKL_REUSE in calls:
-            others[MKL_REUSE] = Row.timed(MKL_REUSE, timings[MKL_REUSE], group=group, role="peer")
+            rows.timed(MKL_REUSE, timings[MKL_REUSE], role="peer")
         goals = {labels[1]: 2.5, MKL_REUSE: 8.0} if samples == 1 else {}
-        comparisons: tuple[Comparison, ...] = ()
-        for label, other in others.items():
-            target = {"at_least": goals[label]} if label in goals else {}
-            comparisons += compare(f"{label.split(',')[0]} / stencil", other, timed[labels[0]], **target)
-        rows += [replace(timed[labels[0]], comparisons=comparisons), *others.values()]
-    return rows
+        for label in (labels[1], *(name for name in calls if name == MKL_REUSE)):
+            rows.compare(f"{label.split(',')[0]} / stencil", label, labels[0], at_least=goals.get(label))
+    return rows.rows()
 
 
 def _step(
@@ -313,11 +285,8 @@ def _step(
     b_values = _operand(step.right, plan.selects_right, jacobians, winners)
     out = left.values.new_empty((plan.pattern.nnz, 1))
     goal = GOALS[device][0]
-    planning, multiplying, by_peer = (
-        f"{name}: plan, {plan.method}",
-        f"{name}: multiply, {plan.method}",
-        f"{name}: {goal.label}",
-    )
+    planning, multiplying = f"{name}: plan, {plan.method}", f"{name}: multiply, {plan.method}"
+    by_peer = f"{name}: {goal.label}"
     calls = {multiplying: _multiplication(plan, a_values, b_values, out)}
     if device == "cpu":
         calls[planning] = _planning(a, b, "auto")
@@ -330,20 +299,21 @@ def _step(
     timings = _timed(calls, {multiplying}, context, seconds=context.seconds / 5)
     if not timings[multiplying, first].problem:
         jacobians[step.out] = SparseJacobian(plan.pattern, out)
-    peer = Row.missing(by_peer, f"it needs {peer_needs / 2**30:.1f} GiB", group=group, role="peer")
+    rows = Group(group)
+    if planning in calls:
+        rows.timed(planning, timings[planning, first])
+    floor = context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop)
+    labels = [labelled(multiplying, mode) for mode in MODES[device]]
+    for label, mode in zip(labels, MODES[device], strict=True):
+        note = f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries"
+        rows.timed(label, timings[multiplying, mode], floor=floor, note=note)
     if by_peer in calls:
-        peer = Row.timed(labelled(by_peer, first), timings[by_peer, first], group=group, role="peer")
-    rows = [Row.timed(planning, timings[planning, first], group=group)] if planning in calls else []
-    for mode in MODES[device]:
-        row = Row.timed(
-            labelled(multiplying, mode),
-            timings[multiplying, mode],
-            group=group,
-            floor=context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop),
-            note=f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries",
-        )
-        rows.append(replace(row, comparisons=compare(f"{goal.name} / {plan.method}", peer, row)))
-    return [*rows, peer]
+        peer = rows.timed(labelled(by_peer, first), timings[by_peer, first], role="peer")
+    else:
+        peer = rows.missing(by_peer, f"it needs {peer_needs / 2**30:.1f} GiB", role="peer")
+    for label in labels:
+        rows.compare(f"{goal.name} / {plan.method}", peer.label, label)
+    return rows.rows()
 
 
 def _operand(
@@ -368,10 +338,10 @@ def _moved(plan: ProductPlan, factors: Sequence[torch.Tensor], batch: int) -> in
     return sum(values.nbytes for values in factors) + plan.nbytes + 4 * plan.pattern.nnz * batch
 
 
-def _size_row(plan: ProductPlan, group: str) -> Row:
+def _add_size(rows: Group, plan: ProductPlan) -> None:
     (m, k), n = plan.a.shape, plan.b.shape[1]
     note = f"{m:,} × {k:,} × {n:,}; {plan.a.nnz:,} and {plan.b.nnz:,} entries in, {plan.pattern.nnz:,} out"
-    return Row.of_value("multiply-adds", plan.flop // 2, "count", group=group, note=note)
+    rows.value("multiply-adds", plan.flop // 2, "count", note=note)
 
 
 def _available(device: str) -> int:

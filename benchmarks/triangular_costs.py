@@ -14,7 +14,7 @@ from jacsparse import SparseJacobian, solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Row
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
 
 __all__ = ["TriangularCosts"]
@@ -131,29 +131,19 @@ def _system(depth: int, units: int, samples: int) -> solvers.BlockBidiagonal:
 
 def _rows(curve: Sequence[_Point], depth: int, units: int) -> list[Row]:
     """Rows for one sample and for as many as units; each has the whole curve."""
-    data: dict[str, Any] = {"what": curve[0].what, "l": depth, "n": units}
+    rows, what = Group(f"l = {depth} layers of n = {units} units"), curve[0].what
+    data: dict[str, Any] = {"what": what, "l": depth, "n": units}
     data |= {name: [getattr(point, name) for point in curve] for name in ("paper", "counted")}
     data["r"] = [point.samples for point in curve]
-    return [
-        _row(point, depth, units, data)
-        for point in curve
-        if point.samples in (1, units) or (units not in data["r"] and point is curve[-1])
-    ]
-
-
-def _row(point: _Point, depth: int, units: int, data: dict[str, Any]) -> Row:
-    group, label = f"l = {depth} layers of n = {units} units", f"{point.what}, r = {point.samples}"
-    data = {**data, "samples": point.samples}
-    comparisons = (Comparison("counted / paper", point.counted / point.paper),)
-    if point.what in (_TIME, _SHARED):
-        note = ""
-        if point.samples >= units:
-            note = "r ≥ n: reduction pays by the paper, and as counted it " + (
-                "does" if point.counted > 1 else "does not"
-            )
-        return Row.of_value(label, point.counted, "ratio", group=group, comparisons=comparisons, note=note, data=data)
-    unit, quantity = ("entries", "memory") if point.what == _MEMORY else ("", "multiply-adds")
-    note = f"by the paper {'at most ' if point.what == _MEMORY else ''}{point.paper:,.0f}"
-    return Row.of_value(
-        label, point.counted, quantity, unit, group=group, comparisons=comparisons, note=note, data=data
-    )
+    quantity = "ratio" if what in (_TIME, _SHARED) else "memory" if what == _MEMORY else "multiply-adds"
+    for point in curve:
+        if point.samples not in (1, units) and (units in data["r"] or point is not curve[-1]):
+            continue
+        note = f"by the paper {'at most ' if what == _MEMORY else ''}{point.paper:,.0f}"
+        if quantity == "ratio":
+            does = "does" if point.counted > 1 else "does not"
+            note = f"r ≥ n: reduction pays by the paper, and as counted it {does}" if point.samples >= units else ""
+        label, unit = f"{what}, r = {point.samples}", "entries" if what == _MEMORY else ""
+        compared, more = (Comparison("counted / paper", point.counted / point.paper),), {"samples": point.samples}
+        rows.value(label, point.counted, quantity, unit, comparisons=compared, note=note, data={**data, **more})
+    return rows.rows()
