@@ -21,9 +21,9 @@ from rich.text import Text
 from jacsparse.runtime import check_writable
 
 from ._calls import full_precision
-from ._context import Context, device_problem, reason
+from ._context import Context, device_problem
 from ._environment import environment, hardware
-from ._experiment import Experiment, Row
+from ._experiment import Experiment, Row, reason
 from ._pages import ROOT, readme_with_figures
 from ._papers import PAPERS, experiments_of
 from ._registry import EXPERIMENTS

@@ -20,7 +20,7 @@ from jacsparse.runtime import cupy_for
 from ._calls import block_times
 from ._experiment import reason
 
-__all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem", "one_thread", "reason"]
+__all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem", "one_thread"]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ._context import reason
+from ._experiment import reason
 
 __all__ = ["JsonProgram", "first_call", "json_of"]
 
@@ -40,8 +40,8 @@ def json_of(
 def first_call(problem: str, size: int, batch: int, way: str) -> tuple[float | None, str]:
     """Seconds of the first call in a new process by one of the ways of `_first_call`, or None and why."""
     command = [sys.executable, "-m", f"{__package__}._first_call"]
-    answer, reason = json_of(command, problem, size, batch, way)
-    return (None, reason) if answer is None else (answer["first"], "")
+    answer, why_not = json_of(command, problem, size, batch, way)
+    return (None, why_not) if answer is None else (answer["first"], "")
 
 
 class JsonProgram:

@@ -17,8 +17,8 @@ from torch.nn import functional
 from jacsparse import nn as scanned
 
 from ._calls import MODES, Call, in_mode, labelled
-from ._context import Context, Limits, Timing, reason
-from ._experiment import Comparison, Row, compare
+from ._context import Context, Limits, Timing
+from ._experiment import Comparison, Row, compare, reason
 
 __all__ = ["GATES", "OURS", "PEER", "SCANS", "Layer", "Measurements", "RecurrentWorkload", "shown"]
 

@@ -55,7 +55,8 @@ class GruBreakdown(Experiment):
                 seconds.setdefault(key, {})[row.data["part"]] = row.median or 0.0
         layers = sorted({layer: None for _, layer, _ in seconds}, key=lambda layer: layer != PEER.name)
         panels = []
-        for name in sorted({name: None for name, *_ in seconds}, key=[name for name, *_ in self.sets].index):
+        # Rows begin with the longest sequences.
+        for name in reversed({name: None for name, *_ in seconds}):
             batches = sorted({batch for other, _, batch in seconds if other == name})
             total: dict[str, list[float | None]] = {layer: [] for layer in layers}
             forward: dict[str, list[float | None]] = {layer: [] for layer in layers}

@@ -20,8 +20,8 @@ from jacsparse.runtime import intercept
 from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
-from ._context import Context, Timing, reason
-from ._experiment import Experiment, Group, Row
+from ._context import Context, Timing
+from ._experiment import Experiment, Group, Row, reason
 from ._text import amount
 
 __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context, one_thread
 from ._curves import averaged
-from ._experiment import Comparison, Experiment, Row
+from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Line, Panel, Picture
 
 __all__ = ["NormalisedConvergence"]
@@ -55,28 +55,21 @@ class NormalisedConvergence(Experiment):
         return rows
 
     def _rows(self, context: Context, build: Callable[[], nn.Module], data: Dataset, group: str) -> list[Row]:
-        rows, expected = list[Row](), Training()
+        rows, expected = Group(group), Training()
         for way in WAYS:
             context.say(way)
             with one_thread():
                 training = train(way, build, data, epochs=self.epochs, batch=self.batch)
             expected = training if way == _BASELINE else expected
             difference = max(abs(one - other) for one, other in zip(training.losses, expected.losses, strict=True))
-            exact = way not in (_BASELINE, _DELAYED)
             loss, accuracy = training.tests[-1]
-            row = Row.of_value(
-                way,
-                training.losses[-1],
-                "last loss",
-                group=group,
-                role="peer" if way == _BASELINE else "ours",
-                note=f"test loss {loss:.3g}, accuracy {accuracy:.1%}, {training.seconds:.0f} s of training",
-                data={"training": asdict(training)},
-            )
-            text = f"largest difference of the losses / {_TOLERANCE:g}"
-            compared = (Comparison(text, difference / _TOLERANCE, at_most=1),) if exact else ()
-            rows.append(replace(row, comparisons=compared))
-        return rows
+            note = f"test loss {loss:.3g}, accuracy {accuracy:.1%}, {training.seconds:.0f} s of training"
+            role, data_of_way = "peer" if way == _BASELINE else "ours", {"training": asdict(training)}
+            row = rows.value(way, training.losses[-1], "last loss", role=role, note=note, data=data_of_way)
+            if way not in (_BASELINE, _DELAYED):
+                text = f"largest difference of the losses / {_TOLERANCE:g}"
+                rows.add(row.beside(Comparison(text, difference / _TOLERANCE, at_most=1)))
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         colours, panels = dict(zip(WAYS, (ORANGE, BLUE, GREEN, SKY, "black", PURPLE), strict=True)), list[Panel]()

@@ -15,8 +15,8 @@ from torch import nn
 from jacsparse import nn as scanned
 
 from ._calls import Call
-from ._context import Context, Timing, reason
-from ._experiment import Comparison, Experiment, Row, compare
+from ._context import Context, Timing
+from ._experiment import Comparison, Experiment, Row, compare, reason
 from ._figures import Cells, Panel, Picture
 from ._recurrent import GATES, OURS, PEER
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,8 +13,8 @@ from jacsparse.models import TrainSettings, train, vgg11_settings
 
 from jacsparse.figures import BLUE, ORANGE
 
-from ._context import Context, reason
-from ._experiment import Comparison, Experiment, Row
+from ._context import Context
+from ._experiment import Comparison, Experiment, Group, Row, reason
 from ._figures import Line, Panel, Picture
 
 __all__ = ["SparseConvergence"]
@@ -37,28 +38,20 @@ class SparseConvergence(Experiment):
         settings = self.settings(0)
         epochs = f"{settings.epochs} epochs, {settings.prune:.0%} pruned, {settings.retrain_epochs} epochs"
         group = f"{settings.task} on {settings.data}: {epochs}, batch {settings.batch}"
-        rows, accuracy = [], {engine: list[float]() for engine in ENGINES}
-        for seed in self.seeds:
-            for engine in ENGINES:
-                context.under(f"seed {seed}, {engine}").say("training")
-                try:
-                    result = train(replace(self.settings(seed), engine=engine))
-                except ImportError as error:
-                    return [Row.missing("accuracy", reason(error), group=group)]
-                accuracy[engine].append(result.accuracy["retrained"])
-                points = [_known(asdict(point)) for point in result.points if point.phase == "retrain"]
-                rows.append(
-                    Row.of_value(
-                        f"accuracy after retraining, {engine}, seed {seed}",
-                        result.accuracy["retrained"],
-                        "share",
-                        group=group,
-                        role="ours" if engine == "sparse" else "peer",
-                        note=f"{result.accuracy['pruned']:.4f} right after pruning",
-                        data={"engine": engine, "points": points},
-                    )
-                )
-        return [*rows, _difference(accuracy, group)]
+        rows, accuracy = Group(group), {engine: list[float]() for engine in ENGINES}
+        for seed, engine in itertools.product(self.seeds, ENGINES):
+            context.under(f"seed {seed}, {engine}").say("training")
+            try:
+                result = train(replace(self.settings(seed), engine=engine))
+            except ImportError as error:
+                return [Row.missing("accuracy", reason(error), group=group)]
+            retrained, note = result.accuracy["retrained"], f"{result.accuracy['pruned']:.4f} right after pruning"
+            accuracy[engine].append(retrained)
+            points = [_known(asdict(point)) for point in result.points if point.phase == "retrain"]
+            label, role = f"accuracy after retraining, {engine}, seed {seed}", "ours" if engine == "sparse" else "peer"
+            rows.value(label, retrained, "share", role=role, note=note, data={"engine": engine, "points": points})
+        _add_difference(rows, accuracy)
+        return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         losses, accuracies = list[Line](), list[Line]()
@@ -82,19 +75,12 @@ def _known(point: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in point.items() if value == value}
 
 
-def _difference(accuracy: dict[str, list[float]], group: str) -> Row:
-    """The difference of the mean accuracies, beside twice the standard error of such a difference between seeds."""
+def _add_difference(rows: Group, accuracy: dict[str, list[float]]) -> None:
+    """Add the difference of the mean accuracies, beside twice the standard error of such a difference between seeds."""
     dense, sparse = (np.array(accuracy[engine]) for engine in ENGINES)
     difference = abs(float(sparse.mean() - dense.mean()))
     error = math.sqrt((dense.var() + sparse.var()) / max(1, len(dense) - 1))
-    comparisons = (
-        (Comparison("difference / two standard errors", difference / (2 * error), at_most=1),) if error else ()
-    )
-    return Row.of_value(
-        "difference of the mean accuracies",
-        difference,
-        "share",
-        group=group,
-        note=f"dense {dense.mean():.4f}, sparse {sparse.mean():.4f}; standard error {error:.4f}",
-        comparisons=comparisons,
-    )
+    note = f"dense {dense.mean():.4f}, sparse {sparse.mean():.4f}; standard error {error:.4f}"
+    row = rows.value("difference of the mean accuracies", difference, "share", note=note)
+    if error:
+        rows.add(row.beside(Comparison("difference / two standard errors", difference / (2 * error), at_most=1)))
