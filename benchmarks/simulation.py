@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -130,13 +130,24 @@ class SimulatedTraining(Experiment):
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
-        panels = []
+        methods, panels = dict.fromkeys(row.data["method"] for row in rows if "method" in row.data), []
+        colours = dict(zip(methods, ("black", *COLOURS, "#999999", "#d55e00"), strict=False))
         for network in dict.fromkeys(row.data["network"] for row in rows if "network" in row.data):
             lines = [row.data for row in rows if row.data.get("network") == network]
+            time, memory = (
+                self._lines(lines, name, unit, colours) for name, unit in (("seconds", 1), ("memory", 2**20))
+            )
             seconds, nbytes = "seconds of an iteration", "MiB on the fullest worker"
             panels += [
-                Panel(self._lines(lines, "seconds", 1), f"{network}: time", "workers p", seconds, "2y"),
-                Panel(self._lines(lines, "memory", 2**20), f"{network}: memory", "workers p", nbytes, "2y", legend=""),
+                Panel(time, f"{network}: time", "workers p", seconds, "2y"),
+                Panel(
+                    self._lines(lines, "memory", 2**20, colours),
+                    f"{network}: memory",
+                    "workers p",
+                    nbytes,
+                    "2y",
+                    legend="",
+                ),
             ]
         shown = self.depths[::2]
         panels.insert(2, _orders_panel([row.data for row in rows if row.data.get("n") in shown]))
@@ -147,11 +158,11 @@ class SimulatedTraining(Experiment):
         )
         return Picture(title, panels, (14.0, 8.0), columns=3)
 
-    def _lines(self, lines: Sequence[dict[str, Any]], name: str, unit: float) -> list[Part]:
+    def _lines(self, lines: Sequence[dict[str, Any]], name: str, unit: float, colours: Mapping[str, str]) -> list[Part]:
         """A column of each method over workers."""
         parts: list[Part] = []
-        for line, colour in zip(lines, ("black", *COLOURS, "#999999", "#d55e00"), strict=False):
-            workers, values = line["workers"], [value / unit for value in line[name]]
+        for line in lines:
+            workers, values, colour = line["workers"], [value / unit for value in line[name]], colours[line["method"]]
             # The line of ddg is often the same as that of 1f1b.
             options = {"linewidth": 4.0 if line["method"] == "1f1b" else 1.6, "markersize": 3}
             parts.append(Line(workers, values, line["method"], colour, "o-", options=options))
