@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,7 +25,7 @@ from ._papers import ITEMS, PAPERS
 from ._registry import EXPERIMENTS
 from ._report import read_all
 from ._results import Result, result_path
-from ._text import amount
+from ._text import amount, table_head, table_line
 
 __all__ = ["FigurelessItem", "figureless_items", "machines", "readme_with_figures", "status", "table", "write_pages"]
 
@@ -95,10 +95,10 @@ def table(name: str) -> list[str]:
     """A table of `measured.toml`, in Markdown: each machine's figure beside its peers', and the ratio."""
     rows = tomllib.loads((ROOT / "benchmarks" / "measured.toml").read_text(encoding="utf-8"))["row"]
     results = machines("cuda" if name == "gpu" else "cpu")
-    head = _line(("", *(_machine_name(machine) for machine in results.values())))
+    head = table_head(("", *(_machine_name(machine) for machine in results.values())))
     shown = [row for row in rows if row["table"] == name]
     cells = ((row["what"], *(_cell(row, machine) for machine in results.values())) for row in shown)
-    return [head, _line(["---"] * (1 + len(results))), *map(_line, cells)]
+    return [*head, *map(table_line, cells)]
 
 
 def _cell(row: Mapping[str, Any], results: Mapping[str, Result]) -> str:
@@ -123,10 +123,6 @@ def _machine_name(results: Mapping[str, Result]) -> str:
     if first.device == "cuda":
         return f"{machine['gpu']['name']}, {span}"
     return f"{str(machine['cpu']).replace('(R)', '')}, {machine['cores']} cores, {span}"
-
-
-def _line(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(text.replace('|', '∣') for text in texts)} |"
 
 
 def _item_lines(item: Item, results: Sequence[Result]) -> Iterator[str]:
@@ -169,11 +165,11 @@ def write_pages(folder: Path) -> None:
         (generated / f"{name}.md").write_text("\n".join(table(name)) + "\n", encoding="utf-8")
     (generated / "commands.md").write_text(_commands(), encoding="utf-8")
     results = [result for machine in machines().values() for result in machine.values()]
-    lines = [(folder / "papers.md").read_text(encoding="utf-8"), _line(("item", "what", "status")), _line(["---"] * 3)]
+    lines = [(folder / "papers.md").read_text(encoding="utf-8"), *table_head(("item", "what", "status"))]
     for paper in PAPERS:
         figures, others = [item for item in ITEMS if item.paper == paper], _figureless(paper)
-        lines += [_line((f"{paper}, {item.place}", item.what, status(item, results))) for item in figures]
-        lines += [_line((f"{paper}, {item.place}", item.what, item.status)) for item in others]
+        lines += [table_line((f"{paper}, {item.place}", item.what, status(item, results))) for item in figures]
+        lines += [table_line((f"{paper}, {item.place}", item.what, item.status)) for item in others]
     for paper, title in PAPERS.items():
         lines += ["", f"## {title}"]
         for item in [item for item in ITEMS if item.paper == paper]:

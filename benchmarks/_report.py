@@ -11,7 +11,7 @@ from ._paper_items import COLUMNS as ITEM_COLUMNS
 from ._paper_items import item_cells
 from ._papers import ITEMS, PAPERS
 from ._results import Result, read, result_path
-from ._text import COLUMNS, amount, cells
+from ._text import COLUMNS, amount, cells, table_head, table_line
 
 __all__ = ["read_all", "write_report"]
 
@@ -55,13 +55,13 @@ def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
 
 
 def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str, str], Result]) -> Iterable[str]:
-    yield from _table_head(("experiment", "reproduces", "on", "result"))
+    yield from table_head(("experiment", "reproduces", "on", "result"))
     for name, experiment in experiments.items():
         by_hardware = {place: result for (other, place), result in results.items() if other == name}
         if not by_hardware:
-            yield _table_line((name, experiment.source, "", f"not measured: run `python -m benchmarks run {name}`"))
+            yield table_line((name, experiment.source, "", f"not measured: run `python -m benchmarks run {name}`"))
         for place, result in by_hardware.items():
-            yield _table_line((name, experiment.source, place, experiment.summary(result.rows)))
+            yield table_line((name, experiment.source, place, experiment.summary(result.rows)))
     yield ""
     yield (
         "Each figure is the median of its runs; ratios are of medians, and in brackets of the fastest runs: what is "
@@ -78,8 +78,8 @@ def _papers(results: Sequence[Result]) -> Iterable[str]:
         "`recurrent_convergence` with `--data irmas:DIR`."
     )
     for paper, title in PAPERS.items():
-        yield from ("", f"## Item by item: {title}", "", *_table_head(ITEM_COLUMNS))
-        yield from (_table_line(item_cells(item, results)) for item in ITEMS if item.paper == paper)
+        yield from ("", f"## Item by item: {title}", "", *table_head(ITEM_COLUMNS))
+        yield from (table_line(item_cells(item, results)) for item in ITEMS if item.paper == paper)
 
 
 def _section(experiment: Experiment, result: Result, folder: Path) -> Iterable[str]:
@@ -136,14 +136,5 @@ def _tables(rows: Sequence[Row]) -> Iterable[str]:
         if row.group != group:
             group = row.group
             yield from ("", f"### {group}") if group else ()
-            yield from ("", *_table_head(COLUMNS))
-        yield _table_line(cells(row))
-
-
-def _table_head(names: Sequence[str]) -> Iterable[str]:
-    yield _table_line(names)
-    yield _table_line(["---"] * len(names))
-
-
-def _table_line(texts: Iterable[str]) -> str:
-    return f"| {' | '.join(text.replace('|', '∣') for text in texts)} |"
+            yield from ("", *table_head(COLUMNS))
+        yield table_line(cells(row))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from ._experiment import Comparison, Row
 
-__all__ = ["COLUMNS", "amount", "cells", "comparison_text", "ratio_text"]
+__all__ = ["COLUMNS", "amount", "cells", "comparison_text", "ratio_text", "table_head", "table_line"]
 
 COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared")
 
@@ -67,3 +69,13 @@ def cells(row: Row) -> tuple[str, ...]:
 
 def _joined(*parts: str) -> str:
     return "; ".join(part for part in parts if part)
+
+
+def table_head(names: Sequence[str]) -> list[str]:
+    """The first two lines of a table in Markdown."""
+    return [table_line(names), table_line(["---"] * len(names))]
+
+
+def table_line(texts: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(text.replace('|', '∣') for text in texts)} |"

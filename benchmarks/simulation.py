@@ -140,14 +140,7 @@ class SimulatedTraining(Experiment):
             seconds, nbytes = "seconds of an iteration", "MiB on the fullest worker"
             panels += [
                 Panel(time, f"{network}: time", "workers p", seconds, "2y"),
-                Panel(
-                    self._lines(lines, "memory", 2**20, colours),
-                    f"{network}: memory",
-                    "workers p",
-                    nbytes,
-                    "2y",
-                    legend="",
-                ),
+                Panel(memory, f"{network}: memory", "workers p", nbytes, "2y", legend=""),
             ]
         shown = self.depths[::2]
         panels.insert(2, _orders_panel([row.data for row in rows if row.data.get("n") in shown]))
