@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 from collections.abc import Mapping
@@ -94,13 +95,20 @@ Dataclass = TypeVar("Dataclass")
 
 def _instance(kind: type[Dataclass], content: Any) -> Dataclass:
     """An instance of a dataclass from plain values; ValueError if one is missing or has another type."""
-    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
-    if not isinstance(content, dict) or set(content) != names:
-        raise ValueError(f"expected {', '.join(sorted(names))}")
-    for name, hint in get_type_hints(kind).items():
-        if name in names and not _fits(content[name], hint):
+    types = _types(kind)
+    if not isinstance(content, dict) or set(content) != set(types):
+        raise ValueError(f"expected {', '.join(sorted(types))}")
+    for name, hint in types.items():
+        if not _fits(content[name], hint):
             raise ValueError(f"{name} is {content[name]!r}")
     return kind(**content)
+
+
+@functools.cache
+def _types(kind: type[Any]) -> dict[str, Any]:
+    """The types of a dataclass's fields; to look them up takes longer than to read a row."""
+    hints = get_type_hints(kind)
+    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _fits(value: Any, hint: Any) -> bool:
