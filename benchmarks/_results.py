@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 from collections.abc import Mapping
@@ -92,23 +91,22 @@ def _sequence(content: Mapping[str, Any], name: str) -> list[Any]:
 
 Dataclass = TypeVar("Dataclass")
 
+#: The types of the fields of each class in a file: to look them up takes longer than to read a row.
+_TYPES: dict[type[Any], dict[str, Any]] = {
+    kind: {name: hint for name, hint in get_type_hints(kind).items() if name in {field.name for field in fields(kind)}}
+    for kind in (Result, Row, Comparison, Limits)
+}
+
 
 def _instance(kind: type[Dataclass], content: Any) -> Dataclass:
     """An instance of a dataclass from plain values; ValueError if one is missing or has another type."""
-    types = _types(kind)
+    types = _TYPES[kind]
     if not isinstance(content, dict) or set(content) != set(types):
         raise ValueError(f"expected {', '.join(sorted(types))}")
     for name, hint in types.items():
         if not _fits(content[name], hint):
             raise ValueError(f"{name} is {content[name]!r}")
     return kind(**content)
-
-
-@functools.cache
-def _types(kind: type[Any]) -> dict[str, Any]:
-    """The types of a dataclass's fields; to look them up takes longer than to read a row."""
-    hints = get_type_hints(kind)
-    return {field.name: hints[field.name] for field in fields(kind)}
 
 
 def _fits(value: Any, hint: Any) -> bool:
