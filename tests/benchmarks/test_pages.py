@@ -10,8 +10,15 @@ import pytest
 from benchmarks._pages import FigurelessItem, figureless_items, machines, readme_with_figures, status, table
 from benchmarks._paper_items import COLUMNS, Item, item_cells
 from benchmarks._papers import ITEMS, PAPERS
+from benchmarks._results import Result
 
 ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def results() -> list[Result]:
+    """All results that are kept here, read once."""
+    return [result for machine in machines().values() for result in machine.values()]
 
 
 def test_the_papers_items() -> None:
@@ -27,16 +34,14 @@ def test_each_item_without_a_figure(item: FigurelessItem) -> None:
     assert not item.tests or (ROOT / item.tests).is_file()
 
 
-def test_nothing_is_reproduced_without_a_result() -> None:
+def test_nothing_is_reproduced_without_a_result(results: list[Result]) -> None:
     assert {status(item, []) for item in ITEMS} == {"not measured"}
-    results = [result for machine in machines().values() for result in machine.values()]
     known = {"reproduced", "reproduced in small", "comes out otherwise", "not measured"}
     assert {status(item, results) for item in ITEMS} <= known
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: f"{item.paper}-{item.place}-{item.what}")
-def test_an_item_of_other_data_or_another_device_is_in_small(item: Item) -> None:
-    results = [result for machine in machines().values() for result in machine.values()]
+def test_an_item_of_other_data_or_another_device_is_in_small(item: Item, results: list[Result]) -> None:
     how_far = item_cells(item, results)[COLUMNS.index("how far")]
     words = ("RTX", "Titan", "Threadripper", "GPU", "CIFAR", "digits", "IRMAS", "ResNet")
     if any(word in " ".join((item.what, item.published, item.why)) for word in words):

@@ -40,31 +40,38 @@ class KernelError(RuntimeError):
 
 @functools.cache
 def _library(name: str, code: str, sanitizer: str) -> Path:
-    """A shared library of kernels; kept from run to run, by what it is made of."""
-    flags = _SANITIZED[sanitizer]
-    runtime = [HERE / "fibers.h", HERE / "fibers.cpp"]
+    """A shared library of kernels."""
+    flags = (*_SANITIZED[sanitizer], f"-I{HERE}", "-shared")
+    return _built(f"{name}-{sanitizer or 'plain'}", ".so", code, flags, (_runtime(),))
+
+
+@functools.cache
+def _runtime() -> Path:
+    """The object file of the fibers, which is not instrumented: it tells sanitizers of fibers itself."""
+    return _built("fibers", ".o", (HERE / "fibers.cpp").read_text(encoding="utf-8"), ("-O2", f"-I{HERE}", "-c"))
+
+
+def _built(name: str, suffix: str, code: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
+    """What g++ makes of the code and of the object files; kept from run to run, by what it is made of."""
     digest = hashlib.blake2b(digest_size=10)
-    for part in (code, *flags, *_COMMON, *(file.read_text(encoding="utf-8") for file in runtime)):
+    header = (HERE / "fibers.h").read_text(encoding="utf-8")
+    for part in (code, header, *flags, *_COMMON, *(file.name for file in objects)):
         digest.update(part.encode() + b"\0")
     import platformdirs
 
     folder = Path(os.environ.get("JACSPARSE_CACHE_DIR") or platformdirs.user_cache_path("jacsparse")) / "fibers"
-    path = folder / f"{name}-{sanitizer or 'plain'}-{digest.hexdigest()}.so"
+    path = folder / f"{name}-{digest.hexdigest()}{suffix}"
     if path.exists():
         return path
     work = folder / f"{path.stem}-{os.getpid()}"
     work.mkdir(parents=True, exist_ok=True)
     try:
-        (work / "kernels.cpp").write_text(code, encoding="utf-8")
+        (work / "code.cpp").write_text(code, encoding="utf-8")
         # A sanitizer's library, preloaded, would be loaded into the compiler too.
         environment = {key: value for key, value in os.environ.items() if key != "LD_PRELOAD"}
-        run = functools.partial(
-            subprocess.run, check=True, capture_output=True, encoding="utf-8", env=environment, cwd=work
-        )
-        # The runtime is not instrumented: it tells sanitizers of fibers itself.
-        run([COMPILER, *_COMMON, "-O2", "-c", str(HERE / "fibers.cpp"), "-o", "fibers.o"])
-        run([COMPILER, *_COMMON, *flags, f"-I{HERE}", "-shared", "kernels.cpp", "fibers.o", "-o", "kernels.so"])
-        (work / "kernels.so").replace(path)
+        command = [COMPILER, *_COMMON, *flags, "code.cpp", *objects, "-o", "built"]
+        subprocess.run(command, check=True, capture_output=True, encoding="utf-8", env=environment, cwd=work)
+        (work / "built").replace(path)
     except subprocess.CalledProcessError as error:
         raise KernelError(f"{name} does not compile:\n{error.stderr}") from error
     finally:

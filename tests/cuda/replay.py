@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +15,11 @@ import numpy as np
 from tests.cuda.fibers import call, compiled
 
 
-def replay(path: Path) -> list[np.ndarray]:
-    """Run one launch; the arrays that it was given, as it leaves them."""
+def replay(path: Path, launched: AbstractSet[str] | None = None) -> list[np.ndarray]:
+    """Run one launch; the arrays that it was given, as it leaves them.
+
+    Its file's instances are compiled, or those alone that are `launched`: sanitizers make a compiler slow.
+    """
     with np.load(path, allow_pickle=False) as content:
         name, instance = str(content["kernels"]), str(content["instance"])
         kernels = json.loads(path.with_name(f"{name}.json").read_text(encoding="utf-8"))
@@ -25,12 +29,15 @@ def replay(path: Path) -> list[np.ndarray]:
         ]
         # Scalars are arrays without an axis.
         loaded = [argument if argument is None or argument.ndim else argument[()] for argument in arguments]
-        function = compiled(name, kernels["source"], tuple(kernels["instances"]))[instance]
+        instances = tuple(one for one in kernels["instances"] if launched is None or one in launched)
+        function = compiled(name, kernels["source"], instances)[instance]
         call(function, content["grid"].tolist(), content["block"].tolist(), loaded, int(content["shared"]))
     return [argument for argument in arguments if argument is not None and argument.ndim]
 
 
 if __name__ == "__main__":
-    for launch in sorted(Path(sys.argv[1]).glob("*.npz")):
-        replay(launch)
+    launches = sorted(Path(sys.argv[1]).glob("*.npz"))
+    launched = {str(np.load(launch)["instance"]) for launch in launches}
+    for launch in launches:
+        replay(launch, launched)
     print("replayed")
