@@ -160,7 +160,7 @@ class Arguments:
         return alike
 
     def memory_of(self, args: Sequence[Any]) -> torch.Tensor | None:
-        """`memory` of another call where that is one tensor's, and all arguments are tensors of this form; else None."""
+        """`memory` of another call where that is one tensor's, and all arguments are tensors like these; else None."""
         if self._place_of_memory is None or not self._are_alike(args):
             return None
         tensor: torch.Tensor = args[self._place_of_memory]

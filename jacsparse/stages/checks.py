@@ -11,7 +11,6 @@ from torch import nn
 from ..runtime import a_type
 from ..spgemm import check_tensor_itself
 
-
 #: The classes of plain tensors.
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
 
