@@ -63,14 +63,14 @@ class Products(Evaluator):
         self.pattern, self.folded, self._derivatives = folded.pattern, folded, derivatives
         self.batch, self.dtype = 1 if function.shared else function.batch, function.x.dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
+        self._shape, self._dtype = (self.pattern.nnz, self.batch), torch.empty(0, dtype=self.dtype).numpy().dtype
         self._local = derivatives.function
         fuses = compile and self._local is not None and self.pattern.nnz > 0
         steps = folded.steps if fuses else in_turn(folded.steps)
         self._passes = [] if fuses else [Pass(step, self.batch) for step in steps]
         self._from_monomials = [
-            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
-            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in steps),
+            _OfMonomials(partial(_constants_of, folded), folded.constants[1], self._dtype),
+            *(_OfMonomials(partial(_weights_of, step), step.monomial, self._dtype) for step in steps),
         ]
         if fuses:
             assert self._local is not None
@@ -152,18 +152,16 @@ class Products(Evaluator):
         if self._local is None:
             return torch.from_numpy(weights[0].copy())[:, None]
         *passes, last = self._passes
-        count, parts = self.folded.derivatives, self._local(trace)
-        # The last one is 1; see `in_turn`.
-        variables = torch.empty(last.step.first + 1, self.batch, dtype=self.dtype)
-        if self.batch == 1:
-            torch.cat(parts, 1, out=variables[:count].T)
-        else:
-            torch.cat([part.T for part in parts], out=variables[:count])
-        out = torch.empty(self.pattern.nnz, self.batch, dtype=self.dtype)
-        computed, entries, constant = variables.numpy(), out.numpy(), weights[0][:, None]
+        count, parts, out = self.folded.derivatives, self._local(trace), torch.empty(*self._shape, dtype=self.dtype)
+        # The last variable is 1; see `in_turn`.
+        computed, entries, constant = np.empty((last.step.first + 1, self.batch), self._dtype), out.numpy(), weights[0]
         computed[-1] = 1
         if self.batch == 1:
-            computed, entries, constant = computed[:, 0], entries[:, 0], constant[:, 0]
+            torch.cat(parts, 1, out=torch.from_numpy(computed[:count].T))
+            computed, entries = computed[:, 0], entries[:, 0]
+        else:
+            torch.cat([part.T for part in parts], out=torch.from_numpy(computed[:count]))
+            constant = constant[:, None]
         for each, weight in zip(passes, weights[1:], strict=False):
             each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
         last.run(weights[-1], computed, entries, constant)
