@@ -157,7 +157,7 @@ class Products(Evaluator):
         computed, entries, constant = np.empty((last.step.first + 1, self.batch), self._dtype), out.numpy(), weights[0]
         computed[-1] = 1
         if self.batch == 1:
-            torch.cat(parts, 1, out=torch.from_numpy(computed[:count].T))
+            torch.cat(list(parts), 1, out=torch.from_numpy(computed[:count].T))
             computed, entries = computed[:, 0], entries[:, 0]
         else:
             torch.cat([part.T for part in parts], out=torch.from_numpy(computed[:count]))

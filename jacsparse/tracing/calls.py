@@ -225,11 +225,12 @@ def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
 
 def _skip_views(node: fx.Node) -> None:
     """Let a ``reshape`` of a tensor that holds the elements of another one in their order take that one."""
-    while node.target is aten.reshape.default and node.args[0].target in _ORDERED:  # type: ignore[union-attr]
-        first: Any = node.args[0]
+    first: Any = node.args[0] if node.target is aten.reshape.default else None
+    while first is not None and first.target in _ORDERED:
         if any(each.meta.get("written") for each in (node, first, first.args[0])):
             return
-        node.args = (first.args[0], *node.args[1:])
+        first = first.args[0]
+        node.args = (first, *node.args[1:])
 
 
 def with_constants(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
