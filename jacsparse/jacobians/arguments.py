@@ -16,7 +16,7 @@ from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
 from ..runtime import a_type
-from ..stages import check_tensor
+from ..stages import check_tensor, is_fit
 from ..tracing import form_of, module_of
 
 
@@ -160,21 +160,31 @@ class Arguments:
         return alike
 
     def memory_of(self, args: Sequence[Any]) -> torch.Tensor | None:
-        """`memory` of another call where it has one argument, a contiguous tensor of this form; else None."""
-        return args[0] if len(self.leaves) == 1 and self._are_alike(args) and args[0].is_contiguous() else None
+        """`memory` of another call where that is one tensor's, and all arguments are tensors like these; else None."""
+        if self._place_of_memory is None or not self._are_alike(args):
+            return None
+        tensor: torch.Tensor = args[self._place_of_memory]
+        return tensor if tensor.is_contiguous() else None
+
+    @functools.cached_property
+    def _place_of_memory(self) -> int | None:
+        """The place of the one tensor that the function is differentiated by, unless other arguments are no tensors."""
+        return self.places[0] if len(self.places) == 1 and not self._plain else None
 
     def _are_alike(self, args: Sequence[Any]) -> bool:
         if not self._are_leaves or len(args) != len(self.leaves):
             return False
-        *_, surroundings, forms = self.form
-        if surroundings != self.surroundings():
+        if self.form[3] != self.surroundings():
             return False
-        for place, (leaf, form) in enumerate(zip(args, forms, strict=True)):
-            if _form(leaf, place in self.places) != form:
+        for place, (form, differentiated) in enumerate(self._forms):
+            if _form(args[place], differentiated) != form or (differentiated and not is_fit(args[place])):
                 return False
-        for place in self.places:
-            check_tensor("x" if len(args) == 1 else f"argument {place}", args[place])
         return True
+
+    @functools.cached_property
+    def _forms(self) -> list[tuple[Any, bool]]:
+        """The forms of all leaves, and whether the function is differentiated by them."""
+        return [(form, place in self.places) for place, form in enumerate(self.form[-1])]
 
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""

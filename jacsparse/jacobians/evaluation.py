@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
-from ..spgemm import SparseJacobian
+from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import (
     Chain,
     ChainCache,
@@ -187,7 +187,7 @@ def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected
 
     if returned is None:
         return (own(y) if value else None), None
-    aux = _pytree.tree_map_only(torch.Tensor, own, returned.aux)
+    aux = None if returned.aux is None else _pytree.tree_map_only(torch.Tensor, own, returned.aux)
     return (returned.result(y if connected else y.detach()) if value else None), aux
 
 
@@ -201,7 +201,8 @@ def _without_graph(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool = False, has_aux: bool = False
 ) -> Evaluated:
     with _run(f, arguments, pruned, has_aux) as run:
-        result = replace(run.jacobian(), in_shape=arguments.in_shape, out_shape=run.out_shape)
+        found = run.jacobian()
+        result = unchecked_jacobian(found.pattern, found.values, arguments.in_shape, run.out_shape)
         return result, *run.returned(value, connected=False)
 
 

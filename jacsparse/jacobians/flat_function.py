@@ -73,7 +73,8 @@ class FlatFunction(nn.Module):
         arguments = self.arguments
         result, aux = parts_of_result(self.f, self.f(*arguments.with_flat(x)), self.has_aux)
         # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
-        aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
+        if aux is not None:
+            aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
         leaves, spec = _pytree.tree_flatten(result)
         parts = [self._flat_output(y, arguments) for y in leaves]
         if not parts:

@@ -28,6 +28,8 @@ SERIAL_WORK = 2_000_000
 ELEMENT = 10
 #: Bytes at multiples of which memories begin.
 ALIGNMENT = 64
+#: The most bytes of scratch memory that are kept between calls.
+KEPT = 2**20
 
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
@@ -116,7 +118,8 @@ class FusedValues:
                 self._arrays.append((slot, source[1]))
             fixed.append(address)
         self._fixed = [*fixed, 0]
-        self._table = ctypes.c_size_t * len(self._fixed)
+        #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
+        self._free: list[tuple[Any, torch.Tensor]] = []
         self._by_pytorch: fx.GraphModule | None = None
         used, self._work_of_pytorch = list[int](), 0
         if left:
@@ -134,15 +137,21 @@ class FusedValues:
         known : mapping of int to Tensor
             Values of the function, those in `reads` among them; the input is contiguous, in any shape.
         """
-        out = torch.empty(self._shape, dtype=self._dtype)
-        table, alive = self._table(*self._fixed), [out]
+        try:
+            table, scratch = self._free.pop()
+        except IndexError:
+            table, scratch = self._new_table()
+        # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
+        out = torch.empty(*self._shape, dtype=self._dtype)
+        alive: list[torch.Tensor] = []
         for slot, value, stride in self._values:
             tensor = known[value]
             if value and tensor.stride() != stride:
                 tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())
+                alive.append(tensor)
             if tensor.is_neg():
                 tensor = tensor.detach().resolve_neg()
-            alive.append(tensor)
+                alive.append(tensor)
             table[slot] = tensor.data_ptr()
         if self._arrays:
             arrays = self._arrays_of(known)  # type: ignore[misc]
@@ -150,18 +159,23 @@ class FusedValues:
                 table[slot] = arrays[place].ctypes.data
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
-        if self._scratch:
-            memory = torch.empty(self._bytes, dtype=torch.uint8)
-            alive.append(memory)
-            begin = memory.data_ptr()
-            for slot, offset in self._scratch:
-                table[slot] = begin + offset
-        table[self._out] = out.data_ptr()
+        table[self._out], table[-1] = out.data_ptr(), 0
         if self._code.work > SERIAL_WORK and thread_count() > 1:
             self._code.run_on_threads(table)
         else:
             self._code.run(table)
-        return out, not table[-1]
+        are_finite = not table[-1]
+        if self._bytes <= KEPT:
+            self._free.append((table, scratch))
+        return out, are_finite
+
+    def _new_table(self) -> tuple[Any, torch.Tensor]:
+        """A table of addresses for one call at a time, and its scratch memory."""
+        scratch = torch.empty(self._bytes, dtype=torch.uint8)
+        table, begin = (ctypes.c_size_t * len(self._fixed))(*self._fixed), scratch.data_ptr()
+        for slot, offset in self._scratch:
+            table[slot] = begin + offset
+        return table, scratch
 
     def of_replay(self, trace: Trace) -> torch.Tensor:
         """The values in a replay, in whose trace it leaves the values that are kept."""

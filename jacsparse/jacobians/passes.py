@@ -7,6 +7,7 @@ distance. Along a run of such rows no index is read for each term, and several r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -113,6 +114,22 @@ class _Call(NamedTuple):
     arguments: list[Any]
 
 
+def in_turn(steps: Sequence[Step]) -> list[Step]:
+    """The same steps; small ones before the last are one, a row of which may read rows before it.
+
+    The variable that the last step would compute first is 1, by which that step multiplies the terms of sums.
+    """
+    *before, last = steps
+    if len(before) < 2 or sum(len(step.left) for step in before) >= FEWEST:
+        return list(steps)
+    rights = [np.full_like(step.left, last.first) if step.right is None else step.right for step in before]
+    indptr = row_starts(np.concatenate([np.diff(step.indptr) for step in before]), np.int64)
+    left, monomial, coefficient = (
+        np.concatenate([getattr(step, name) for step in before]) for name in ("left", "monomial", "coefficient")
+    )
+    return [Step(before[0].first, indptr, left, np.concatenate(rights), monomial, coefficient), last]
+
+
 class Pass:
     """A step as kernels run it, with unsigned indices, over the rows that have terms.
 
@@ -126,9 +143,11 @@ class Pass:
 
     def __init__(self, step: Step, batch: int) -> None:
         self.step = step
+        #: Whether rows read others, so that one thread computes them in order.
+        self._in_turn = any(factor.max(initial=-1) >= step.first for factor in step.factors)
         counts, runs = np.diff(step.indptr), runs_of(step) if batch == 1 else no_runs(step)
         factors = [unsigned(factor) for factor in step.factors]
-        self._adds = step.right is None or len(runs.start) > 0 or bool((counts != 1).any())
+        self._adds = self._in_turn or step.right is None or len(runs.start) > 0 or bool((counts != 1).any())
         if not self._adds:
             self._calls = [_Call("weighted_products", len(counts), factors)]
             return
@@ -149,4 +168,7 @@ class Pass:
         suffix, lanes = ("", 1) if out.ndim == 1 else ("_batch", out.shape[1])
         for call in self._calls:
             kernel = getattr(kernels, call.kernel + suffix)
-            run_rows(kernel, call.work, *call.arguments, weight, variables, out, lanes=lanes)
+            if self._in_turn:
+                kernel(0, np.size(call.work) - 1, *call.arguments, weight, variables, out)
+            else:
+                run_rows(kernel, call.work, *call.arguments, weight, variables, out, lanes=lanes)

@@ -139,12 +139,11 @@ class PreparedJacobian(Generic[Result]):
         return self._evaluated(args, returns=False).values
 
     def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluation:
-        if self._first.of_memory is not None and not returns:
+        if self._first.evaluator.fused is not None and not returns:
             memory = self._arguments.memory_of(args)
-            if memory is not None:
-                values, are_finite = self._first.of_memory({0: memory})
-                if are_finite:
-                    return Evaluation(values)
+            values = None if memory is None else self._first.values_of_memory(memory, args)
+            if values is not None:
+                return Evaluation(values)
         arguments = self._checked(args)
         try:
             return self._program(arguments)(arguments, returns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -67,7 +68,7 @@ class PreparedProgram:
             Where a weight that the pattern leaves out is not zero.
         """
         arguments = arguments.with_tensors(self.traced.tensors)
-        captures = self._captures(arguments)
+        captures = self._captures(arguments.leaves)
         if self.entries is not None and torch.is_grad_enabled() and _any_requires_grad(arguments, captures):
             return self._connected(arguments, captures, self.entries, returns)
         if self._in_one_call is not None and not returns:
@@ -102,12 +103,23 @@ class PreparedProgram:
             values = with_graph(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
             return self._returned(trace, trace.output, values) if returns else Evaluation(values)
 
-    def _captures(self, arguments: Arguments) -> dict[int, torch.Tensor]:
+    def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
+        """The values where machine code computes all; None where it does not, or they are not finite.
+
+        `memory` holds the elements of what the function is differentiated by, and no leaf is a number.
+        """
+        if self._in_one_call is None or self.entries is not None:
+            return None
+        captures = self._captures(leaves) if self.traced.captures else {}
+        values, are_finite = self._in_one_call({**captures, 0: memory})
+        return values if are_finite else None
+
+    def _captures(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         graph = self.traced.function.graph
         captures: dict[int, torch.Tensor] = {}
         for value, source in self.traced.captures.items():
             if isinstance(source, int):
-                source = arguments.leaves[source]
+                source = leaves[source]
             tensor = source if isinstance(source, torch.Tensor) else source()
             form, has_gradient = graph.captures[value]
             if form_of(tensor) != form:
@@ -143,11 +155,6 @@ class PreparedProgram:
         fused, function = self.evaluator.fused, self.traced.function
         looks = self.watched.any or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
-
-    @cached_property
-    def of_memory(self) -> FusedValues | None:
-        """What computes the values of one tensor's memory and nothing else; None where there may be gradients."""
-        return None if self.entries is not None or self.traced.captures else self._in_one_call
 
     @cached_property
     def other_tensors(self) -> int:

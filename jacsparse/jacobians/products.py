@@ -24,7 +24,7 @@ from .evaluator import Evaluator
 from .folding import Derivatives, Folded, derivatives_of
 from .fused_values import FusedValues
 from .numbers import same_numbers
-from .passes import Pass
+from .passes import Pass, in_turn
 from .terms import Step
 from .traced_function import TracedFunction
 
@@ -63,14 +63,15 @@ class Products(Evaluator):
         self.pattern, self.folded, self._derivatives = folded.pattern, folded, derivatives
         self.batch, self.dtype = 1 if function.shared else function.batch, function.x.dtype
         self._weights: tuple[tuple[float, ...], Weights] | None = None
-        dtype = torch.empty(0, dtype=self.dtype).numpy().dtype
-        self._from_monomials = [
-            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
-            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
-        ]
+        self._shape, self._dtype = (self.pattern.nnz, self.batch), torch.empty(0, dtype=self.dtype).numpy().dtype
         self._local = derivatives.function
         fuses = compile and self._local is not None and self.pattern.nnz > 0
-        self._passes = [] if fuses else [Pass(step, self.batch) for step in folded.steps]
+        steps = folded.steps if fuses else in_turn(folded.steps)
+        self._passes = [] if fuses else [Pass(step, self.batch) for step in steps]
+        self._from_monomials = [
+            _OfMonomials(partial(_constants_of, folded), folded.constants[1], self._dtype),
+            *(_OfMonomials(partial(_weights_of, step), step.monomial, self._dtype) for step in steps),
+        ]
         if fuses:
             assert self._local is not None
             self._scalars = tuple(function.trace.scalars)
@@ -151,12 +152,16 @@ class Products(Evaluator):
         if self._local is None:
             return torch.from_numpy(weights[0].copy())[:, None]
         *passes, last = self._passes
-        variables = trace.input.detach().new_empty((last.step.first, self.batch))
-        torch.cat([part.T for part in self._local(trace)], out=variables[: self.folded.derivatives])
-        out = variables.new_empty((self.pattern.nnz, self.batch))
-        computed, entries, constant = variables.numpy(), out.numpy(), weights[0][:, None]
+        count, parts, out = self.folded.derivatives, self._local(trace), torch.empty(*self._shape, dtype=self.dtype)
+        # The last variable is 1; see `in_turn`.
+        computed, entries, constant = np.empty((last.step.first + 1, self.batch), self._dtype), out.numpy(), weights[0]
+        computed[-1] = 1
         if self.batch == 1:
-            computed, entries, constant = computed[:, 0], entries[:, 0], constant[:, 0]
+            torch.cat(list(parts), 1, out=torch.from_numpy(computed[:count].T))
+            computed, entries = computed[:, 0], entries[:, 0]
+        else:
+            torch.cat([part.T for part in parts], out=torch.from_numpy(computed[:count]))
+            constant = constant[:, None]
         for each, weight in zip(passes, weights[1:], strict=False):
             each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
         last.run(weights[-1], computed, entries, constant)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..tracing import Scalar, Trace, Value, calls_of, in_graphs
+from ..tracing import Scalar, Trace, Value, calls_of, in_graphs, with_constants
 from .numbers import same_numbers
 from .traced_function import TracedFunction, Values
 
@@ -71,6 +71,8 @@ class ValueFunction:
             self.graph = calls_of(computed, inputs)
         if not replays:
             self._taken = _take_results(self.graph, function, self.begin, self._places, count)
+        with torch.no_grad():
+            self.graph = with_constants(self.graph, [*others, *self.inputs(function.trace)])
 
     @property
     def outputs(self) -> list[fx.Node]:

@@ -4,7 +4,7 @@ from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern
 from .balance import boundaries
 from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
-from .checks import agree, check_input, check_shape, check_tensor
+from .checks import agree, check_input, check_shape, check_tensor, is_fit
 from .coupled_region import CoupledEdge, CoupledRegion, counted_record, factor_of
 from .forward_pass import SAMPLES, random_tensor, samples_of, traced
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
@@ -46,6 +46,7 @@ __all__ = [
     "factor_of",
     "has_hooks",
     "in_own_memory",
+    "is_fit",
     "is_light",
     "matrix_of",
     "pull_back",

@@ -11,6 +11,9 @@ from torch import nn
 from ..runtime import a_type
 from ..spgemm import check_tensor_itself
 
+#: The classes of plain tensors.
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+
 
 def check_shape(shape: Sequence[int], name: str = "input_shape") -> tuple[int, ...]:
     """Return `shape` as a tuple where it is the shape of a sample.
@@ -63,7 +66,7 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     """
     remedy = "call the function or module itself there, or take gradients by torch.autograd"
     x = check_tensor_itself(name, x, remedy)
-    if type(x) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+    if type(x) not in PLAIN:
         raise TypeError(f"{name} is {a_type(x)}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
         remedy = "give real and imaginary parts" if x.is_complex() else "convert it with .float()"
@@ -77,6 +80,13 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     if x.layout != torch.strided:
         raise TypeError(f"{name} has layout {x.layout}; expected a dense tensor: {name}.to_dense()")
     return x
+
+
+def is_fit(x: torch.Tensor) -> bool:
+    """Whether a tensor whose form another one has that `check_tensor` let pass does so too."""
+    if type(x) not in PLAIN or torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        return False
+    return not (torch.is_inference_mode_enabled() or x.is_inference())
 
 
 def agree(actual: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -2,7 +2,7 @@
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
 from .callers import is_users
-from .calls import calls_of, in_graphs
+from .calls import calls_of, in_graphs, with_constants
 from .contents import Contents
 from .effects import check_replays
 from .graph import Form, Graph, Node, Operand, Scalar, Value, form_of, needed_calls, results_of
@@ -77,6 +77,7 @@ __all__ = [
     "trains",
     "undisturbed",
     "with_all_gradients",
+    "with_constants",
     "without_autocast",
     "without_saving_hooks",
 ]

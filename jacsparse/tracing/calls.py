@@ -135,6 +135,7 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
         replaced = 0
         for node in list(graph.graph.nodes):
             node.target = in_graphs(node.target)
+            _skip_views(node)
             other = _simpler(graph.graph, node) if node.op == "call_function" else None
             if other is not None:
                 node.replace_all_uses_with(other)
@@ -164,7 +165,7 @@ class _Layouts(fx.Interpreter):
 
     def run_node(self, n: fx.Node) -> Any:
         args, kwargs = self.fetch_args_kwargs_from_env(n)
-        for place in n.meta.get("contiguous", ()):
+        for place in n.meta.get("contiguous", ()) if n.op == "call_function" else ():
             if not args[place].is_contiguous():
                 self.found.append((n, place))
                 args = (*args[:place], args[place].contiguous(), *args[place + 1 :])
@@ -181,7 +182,7 @@ def _with_contiguous_operands(graph: fx.GraphModule, inputs: Sequence[torch.Tens
         operand: Any = node.args[place]
         with graph.graph.inserting_before(node):
             copy = graph.graph.call_function(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
-        copy.meta.update(operand.meta)
+        copy.meta["val"] = operand.meta["val"]
         node.update_arg(place, copy)
     graph.recompile()
     return graph
@@ -199,6 +200,10 @@ _OF_ANY_LAYOUT = frozenset(
 )
 _COPIES = (aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default)
 _SAME = (aten.expand.default, aten._to_copy.default, aten.reshape.default, aten.permute.default)
+#: What holds the elements of its operand in their order.
+_ORDERED = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
+#: What depends on an operand's form alone.
+_FILLS = (aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.scalar_tensor.default)
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
 
@@ -216,6 +221,55 @@ def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
             if isinstance(other, fx.Node) and isinstance(one, fx.Node) and one.target in _ONES:
                 return _expanded(graph, node, other)
     return None
+
+
+def _skip_views(node: fx.Node) -> None:
+    """Let a ``reshape`` of a tensor that holds the elements of another one in their order take that one."""
+    first: Any = node.args[0] if node.target is aten.reshape.default else None
+    while first is not None and first.target in _ORDERED:
+        if any(each.meta.get("written") for each in (node, first, first.args[0])):
+            return
+        first = first.args[0]
+        node.args = (first, *node.args[1:])
+
+
+def with_constants(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+    """The same graph, in which elementwise calls read what depends on no elements as constants of one element each."""
+    constants: dict[fx.Node, torch.Tensor] = {}
+    devices = {tensor.device for tensor in inputs}
+    for node in list(graph.graph.nodes) if len(devices) == 1 else ():
+        value = node.meta.get("val")
+        if node.op != "call_function" or node.meta.get("written") or not isinstance(value, torch.Tensor):
+            continue
+        known = all(each in constants for each in node.all_input_nodes)
+        if node.target in _FILLS or (_is_fresh(node) and known and node.all_input_nodes):
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: constants.get(each, _one(each, devices)))
+            filled, name = node.target(*args, **kwargs), f"filled_{node.name}"
+            # A module finds its buffers later than other attributes.
+            setattr(graph, name, filled.expand(value.shape))
+            with graph.graph.inserting_after(node):
+                constant = graph.graph.create_node("get_attr", name)
+            constants[node] = constants[constant] = filled
+            constant.meta["val"] = value
+            node.replace_all_uses_with(constant, delete_user_cb=_is_fresh)
+    if constants:
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+    return _with_contiguous_operands(graph, inputs) if constants else graph
+
+
+def _one(node: fx.Node, devices: Iterable[torch.device]) -> torch.Tensor:
+    """A tensor of one element with as many axes as a result, and of its dtype."""
+    value: torch.Tensor = node.meta["val"]
+    return torch.empty((1,) * value.ndim, dtype=value.dtype, device=next(iter(devices)))
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a call computes new elements one by one, and writes to no argument."""
+    overload: Any = node.target
+    if node.op != "call_function" or torch.Tag.pointwise not in getattr(overload, "tags", ()):
+        return False
+    return all(argument.alias_info is None for argument in overload._schema.arguments)
 
 
 def _moves(node: fx.Node) -> bool:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import jacsparse
 from jacsparse.jacobians import passes
 from jacsparse.jacobians.kernels import LONGEST
-from jacsparse.jacobians.passes import FARTHEST, SHORTEST, Pass, runs_of
+from jacsparse.jacobians.passes import FARTHEST, SHORTEST, Pass, in_turn, runs_of
 from jacsparse.jacobians.terms import Step
 
 
@@ -68,6 +68,32 @@ def test_passes_equal_loops(seed: int, rows: int, stride: int, products: bool, b
     for sample in range(batch):
         expected = looped(step, monomials, variables[:, sample], constant)
         np.testing.assert_allclose(out[:, sample], expected, rtol=1e-13, atol=1e-12)
+
+
+@given(seed=st.integers(0, 2**31), batch=st.sampled_from([1, 3]))
+def test_small_steps_in_turn_equal_loops(seed: int, batch: int) -> None:
+    """Steps of sums and of products that read those before them, as one, but for the last."""
+    rng, steps, first = np.random.default_rng(seed), list[Step](), 20
+    for products in (True, False, True, False):
+        counts = rng.integers(0, 4, 15)
+        indptr = np.append(0, np.cumsum(counts)).astype(np.int32)
+        factors = [rng.integers(0, first, indptr[-1]).astype(np.int32) if each else None for each in (True, products)]
+        coefficients = rng.integers(-3, 4, indptr[-1]).astype(np.float64)
+        steps.append(Step(first, indptr, *factors, np.zeros(indptr[-1], np.int64), coefficients))
+        first = steps[-1].stop
+    assert len(in_turn(steps)) == 2
+    variables = np.append(rng.standard_normal((20, batch)), np.full((first - 20, batch), np.nan), axis=0)
+    computed = variables.copy()
+    for step in steps:
+        for sample in range(batch):
+            rows = looped(step, np.ones(1), variables[:, sample], np.zeros(15))
+            variables[step.first : step.stop, sample] = rows
+    computed[steps[-1].first] = 1
+    out = np.empty((15, batch))
+    for step, results in zip(in_turn(steps), (computed[20 : steps[-1].first], out), strict=True):
+        arrays = (computed[:, 0], results[:, 0]) if batch == 1 else (computed, results)
+        Pass(step, batch).run(step.coefficient, *arrays, 0)
+    np.testing.assert_allclose(out, variables[steps[-1].first :], rtol=1e-13, atol=1e-12)
 
 
 def test_runs_hold_each_row_once() -> None:
