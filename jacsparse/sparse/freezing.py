@@ -39,7 +39,7 @@ class FrozenModel:
         self._name, self._inputs = name, tuple(inputs)
         move = _placed(steps, [*inputs, *_tensors(output)])
         self._output = output
-        calls = [step.again(move) for step in steps if step.again]
+        calls: list[Any] = [step.again(move) for step in steps if step.again]
         # Held, since arguments of kernels are addresses.
         self._kernels = [call for call in calls if isinstance(call, TensorKernelRun)]
         self._operators = len(calls) - len(self._kernels)
@@ -89,7 +89,9 @@ class FrozenModel:
         )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"the frozen {self._name} is no file's content: save the model's state_dict, and freeze it anew")
+        raise TypeError(
+            f"the frozen {self._name} is no file's content: save the model's state_dict, and freeze it anew"
+        )
 
 
 def _is_kernel(call: object) -> bool:
@@ -303,11 +305,12 @@ def _needed(name: str, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -
         seen |= new
     varies = set()
     for step in steps:
-        if step.draws or any(_memory(each) in varying for each in (*step.reads, *(step.writes if step.in_place else ()))):
+        # What is overwritten in place is read too.
+        if step.draws or any(_memory(each) in varying for each in step.reads):
             if step.is_read:
                 raise ValueError(
-                    f"{name} reads values in Python that depend on its inputs, by {step.name}, and may compute something "
-                    "else for others; call the model itself"
+                    f"{name} reads values in Python that depend on its inputs, by {step.name}, and may compute "
+                    "something else for others; call the model itself"
                 )
             varies.add(step)
             varying |= {_memory(each) for each in step.writes}
