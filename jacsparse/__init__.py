@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .patterns import Call, Pattern, UnsupportedOperatorError, register_rule
     from .recurrence import linear_recurrence
     from .scan import backward, vjp
-    from .sparse import SparseModel, densify, sparsify
+    from .sparse import FrozenModel, SparseModel, densify, freeze, sparsify
     from .spgemm import ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
     from .stages import Chain, Stage, chain
     from .training import leapfrog_backward
@@ -48,6 +48,7 @@ __all__ = [
     "Call",
     "Chain",
     "FlopReport",
+    "FrozenModel",
     "LayerFlop",
     "Pattern",
     "PreparedHessian",
@@ -64,6 +65,7 @@ __all__ = [
     "chain",
     "count_flop",
     "densify",
+    "freeze",
     "hessian",
     "hessian_pattern",
     "jacobian",
@@ -103,8 +105,10 @@ _HOMES = {
     "linear_recurrence": "recurrence",
     "backward": "scan",
     "vjp": "scan",
+    "FrozenModel": "sparse",
     "SparseModel": "sparse",
     "densify": "sparse",
+    "freeze": "sparse",
     "sparsify": "sparse",
     "ProductPlan": "spgemm",
     "SparseJacobian": "spgemm",

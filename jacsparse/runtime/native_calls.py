@@ -18,7 +18,7 @@ from typing import Any
 import numba
 import numpy as np
 from llvmlite import ir
-from numba.core import types
+from numba.core import cgutils, types
 from numba.core.registry import CPUDispatcher
 from numba.core.types.containers import BaseTuple
 from numba.np.numpy_support import as_dtype
@@ -57,13 +57,63 @@ class NativeCall:
             Where the kernel asks for memory that cannot be had.
         """
         ends = np.array(bounds, dtype=np.int64)
-        words = [0, len(bounds) - 1, _begin(ends), 0, self._kernel]
-        for write, argument in zip(self._writers, args, strict=True):
-            words.extend(write(argument))
+        words = self._words(ends, args)
         table = (ctypes.c_int64 * len(words))(*words)
         parallel(self._entry, ctypes.addressof(table), workers, 0)
         if table[_FAILED]:
-            raise MemoryError(f"{self.name}: there is no memory left for what a kernel computes in between; free some")
+            self._fail()
+
+    def _words(self, ends: np.ndarray, args: Sequence[Any]) -> list[int]:
+        words = [0, len(ends) - 1, _begin(ends), 0, self._kernel]
+        for write, argument in zip(self._writers, args, strict=True):
+            words.extend(write(argument))
+        return words
+
+    def _fail(self) -> None:
+        raise MemoryError(f"{self.name}: there is no memory left for what a kernel computes in between; free some")
+
+
+class NativeSequence:
+    """Calls of kernels one after the other, for which threads are started once.
+
+    Parameters
+    ----------
+    calls : sequence of (NativeCall, sequence of int, sequence)
+        Each call with the bounds of its ranges and its arguments, which are read now: memory stays where it is.
+    barrier : int
+        The address of what a thread waits by until all are there.
+    """
+
+    def __init__(self, calls: Sequence[tuple[NativeCall, Sequence[int], Sequence[Any]]], barrier: int) -> None:
+        self._calls = [call for call, _, _ in calls]
+        #: What the tables tell the addresses of.
+        self._alive = [args for _, _, args in calls]
+        self._ends = [np.array(bounds, dtype=np.int64) for _, bounds, _ in calls]
+        tables = [call._words(ends, args) for (call, _, args), ends in zip(calls, self._ends, strict=True)]
+        begins = np.cumsum([0, *map(len, tables)])[:-1]
+        self._tables = np.array(list(itertools.chain(*tables)), dtype=np.int64)
+        self._next, self._failed = begins + _NEXT, begins + _FAILED
+        words = [len(calls), barrier]
+        for call, begin in zip(self._calls, begins, strict=True):
+            words += [ctypes.cast(call._entry, ctypes.c_void_p).value or 0, _begin(self._tables) + 8 * int(begin)]
+        self._words = np.array(words, dtype=np.int64)
+        self._engine, address = _entry_of_sequence()
+        self._entry = Body(address)
+
+    def __call__(self, parallel: Callable[..., Any], workers: int) -> None:
+        """Run all calls, not from several threads at once.
+
+        Raises
+        ------
+        MemoryError
+            Where a kernel asks for memory that cannot be had; those after it have run all the same.
+        """
+        self._tables[self._next] = 0
+        parallel(self._entry, _begin(self._words), workers, 0)
+        if self._tables[self._failed].any():
+            failed = self._tables[self._failed].argmax()
+            self._tables[self._failed] = 0
+            self._calls[failed]._fail()
 
 
 #: By kernels and the kinds of their arguments.
@@ -185,6 +235,27 @@ def _entry(kernel: ir.FunctionType, kinds: tuple[Any, ...], flushes: bool) -> tu
     builder.position_at_end(end)
     if mode is not None:
         changed_mode(builder, word32(0), mode)
+    builder.ret_void()
+    engine, (address,) = compiled_module(module, [entry.name], optimize=False)
+    return engine, address
+
+
+@functools.cache
+def _entry_of_sequence() -> tuple[object, int]:
+    """Machine code that a thread runs a sequence by: a count, the barrier, and for each call its code and its table."""
+    module, pointer = ir.Module("jacsparse"), _WORD.as_pointer()
+    entry = ir.Function(module, ir.FunctionType(ir.VoidType(), [pointer]), "sequence")
+    builder, (words,) = ir.IRBuilder(entry.append_basic_block()), entry.args
+
+    def word(place: Any) -> Any:
+        return builder.load(builder.gep(words, [place], inbounds=True))
+
+    barrier = builder.inttoptr(word(_WORD(1)), ir.FunctionType(ir.VoidType(), []).as_pointer())
+    with cgutils.for_range(builder, word(_WORD(0))) as loop:
+        place = builder.add(builder.mul(loop.index, _WORD(2)), _WORD(2))
+        function = builder.inttoptr(word(place), ir.FunctionType(ir.VoidType(), [pointer]).as_pointer())
+        builder.call(function, [builder.inttoptr(word(builder.add(place, _WORD(1))), pointer)])
+        builder.call(barrier, [])
     builder.ret_void()
     engine, (address,) = compiled_module(module, [entry.name], optimize=False)
     return engine, address

@@ -11,8 +11,9 @@ import contextlib
 import ctypes
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 
 from . import interception
-from .native_calls import Body, native_call
+from .native_calls import Body, NativeSequence, native_call
 
 # Fewer elementary operations than this (about 100 µs) run on one thread: waking others costs more than it saves.
 SERIAL_WORK = 80_000
@@ -48,6 +49,16 @@ def _openmp() -> Callable[..., Any] | None:
         return None
     parallel.argtypes, parallel.restype = (Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
     return parallel
+
+
+@functools.cache
+def _barrier() -> int | None:
+    """The address of ``GOMP_barrier()``, by which OpenMP's threads wait for each other; None where there is none."""
+    try:
+        barrier = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_barrier
+    except (OSError, AttributeError):
+        return None
+    return ctypes.cast(barrier, ctypes.c_void_p).value
 
 
 @functools.cache
@@ -188,3 +199,51 @@ def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[An
             kernel(first, last, *args)
 
     _on_each(workers, drain)
+
+
+@dataclass(frozen=True)
+class KernelRun:
+    """What `run_rows` is called with."""
+
+    kernel: Callable[..., Any]
+    work: np.ndarray | int
+    args: tuple[Any, ...]
+    lanes: int = 1
+
+
+class KernelSequence:
+    """Runs of kernels one after the other, for which threads are started once where they need no Python.
+
+    Parameters
+    ----------
+    runs : sequence of KernelRun
+        Arrays among their arguments stay where they are.
+    """
+
+    def __init__(self, runs: Sequence[KernelRun]) -> None:
+        self.runs = tuple(runs)
+        #: By numbers of threads, the sequence; None where a kernel needs Python.
+        self._native: dict[int, NativeSequence | None] = {}
+
+    def __call__(self) -> None:
+        """Run all; not from several threads at once."""
+        parallel, workers = _openmp(), thread_count()
+        if parallel is not None and interception.active is None:
+            if workers not in self._native:
+                self._native[workers] = self._for_threads(workers)
+            if (native := self._native[workers]) is not None:
+                native(parallel, workers)
+                return
+        for run in self.runs:
+            run_rows(run.kernel, run.work, *run.args, lanes=run.lanes)
+
+    def _for_threads(self, workers: int) -> NativeSequence | None:
+        calls, barrier = [], _barrier()
+        for run in self.runs:
+            native = native_call(run.kernel, run.args)
+            if native is None or barrier is None:
+                return None
+            rows = run.work if isinstance(run.work, int) else len(run.work) - 1
+            parts = RANGES_PER_THREAD * workers if workers > 1 and rows > 1 else 1
+            calls.append((native, split(run.work, parts), run.args))
+        return NativeSequence(calls, barrier or 0)

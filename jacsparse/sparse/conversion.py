@@ -169,7 +169,7 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
-    dense = _copied(model)
+    dense = copied(model)
     inputs, shared = _inputs(dense, x, training), _shared(dense)
     with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
         choices = [
@@ -189,7 +189,7 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     if seconds[1] <= seconds[0]:
         result, reason = _converted(model, paths), "faster with sparse layers"
     else:
-        result, reason = _copied(model), "slower with sparse layers, and so all are dense"
+        result, reason = copied(model), "slower with sparse layers, and so all are dense"
         lost = "faster by itself, and the whole model is not"
         choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
     report = SparsityReport(tuple(choices), training, 1000 * seconds[0], 1000 * seconds[1], reason)
@@ -221,7 +221,7 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
       (1): ReLU()
     )
     """
-    model = _copied(check_module(model.model if isinstance(model, SparseModel) else model))
+    model = copied(check_module(model.model if isinstance(model, SparseModel) else model))
     _hand_over_blocks(model)
     dense: dict[nn.Module, nn.Module] = {
         part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
@@ -235,7 +235,7 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
     return model
 
 
-def _copied(model: nn.Module) -> nn.Module:
+def copied(model: nn.Module) -> nn.Module:
     """A deep copy, also where masks have computed weights that autograd knows."""
     computed = [
         tensor
@@ -248,7 +248,7 @@ def _copied(model: nn.Module) -> nn.Module:
 
 def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
     """A copy in which the layers at some paths are sparse."""
-    model = _copied(model)
+    model = copied(model)
     layers = {part: _sparse(path, part) for path, part in model.named_modules() if path in paths}
     for part in model.modules():
         if part not in layers and any(hooks for name in _HOOKS for hooks in [getattr(part, name)]):
@@ -313,7 +313,7 @@ def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, _Inp
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
             found[path] = _Input(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
 
-    observed = _copied(model)
+    observed = copied(model)
     for path, part in observed.named_modules():
         if isinstance(part, (nn.Conv2d, nn.Linear)):
             part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
@@ -388,7 +388,7 @@ def _costs(path: str, layer: Any, x: _Input, training: bool, left: int) -> tuple
             data.requires_grad_(x.requires_grad)
             example_blocks = Blocks(data, Form(len(example), example.ndim, lanes))
         _COSTS[key] = _least_seconds(
-            _pass(_copied(layer), example.requires_grad_(x.requires_grad), training),
+            _pass(copied(layer), example.requires_grad_(x.requires_grad), training),
             _pass(sparse, example_blocks, training),
         )
     return _COSTS[key]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from ..runtime import MEMORY_POOL, run_rows
+from .kernel_runs import run_kernel
 from .processor import columns_for, tile_positions
 from .vector_kernels import add_lanes, add_products, correlate, correlate_tile, multiply
 from .vectors import Tile
@@ -69,7 +70,7 @@ class Correlation:
     ) -> torch.Tensor:
         """``max(floor, bias + the sums)`` of blocks `x`."""
         y = empty((x.shape[0], self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
-        self._add_up(correlate_tile(self._tile), self._tiles, x, y, values, bias, floor, 0)
+        self._add_up(correlate_tile(self._tile), self._tiles, floor, (x, values, bias), (y, None))
         return y
 
     def pools(self, pool: Pair) -> bool:
@@ -90,26 +91,40 @@ class Correlation:
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
         winners = torch.empty(y.shape, dtype=torch.uint8) if keep else None
-        self._add_up(function, pooled_tiles, x, y, values, bias, 0.0, 0 if winners is None else winners.data_ptr())
+        self._add_up(function, pooled_tiles, 0.0, (x, values, bias), (y, winners))
         return y, winners
 
     def _add_up(
         self,
         function: int,
         tiles: Tiles,
+        floor: float,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        outputs: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> None:
+        weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
+        run_kernel(
+            correlate,
+            inputs[0].shape[0] * len(tiles.table) * self.entries.channels,
+            functools.partial(self._arguments, function, tiles, floor),
+            inputs,
+            outputs,
+            lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
+        )
+
+    def _arguments(
+        self,
+        function: int,
+        tiles: Tiles,
+        floor: float,
         x: torch.Tensor,
-        y: torch.Tensor,
         values: torch.Tensor,
         bias: torch.Tensor | None,
-        floor: float,
-        winners: int,
-    ) -> None:
+        y: torch.Tensor,
+        winners: torch.Tensor | None,
+    ) -> tuple[Any, ...]:
         kind = _numpy_dtype(self.dtype)
-        start = np.zeros(self.entries.channels, kind) if bias is None else bias.numpy()
-        weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
-        run_rows(
-            correlate,
-            x.shape[0] * len(tiles.table) * self.entries.channels,
+        return (
             function,
             tiles.table,
             tiles.groups,
@@ -118,11 +133,10 @@ class Correlation:
             self.entries.channels,
             values.numpy(),
             self._offsets,
-            start,
+            np.zeros(self.entries.channels, kind) if bias is None else bias.numpy(),
             kind(floor),
-            winners,
+            0 if winners is None else winners.data_ptr(),
             *self._steps(x, y),
-            lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
         )
 
     def products(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

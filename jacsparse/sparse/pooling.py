@@ -9,6 +9,7 @@ import torch
 
 from ..runtime import run_rows
 from .convolution import Convolution, empty, gradients
+from .kernel_runs import run_kernel
 from .pooling_kernels import (
     add_to_winners,
     find_winners,
@@ -51,19 +52,21 @@ class Pool:
     def run(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
         """Run a function of windows over the planes of blocks."""
         tile = Tile(x.dtype.itemsize, x.shape[4])
-        run_rows(
-            on_windows,
-            x.shape[0] * x.shape[1],
-            function(tile),
-            x.data_ptr(),
-            y.data_ptr(),
-            winners.data_ptr(),
-            (*x.shape[2:4], *y.shape[2:4]),
-            (*self.kernel, *self.stride, *self.padding, *self.dilation),
-            tile.lanes,
-            tile.itemsize,
-            lanes=max(1, 2 * x[0, 0].numel() // tile.lanes),
-        )
+
+        def arguments(x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> tuple[Any, ...]:
+            return (
+                function(tile),
+                x.data_ptr(),
+                y.data_ptr(),
+                winners.data_ptr(),
+                (*x.shape[2:4], *y.shape[2:4]),
+                (*self.kernel, *self.stride, *self.padding, *self.dilation),
+                tile.lanes,
+                tile.itemsize,
+            )
+
+        work = max(1, 2 * x[0, 0].numel() // tile.lanes)
+        run_kernel(on_windows, x.shape[0] * x.shape[1], arguments, (x,), (y, winners), lanes=work)
 
     def run_on_rows(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
         """Run a function of rows of windows, which cover each position once, over the planes of blocks."""

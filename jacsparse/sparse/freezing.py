@@ -1,0 +1,356 @@
+"""A model's inference as a list of steps: recorded once, and run again without the model's own Python code.
+
+As with a graph of CUDA's, each step works on the memory that it had when it was recorded, or on another tensor's that
+is not needed any more. Steps that no input reaches are constants. Kernels that follow each other are one call, for
+which threads are started once.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..runtime import DispatchMode, KernelSequence, a_type
+from ..tracing import check_initialised, check_module
+from .conversion import SparseModel, copied
+from .kernel_runs import TensorKernelRun, recorder
+
+aten = torch.ops.aten
+#: What gives a tensor's place to another one.
+_Move = Callable[[torch.Tensor], torch.Tensor]
+#: Operators whose results hold nothing yet.
+_EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+#: Tags of PyTorch's operators whose results are read in Python, or have sizes that depend on values.
+_READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class FrozenModel:
+    """A model for inference alone, on inputs of some shapes; made by `freeze`."""
+
+    def __init__(self, name: str, inputs: Sequence[torch.Tensor], steps: Sequence[_Step], output: Any) -> None:
+        self._name, self._inputs = name, tuple(inputs)
+        move = _placed(steps, [*inputs, *_tensors(output)])
+        self._output = output
+        calls: list[Any] = [step.again(move) for step in steps if step.again]
+        # Held, since arguments of kernels are addresses.
+        self._kernels = [call for call in calls if isinstance(call, TensorKernelRun)]
+        self._operators = len(calls) - len(self._kernels)
+        self._calls = [
+            call
+            for are_kernels, group in groupby(calls, _is_kernel)
+            for call in ([KernelSequence([run.prepared() for run in group])] if are_kernels else group)
+        ]
+        self._lock = threading.Lock()
+
+    def __call__(self, *inputs: torch.Tensor) -> Any:
+        """The model's output, in memory of its own.
+
+        Parameters
+        ----------
+        *inputs : Tensor
+            Of the shapes and dtypes of those that the model was frozen for.
+
+        Raises
+        ------
+        TypeError, ValueError
+            Where they are others.
+        """
+        if len(inputs) != len(self._inputs):
+            raise TypeError(f"the frozen {self._name} takes {_counted(len(self._inputs), 'input')}, not {len(inputs)}")
+        for given, own in zip(inputs, self._inputs, strict=True):
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(f"an input of the frozen {self._name} is {a_type(given)}; expected a tensor")
+            if given.shape != own.shape or given.dtype != own.dtype or given.device != own.device:
+                raise ValueError(
+                    f"an input of the frozen {self._name} is of shape {tuple(given.shape)}, {given.dtype} on "
+                    f"{given.device}; it was frozen for {tuple(own.shape)}, {own.dtype} on {own.device}: freeze "
+                    "the model for each shape that you use"
+                )
+        with self._lock, torch.no_grad():
+            for given, own in zip(inputs, self._inputs, strict=True):
+                own.copy_(given)
+            for call in self._calls:
+                call()
+            return tree_map_only(torch.Tensor, torch.clone, self._output)
+
+    def __repr__(self) -> str:
+        shapes = ", ".join(str(tuple(each.shape)) for each in self._inputs)
+        return (
+            f"FrozenModel({self._name} of {shapes}: {_counted(len(self._kernels), 'sparse kernel')}, "
+            f"{_counted(self._operators, 'operator')} of PyTorch)"
+        )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"the frozen {self._name} is no file's content: save the model's state_dict, and freeze it anew"
+        )
+
+
+def _is_kernel(call: object) -> bool:
+    return isinstance(call, TensorKernelRun)
+
+
+def _counted(count: int, name: str) -> str:
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
+    """A model's inference on inputs of one shape, without the model's own Python code.
+
+    The model runs once, and what it runs is recorded: sparse layers' kernels, and PyTorch's operators. Weights,
+    running statistics and all else that no input reaches are constants from then on. A call of what is returned gives
+    what the model gives, in less time where layers are small; it has no gradients.
+
+    Parameters
+    ----------
+    model : Module
+        In evaluation mode, and on the CPU; mostly from `sparsify`. It does not change, and later changes of it have no
+        effect.
+    *inputs : Tensor
+        What the model is called with: each shape takes a frozen model of its own.
+
+    Returns
+    -------
+    FrozenModel
+        To be called as the model.
+
+    Raises
+    ------
+    TypeError
+        Where the model is no module, or an input no tensor.
+    ValueError
+        Where the model is in training mode, or is not on the CPU; where what it computes depends on the values of an
+        input in Python, as in ``if x.sum() > 0``; or where it gives something else for other values of the inputs than
+        its recorded steps.
+
+    Examples
+    --------
+    >>> from torch.nn.utils import prune
+    >>> from jacsparse import freeze, sparsify
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()).eval()
+    >>> _ = prune.l1_unstructured(model[0], "weight", 0.9)
+    >>> x = torch.randn(1, 3, 8, 8)
+    >>> frozen = freeze(sparsify(model, x, measure=False), x)
+    >>> torch.allclose(frozen(x), model(x), atol=1e-6)
+    True
+    """
+    check_module(model)
+    check_initialised(model)
+    name = type(model.model if isinstance(model, SparseModel) else model).__name__
+    for each in inputs:
+        if not isinstance(each, torch.Tensor):
+            raise TypeError(f"an input is {a_type(each)}; expected a tensor, as the model is called with")
+    if training := [path for path, part in model.named_modules() if part.training]:
+        where = training[0] or name
+        raise ValueError(f"{where} is in training mode; freeze takes a model for inference: call its eval() first")
+    for path, tensor in (*model.named_parameters(), *model.named_buffers(), *(("an input", each) for each in inputs)):
+        if tensor.device.type != "cpu":
+            raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
+    with torch.inference_mode(False), torch.no_grad():
+        compared, model = copied(model), copied(model)
+        own, recording = [each.detach().clone() for each in inputs], _Recording()
+        # What a model makes when it first runs is no part of later runs.
+        model(*own)
+        with recording:
+            output = model(*own)
+        steps = _needed(name, recording.steps, own)
+        frozen = FrozenModel(name, own, steps, output)
+        compared(*inputs)
+        compared(*inputs)
+        _check(frozen, compared, inputs)
+    return frozen
+
+
+def _check(frozen: FrozenModel, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
+    """Compare with the model for other values, and for the first ones again."""
+    others = [each.detach().flatten().roll(1).view(each.shape) for each in inputs]
+    for values in (others, inputs):
+        with torch.random.fork_rng(devices=[]):
+            expected = model(*values)
+        with torch.random.fork_rng(devices=[]):
+            actual = frozen(*values)
+        for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
+            same = one == other
+            if isinstance(one, torch.Tensor):
+                same = torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+            if not same:
+                raise ValueError(
+                    f"{frozen._name} gives something else for other inputs than its recorded steps: it may compute "
+                    "outside of PyTorch, as in NumPy, or keep something from call to call; call the model itself"
+                )
+
+
+@dataclass(eq=False)
+class _Step:
+    """An operator of PyTorch, or a kernel, with the tensors that it reads and writes."""
+
+    name: str
+    reads: list[torch.Tensor]
+    writes: list[torch.Tensor]
+    #: What runs it again, with other tensors in the places of its own.
+    again: Callable[[_Move], Callable[[], object] | TensorKernelRun] | None = None
+    #: Whether it overwrites tensors that it is given.
+    in_place: bool = False
+    #: Whether it draws random numbers.
+    draws: bool = False
+    #: Whether the model reads its result in Python.
+    is_read: bool = False
+
+
+class _Recording(DispatchMode):
+    """The steps of a run, with all tensors of it, so that no two have the same memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[_Step] = []
+
+    def __enter__(self) -> Any:
+        self._token = recorder.set(self._record_kernel)
+        return super().__enter__()
+
+    def __exit__(self, *problem: Any) -> None:
+        super().__exit__(*problem)
+        recorder.reset(self._token)
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        reads, writes = _tensors((args, kwargs)), _tensors(result)
+        step = _Step(str(function), reads, writes, in_place=function._schema.is_mutable)
+        step.draws = torch.Tag.nondeterministic_seeded in function.tags
+        step.is_read = bool(_READ & set(function.tags)) or function is aten._local_scalar_dense.default
+        if step.in_place:
+            names = [argument.name for argument in function._schema.arguments if argument.is_write]
+            given = dict(zip([argument.name for argument in function._schema.arguments], args, strict=False)) | kwargs
+            step.writes = _tensors([given.get(name) for name in names])
+        is_view = not step.in_place and {_memory(each) for each in writes} <= {_memory(each) for each in reads}
+        if not is_view and function.overloadpacket not in _EMPTY:
+            step.again = functools.partial(_operator_again, function, args, kwargs, result)
+        self.steps.append(step)
+        return result
+
+    def _record_kernel(self, run: TensorKernelRun) -> None:
+        reads, writes = (_tensors(each) for each in (run.inputs, run.outputs))
+
+        def again(move: _Move) -> TensorKernelRun:
+            inputs, outputs = (tree_map_only(torch.Tensor, move, each) for each in (run.inputs, run.outputs))
+            return replace(run, inputs=inputs, outputs=outputs)
+
+        self.steps.append(_Step(run.kernel.__name__, reads, writes, again))
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    """What tensors share that are views of each other."""
+    return tensor.untyped_storage().data_ptr()
+
+
+def _operator_again(function: Any, args: Any, kwargs: Any, result: Any, move: _Move) -> Callable[[], object]:
+    """What runs an operator of PyTorch and puts its results where they were."""
+    args, kwargs, result = tree_map_only(torch.Tensor, move, (args, kwargs, result))
+    if function._schema.is_mutable:
+        return functools.partial(function, *args, **kwargs)
+    if function in (aten.clone.default, aten._to_copy.default):
+        return functools.partial(result.copy_, args[0])
+    outputs = _tensors(result)
+    variant, names = _out_variant(function)
+    if variant is not None and len(outputs) == len(names):
+        return functools.partial(variant, *args, **kwargs, **dict(zip(names, outputs, strict=True)))
+
+    def run() -> None:
+        for output, new in zip(outputs, _tensors(function(*args, **kwargs)), strict=True):
+            output.copy_(new)
+
+    return run
+
+
+@functools.cache
+def _out_variant(function: Any) -> tuple[Any, list[str]]:
+    """The variant of an operator that writes to tensors it is given, and their names; None where it has none."""
+
+    def inputs(schema: Any) -> list[tuple[str, str]]:
+        return [(argument.name, str(argument.type)) for argument in schema.arguments if not argument.is_out]
+
+    for overload in function.overloadpacket.overloads():
+        variant = getattr(function.overloadpacket, overload)
+        names = [argument.name for argument in variant._schema.arguments if argument.is_out]
+        if names and inputs(variant._schema) == inputs(function._schema):
+            return variant, names
+    return None, []
+
+
+def _needed(name: str, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -> list[_Step]:
+    """The steps whose results may differ from call to call, and those that restore what such a step overwrites."""
+    made: set[int] = set()
+    seen = {_memory(each) for each in inputs}
+    # What was there before and is overwritten is a state, that one call leaves to the next.
+    varying = set(seen)
+    for step in steps:
+        seen |= {_memory(each) for each in step.reads}
+        new = {_memory(each) for each in step.writes}
+        if step.in_place:
+            varying |= new - made
+        made |= new - seen
+        seen |= new
+    varies = set()
+    for step in steps:
+        # What is overwritten in place is read too.
+        if step.draws or any(_memory(each) in varying for each in step.reads):
+            if step.is_read:
+                raise ValueError(
+                    f"{name} reads values in Python that depend on its inputs, by {step.name}, and may compute "
+                    "something else for others; call the model itself"
+                )
+            varies.add(step)
+            varying |= {_memory(each) for each in step.writes}
+    overwritten = {_memory(each) for step in varies if step.in_place for each in step.writes}
+    return [
+        step
+        for step in steps
+        if step.again and (step in varies or any(_memory(each) in overwritten for each in step.writes))
+    ]
+
+
+def _placed(steps: Sequence[_Step], others: Sequence[torch.Tensor]) -> _Move:
+    """What gives a tensor a place in memory that others leave free; all but what only these steps write stays."""
+    own = {_memory(each) for each in others}
+    written: dict[int, torch.Tensor] = {}
+    last: dict[int, int] = {}
+    for number, step in enumerate(steps):
+        for each in step.reads:
+            if _memory(each) not in written:
+                own.add(_memory(each))
+        for each in step.writes:
+            if _memory(each) not in own:
+                written.setdefault(_memory(each), each)
+        for each in (*step.reads, *step.writes):
+            last[_memory(each)] = number
+    places: dict[int, torch.Tensor] = {}
+    free: list[torch.Tensor] = []
+    for number, step in enumerate(steps):
+        for memory in {_memory(each) for each in step.writes} & written.keys() - places.keys():
+            size = written[memory].untyped_storage().nbytes()
+            fitting = [place for place in free if len(place) >= size]
+            places[memory] = min(fitting, key=len) if fitting else torch.empty(size, dtype=torch.uint8)
+            free = [place for place in free if place is not places[memory]]
+        free += [places[memory] for memory in places if last[memory] == number]
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        place = places.get(_memory(tensor))
+        if place is None:
+            return tensor
+        moved = torch.empty(0, dtype=tensor.dtype)
+        return moved.set_(place.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    return move

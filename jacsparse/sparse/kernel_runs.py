@@ -1,0 +1,54 @@
+"""Runs of kernels on tensors, which a recording of a whole model sees."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..runtime import KernelRun, run_rows
+
+#: Some tensors, and None where an optional one is left out.
+Tensors = tuple[torch.Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class TensorKernelRun:
+    """A kernel that was run on tensors, so that it can be run on others."""
+
+    kernel: Callable[..., Any]
+    rows: int
+    #: What makes the kernel's arguments from the inputs and the outputs.
+    arguments: Callable[..., tuple[Any, ...]]
+    inputs: Tensors
+    outputs: Tensors
+    lanes: int
+
+    def prepared(self) -> KernelRun:
+        """The run with its arguments, which name the tensors by their addresses."""
+        return KernelRun(self.kernel, self.rows, self.arguments(*self.inputs, *self.outputs), self.lanes)
+
+
+#: What is told of each run on this thread, if anything is.
+recorder: ContextVar[Callable[[TensorKernelRun], None] | None] = ContextVar("recorder", default=None)
+
+
+def run_kernel(
+    kernel: Callable[..., Any],
+    rows: int,
+    arguments: Callable[..., tuple[Any, ...]],
+    inputs: Tensors,
+    outputs: Tensors,
+    *,
+    lanes: int,
+) -> None:
+    """Run ``kernel(first, last, *arguments(*inputs, *outputs))`` on ranges that cover all rows.
+
+    The kernel writes all elements of the outputs, and no others.
+    """
+    run_rows(kernel, rows, *arguments(*inputs, *outputs), lanes=lanes)
+    if (record := recorder.get()) is not None:
+        record(TensorKernelRun(kernel, rows, arguments, inputs, outputs, lanes))
