@@ -28,7 +28,8 @@ from ._workloads import pruned_resnet18, whole_pruned_vgg11
 
 __all__ = ["PrunedNetwork", "SparseCrossover", "SparseInference", "SparseTraining"]
 
-_DENSE, _COMPILED, _OURS = "PyTorch, dense with masks", "PyTorch, dense, torch.compile", "jacsparse.sparsify"
+_DENSE, _COMPILED = "PyTorch, dense with masks", "PyTorch, dense, torch.compile"
+_OURS, _FROZEN = "jacsparse.sparsify", "jacsparse.freeze"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class PrunedNetwork:
     build: Callable[[], nn.Module]
     batches: tuple[int, ...]
     input_shape: tuple[int, ...] = (3, 32, 32)
-    #: How many times as fast as dense PyTorch, and as SparseProp, jacsparse should be.
+    #: How many times as fast as dense PyTorch, and as SparseProp or DeepSparse, jacsparse should be.
     dense: float = 1.0
     peer: float = 1.0
 
@@ -50,6 +51,9 @@ class _Comparison(Experiment):
 
     #: Whether torch.compile is a peer, which takes a minute to compile each network.
     compiled: bool = True
+    #: The rows of ours, the last of which has targets, and the peer for which there is one.
+    ours: tuple[str, ...] = (_OURS,)
+    peer: str = SPARSEPROP
 
     def _timed(
         self, network: PrunedNetwork, batch: int, prepare: dict[str, Callable[[], Callable[[], Any]]], context: Context
@@ -64,13 +68,16 @@ class _Comparison(Experiment):
                 missing.append(Row.missing(label, reason(error), group=group, role="peer"))
         rows = Group(group)
         for label, timing in context.under(group).times(calls).items():
-            rows.timed(label, timing, role="ours" if label == _OURS else "peer", data=_tail(timing))
+            rows.timed(label, timing, role="ours" if label in self.ours else "peer", data=_tail(timing))
         best = rows.fastest((_DENSE, _COMPILED))
-        if best is not None:
-            rows.compare("the better dense PyTorch / jacsparse", best.label, _OURS, at_least=network.dense)
-        for label in (SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE):
-            target = network.peer if label == SPARSEPROP else None
-            rows.compare(f"{label} / jacsparse", label, _OURS, at_least=target)
+        for ours in self.ours:
+            name, has_targets = ours if len(self.ours) > 1 else "jacsparse", ours == self.ours[-1]
+            if best is not None:
+                target = network.dense if has_targets else None
+                rows.compare(f"the better dense PyTorch / {name}", best.label, ours, at_least=target)
+            for label in (SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE):
+                target = network.peer if has_targets and label == self.peer else None
+                rows.compare(f"{label} / {name}", label, ours, at_least=target)
         return [*rows.rows(), *missing]
 
 
@@ -191,9 +198,11 @@ class SparseInference(_Comparison):
     """A forward pass in evaluation mode."""
 
     networks: tuple[PrunedNetwork, ...] = (
-        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0),
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0, peer=0.5),
         PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
     )
+    ours: tuple[str, ...] = (_OURS, _FROZEN)
+    peer: str = DEEPSPARSE
 
     name = "sparse_inference"
     title = "Inference with a pruned network"
@@ -220,6 +229,7 @@ class SparseInference(_Comparison):
             prepare: dict[str, Callable[[], Callable[[], Any]]] = {
                 _DENSE: lambda: inferred(model),
                 _OURS: lambda: inferred(jacsparse.sparsify(model, x)),
+                _FROZEN: lambda: inferred(jacsparse.freeze(jacsparse.sparsify(model, x), x)),
                 ONNX_RUNTIME: lambda: onnx_runtime_call(model, x, folder),
                 DEEPSPARSE: lambda: deepsparse_call(model, x, folder),
             }
