@@ -18,8 +18,8 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
-from ..stages import chain_of, refuse_other_derivatives, traced
-from ..tracing import Node, Trace, leads_to, name_of, undisturbed
+from ..stages import chain_of, refuse_other_derivatives
+from ..tracing import Node, Trace, leads_to, name_of, traced, undisturbed
 from .arguments import Arguments
 from .flat_function import FlatFunction, WithAux, parts_of_result, wrap
 

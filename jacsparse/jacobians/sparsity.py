@@ -9,8 +9,8 @@ import torch
 from torch.utils import _pytree
 
 from ..patterns import Pattern
-from ..stages import SAMPLES, chain_for_all, check_shape, random_tensor
-from ..tracing import tensors_of
+from ..stages import chain_for_all, check_shape
+from ..tracing import SAMPLES, random_tensor, tensors_of
 from .arguments import Arguments, arguments_of, checked_argnums, has_samples, names_of_arguments
 from .flat_function import module_and_batch
 from .gradients import Gradient

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from ..patterns import REGISTERED
-from ..tracing import Graph, Trace, saves_objects, without_autocast, without_saving_hooks
+from ..tracing import Graph, Trace, saves_objects, traced, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
-from .forward_pass import traced
 from .record import Record
 
 

@@ -20,6 +20,8 @@ from ..tracing import (
     check_module,
     name_of,
     program_of,
+    samples_of,
+    traced,
     undisturbed,
     without_autocast,
 )
@@ -28,7 +30,6 @@ from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
 from .cutting import stages_of
-from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size

@@ -40,12 +40,11 @@ from .operators import (
     draws,
     facts_of,
     named_tensors,
-    tensors_among,
+    shows,
     with_memory,
     written_tensors,
 )
 from .overwrite import Overwrite, extent_of
-from .reading import shows
 from .saved_tensors import saves_by_hooks, version_of
 from .traces import Trace, base_of
 
@@ -88,7 +87,7 @@ class Tracer(DispatchMode):
             return self.alias(_DETACH(args[0]), args[0])
         kwargs = kwargs or {}
         if self.memory.writes:
-            for tensor in tensors_among(args, kwargs):
+            for tensor in tensors_in((*args, *kwargs.values())):
                 self.refresh(tensor)
         if not self.trace.saved_by_hooks and saves_by_hooks():
             self.trace.saved_by_hooks = True
