@@ -98,7 +98,7 @@ class Chain:
 
     def fitting_records(self, trace: Trace) -> list[Record]:
         """The record of each stage in a run in which all that the patterns omit is known to be zero."""
-        return [Record(stage, trace, True) for stage in self.stages]
+        return [Record(stage, trace) for stage in self.stages]
 
     def run(self, x: torch.Tensor) -> list[Record]:
         """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""

@@ -43,13 +43,11 @@ def _changed(what: str) -> RuntimeError:
 
 @dataclass(eq=False)
 class Record:
-    """What a stage computed for one batch."""
+    """What a stage computed for one batch; the elements that its patterns omit are zero in its weights."""
 
     stage: Stage
     #: The forward pass of the whole module.
     trace: Trace = field(repr=False)
-    #: Whether the elements that the patterns omit are known to be zero in this forward's weights.
-    _fits: bool = field(default=False, repr=False)
 
     def node(self, value: int) -> Node:
         """The call that computed a value."""
@@ -67,10 +65,9 @@ class Record:
                 names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
                 replaced[edge] = edge.without([PrunedWeight(name, self.weight(edge, name), None) for name in names])
         if not replaced:
-            self._fits = True
             return self
         edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
-        return Record(replace(self.stage, edges=edges), self.trace, True)
+        return Record(replace(self.stage, edges=edges), self.trace)
 
     def weight(self, edge: Edge, name: str) -> torch.Tensor:
         """A weight of an edge in this forward."""
@@ -243,13 +240,6 @@ class Record:
         """An operator's call with its tensors, for a slice of the batch."""
         operation, trace = self.stage.program.operations[edge.target], self.trace
         path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
-        for weight in () if self._fits else edge.pruned_weights:
-            if not weight.holds(self.weight(edge, weight.name)):
-                raise RuntimeError(
-                    f"{path}.{weight.name}: weights that were pruned or zero when the pattern was made are not zero "
-                    "any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
-                    "pruned=False"
-                )
         whole = samples == slice(None)
 
         def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -243,14 +243,8 @@ class Graph:
     ) -> tuple[Node, list[Any]]:
         """A call that is no part of the graph yet, and the numbers in it that other runs may change.
 
-        Parameters
-        ----------
-        overload, facts, args, kwargs
-            The operator, and its arguments.
-        values : dict of int to int
-            The values of the tensors among these, by ``id``.
-        varies, free : bool
-            Whether runs may change numbers: factors and terms; if also `free`, all floats.
+        `values` are those of the tensors among the arguments, by ``id``. Runs may change factors and terms where it
+        `varies`, and all floats where these are also `free`.
         """
         kinds, scalars = list[Any](), list[Any]()
 

@@ -146,20 +146,10 @@ def passed_by_all_paths(made: Sequence[tuple[int, Collection[int]]]) -> list[int
 
 
 def program_of(trace: Trace, *, couples: bool = False) -> Program:
-    """The program of a trace's graph.
+    """The program of a run's graph; UnsupportedOperatorError where an operator has no rule, or mixes samples.
 
-    Parameters
-    ----------
-    trace : Trace
-        A run.
-    couples : bool
-        Whether operators may mix samples. Samples are apart again from the first value on that all paths pass, whose
-        first axis has their number.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        Where an operator has no rule, or mixes samples; the message begins with the operator's path in the model.
+    Operators may mix samples where `couples`. Samples are apart again from the first value on that all paths pass,
+    whose first axis has their number.
     """
     x, graph = trace.input, trace.graph
     assert graph.last is not None

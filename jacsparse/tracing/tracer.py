@@ -52,16 +52,9 @@ aten = torch.ops.aten
 
 
 class Tracer(DispatchMode):
-    """Traces the calls while it is active.
+    """Traces the calls while it is active, into a trace that has the input alone and may have one of some graphs.
 
-    Parameters
-    ----------
-    trace : Trace
-        The trace, which has the input alone.
-    graphs : sequence of Graph
-        The graphs that it may have.
-    readable : bool
-        Whether calls may show elements.
+    Calls may show elements where it is `readable`.
     """
 
     def __init__(self, trace: Trace, graphs: Sequence[Graph], readable: bool) -> None:

@@ -17,16 +17,9 @@ from .saved_tensors import version_of
 
 
 class Trace:
-    """One run of a graph: its tensors, numbers and nodes of autograd.
+    """One run of a function on a copy of the caller's input: its graph, tensors, numbers and nodes of autograd.
 
     A tensor that was overwritten during the run is computed anew where its elements are asked for.
-
-    Parameters
-    ----------
-    module : Module
-        The function.
-    x : Tensor
-        Its input, a copy of the caller's.
     """
 
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
