@@ -354,4 +354,4 @@ def chain_of(
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
     kinds = trace.values_of(varying), trace.values_of(watched)
-    return Chain(module, stages_of(program, trace, pruned, kinds), in_shape, out_shape)
+    return Chain(module, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)

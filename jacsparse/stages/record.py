@@ -37,10 +37,6 @@ class _Arguments(Mapping[str, Any]):
         return repr(dict(self))
 
 
-def _changed(what: str) -> RuntimeError:
-    return RuntimeError(f"{what} was changed in place between forward and backward; run the forward again")
-
-
 @dataclass(eq=False)
 class Record:
     """What a stage computed for one batch; the elements that its patterns omit are zero in its weights."""
@@ -125,7 +121,9 @@ class Record:
         try:
             return self.trace.value(value) if read else self.trace.tensor(value)
         except StaleError:
-            raise _changed(what) from None
+            raise RuntimeError(
+                f"{what} was changed in place between forward and backward; run the forward again"
+            ) from None
 
     @functools.cached_property
     def externals(self) -> set[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,9 +102,15 @@ def shows(overload: Any, dtypes: Sequence[torch.dtype]) -> bool:
 
 def draws(overload: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call of an operator that may draw random numbers does so: its switches are on."""
-    parameters = {p.name: p.default_value for p in overload._schema.arguments}
-    switches = parameters.keys() & {"train", "training", "p", "dropout_p"}
-    return all(arguments.get(name, parameters[name]) for name in switches)
+    names = {parameter.name for parameter in overload._schema.arguments}
+    values = {**defaults_of(overload), **arguments}
+    return all(values.get(name) for name in names & {"train", "training", "p", "dropout_p"})
+
+
+@functools.cache
+def defaults_of(overload: Any) -> Mapping[str, Any]:
+    """The parameters of an operator that have defaults, with these."""
+    return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}
 
 
 def with_memory(overload: Any) -> Any:
