@@ -14,7 +14,6 @@ from torch import nn
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
 from ..stages import (
-    SAMPLES,
     Chains,
     CoupledEdge,
     Edge,
@@ -25,10 +24,8 @@ from ..stages import (
     check_shape,
     counted_record,
     factor_of,
-    samples_of,
-    traced,
 )
-from ..tracing import check_module, undisturbed
+from ..tracing import SAMPLES, check_module, samples_of, traced, undisturbed
 from .layer_flop import LayerFlop, OperatorWork, layers_of
 
 

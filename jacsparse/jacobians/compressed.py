@@ -146,18 +146,9 @@ def _transposed(pattern: Pattern, of_transpose: Coloring) -> Coloring:
 
 
 class Compressed(Evaluator):
-    """The values of a function's Jacobian from products with the seeds of its colours.
+    """The values of a function's Jacobian from products with the seeds of the colours of its pattern.
 
-    Parameters
-    ----------
-    function : TracedFunction
-        The function.
-    colors : Coloring
-        The colours of its pattern.
-    replays : bool
-        As in `ValueFunction`.
-    compile : bool
-        Whether machine code computes what is not PyTorch's to compute, where all seeds of a pass run at once.
+    With `compile`, machine code computes what is not PyTorch's to compute, where all seeds of a pass run at once.
     """
 
     name = "compressed"

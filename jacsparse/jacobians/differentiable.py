@@ -36,19 +36,10 @@ WRONG_THIRD = {
 
 
 def with_graph(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> SparseJacobian:
-    """The same Jacobian with gradients of its values.
+    """The same Jacobian of a run with gradients of its values.
 
-    Parameters
-    ----------
-    jacobian : SparseJacobian
-        The Jacobian of a run.
-    trace : Trace
-        The run, connected to `x`.
-    x : Tensor, (batch, *shape)
-        What the function is differentiated by, with a graph to the caller's tensors.
-    entries : Pattern
-        All entries, those of pruned weights too: such an entry adds nothing to a product, but its gradient to the
-        product's.
+    The run is connected to `x`, which the function is differentiated by, ``(batch, *shape)``. The entries are all,
+    those of pruned weights too: such an entry adds nothing to a product, but its gradient to the product's.
     """
     if not trace.output.requires_grad:
         return jacobian

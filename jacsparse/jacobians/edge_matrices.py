@@ -23,7 +23,7 @@ AT_ONCE = 2**25
 class EdgeMatrix:
     """An operator's transposed Jacobian in a run; beyond the memory limit, parts of it, computed anew for each use.
 
-    The constructor raises ValueError where one sample's matrix is beyond the limit, and the rule cannot compute parts.
+    ValueError is raised where one sample's matrix is beyond the limit, and the rule cannot compute parts.
     """
 
     def __init__(self, record: Record, edge: Edge, memory: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -30,29 +30,28 @@ from .gradients import Gradient
 from .recent import plan_of, recent_graphs
 
 
+class Keywords(TypedDict, total=False):
+    """The options of `jacobian` and `hessian` that do not change what kind of thing they return."""
+
+    argnums: int | Sequence[int]
+    batched: bool | None
+    pruned: bool
+    create_graph: bool
+
+
 @overload
 def jacobian(
     f: Callable[..., Any],
     *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: Literal[False] = False,
-    has_aux: Literal[False] = False,
+    value: Literal[False] = ...,
+    has_aux: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> SparseJacobian: ...
 
 
 @overload
 def jacobian(
-    f: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: bool = False,
-    has_aux: bool = False,
+    f: Callable[..., Any], *args: Any, value: bool = ..., has_aux: bool = ..., **options: Unpack[Keywords]
 ) -> tuple[Any, ...]: ...
 
 

@@ -50,14 +50,8 @@ class WithAux(nn.Module):
 class FlatFunction(nn.Module):
     """A function of one flat tensor, ``(batch, elements)``, with a flat result: what is traced.
 
-    Parameters
-    ----------
-    f : callable
-        The function. Its module, if any, is a part, so that parameters and hooks are found.
-    arguments : Arguments
-        All its arguments.
-    has_aux : bool
-        Whether it returns a pair, of which the second part has no derivative.
+    Its arguments are those of `f`, whose module, if any, is a part, so that parameters and hooks are found. With
+    `has_aux` the function returns a pair, of which the second part has no derivative.
     """
 
     f: Callable[..., Any]

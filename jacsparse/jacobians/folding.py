@@ -108,14 +108,7 @@ def _check_range(name: str, array: np.ndarray, stop: int) -> None:
 def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
     """The entries of a function's Jacobian as terms, and its local derivatives.
 
-    Parameters
-    ----------
-    function : TracedFunction
-        The function.
-    replays : bool
-        As in `ValueFunction`.
-    most : int, optional
-        The most terms of all products where elements of weights are variables too; by default none are.
+    All products may have at most so many terms; elements of weights are variables only where that limit is given.
 
     Raises
     ------
@@ -153,8 +146,6 @@ class Derivatives:
     #: Computes them in each run, each ``(batch, elements)``; None where there are none.
     function: ValueFunction | None = None
     count: int = 0
-    #: The places of the distinct ones among all that it computes.
-    distinct: list[int] = field(default_factory=list)
     #: The values that are numbers: they have no axes, and do not depend on the input.
     numbers: list[int] = field(default_factory=list)
     #: How many numbers of the run's own come before these.
@@ -285,7 +276,7 @@ class _Leaves:
             first += part.meta["val"].shape[1]
         computed.keep(list(firsts))
         self.algebra.variables = self.local.count = first
-        self.local.function, self.local.distinct = computed, [parts.index(part) for part in firsts]
+        self.local.function = computed
         return {
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }

@@ -18,8 +18,8 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
-from ..stages import chain_of, refuse_other_derivatives, traced
-from ..tracing import Node, Trace, leads_to, name_of, undisturbed
+from ..stages import chain_of, refuse_other_derivatives
+from ..tracing import Node, Trace, leads_to, name_of, traced, undisturbed
 from .arguments import Arguments
 from .flat_function import FlatFunction, WithAux, parts_of_result, wrap
 
@@ -27,14 +27,7 @@ from .flat_function import FlatFunction, WithAux, parts_of_result, wrap
 class Gradient(WithAux):
     """The gradient of a scalar function, in each sample, by the tensors that its Hessian is of.
 
-    Parameters
-    ----------
-    f : callable
-        The function. Its module, if any, is a part, so that parameters and hooks are found.
-    arguments : Arguments
-        Its arguments: which of them it is differentiated by, and whether they have samples.
-    has_aux : bool
-        Whether the function returns a pair, of which the second part has no derivative.
+    The arguments tell which tensors these are, and whether they have samples.
     """
 
     f: Callable[..., Any]

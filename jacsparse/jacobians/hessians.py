@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
@@ -13,12 +13,12 @@ from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring
-from .evaluation import jacobian_and_returned, with_parts
+from .evaluation import Keywords, jacobian_and_returned, with_parts
 from .gradients import Gradient
+from .preparation import PreparationKeywords
 from .prepared import PreparedJacobian, Result
 from .prepared_program import Evaluation
-from .star_coloring import star_coloring
-from .symmetry import symmetric_part
+from .star_coloring import star_coloring, symmetric_part
 from .tracing_for_replays import Options
 
 
@@ -54,16 +54,10 @@ class PreparedHessian(PreparedJacobian[Result]):
 def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    gradient: Literal[False] = False,
-    value: Literal[False] = False,
-    has_aux: Literal[False] = False,
-    pattern: Pattern | None = None,
+    gradient: Literal[False] = ...,
+    value: Literal[False] = ...,
+    has_aux: Literal[False] = ...,
+    **options: Unpack[PreparationKeywords],
 ) -> PreparedHessian[SparseJacobian]: ...
 
 
@@ -71,16 +65,10 @@ def prepare_hessian(
 def prepare_hessian(
     f: Callable[..., Any],
     *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    gradient: bool = False,
-    value: bool = False,
-    has_aux: bool = False,
-    pattern: Pattern | None = None,
+    gradient: bool = ...,
+    value: bool = ...,
+    has_aux: bool = ...,
+    **options: Unpack[PreparationKeywords],
 ) -> PreparedHessian[tuple[Any, ...]]: ...
 
 
@@ -139,13 +127,10 @@ def prepare_hessian(
 def hessian(
     f: Callable[..., Any],
     *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    pruned: bool = True,
-    create_graph: bool = False,
-    gradient: Literal[False] = False,
-    value: Literal[False] = False,
-    has_aux: Literal[False] = False,
+    gradient: Literal[False] = ...,
+    value: Literal[False] = ...,
+    has_aux: Literal[False] = ...,
+    **options: Unpack[Keywords],
 ) -> SparseJacobian: ...
 
 
@@ -153,13 +138,10 @@ def hessian(
 def hessian(
     f: Callable[..., Any],
     *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    pruned: bool = True,
-    create_graph: bool = False,
-    gradient: bool = False,
-    value: bool = False,
-    has_aux: bool = False,
+    gradient: bool = ...,
+    value: bool = ...,
+    has_aux: bool = ...,
+    **options: Unpack[Keywords],
 ) -> tuple[Any, ...]: ...
 
 

@@ -13,12 +13,6 @@ LONGEST = 1024
 
 
 @kernel
-def add_scaled(place, monomial, coefficient, monomials, out):
-    for term in range(len(place)):
-        out[place[term]] += coefficient[term] * monomials[monomial[term]]
-
-
-@kernel
 def add_weighted_sums(first, last, rows, indptr, source, weight, numbers, out):
     for place in range(first, last):
         row = rows[place]

@@ -131,15 +131,7 @@ def in_turn(steps: Sequence[Step]) -> list[Step]:
 
 
 class Pass:
-    """A step as kernels run it, with unsigned indices, over the rows that have terms.
-
-    Parameters
-    ----------
-    step : Step
-        The step.
-    batch : int
-        The number of samples; runs are for one alone.
-    """
+    """A step as kernels run it, with unsigned indices, over the rows that have terms; runs are for one sample."""
 
     def __init__(self, step: Step, batch: int) -> None:
         self.step = step

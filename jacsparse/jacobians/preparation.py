@@ -3,43 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 from ..patterns import Pattern
 from ..spgemm import SparseJacobian
+from .evaluation import Keywords
 from .prepared import PreparedJacobian
 from .tracing_for_replays import Options
+
+
+class PreparationKeywords(Keywords, total=False):
+    """The same of `prepare_jacobian` and `prepare_hessian`."""
+
+    method: str
+    compile: bool
+    pattern: Pattern | None
 
 
 @overload
 def prepare_jacobian(
     f: Callable[..., Any],
     *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: Literal[False] = False,
-    has_aux: Literal[False] = False,
-    pattern: Pattern | None = None,
+    value: Literal[False] = ...,
+    has_aux: Literal[False] = ...,
+    **options: Unpack[PreparationKeywords],
 ) -> PreparedJacobian[SparseJacobian]: ...
 
 
 @overload
 def prepare_jacobian(
-    f: Callable[..., Any],
-    *args: Any,
-    argnums: int | Sequence[int] = 0,
-    batched: bool | None = None,
-    method: str = "auto",
-    compile: bool = False,
-    pruned: bool = True,
-    create_graph: bool = False,
-    value: bool = False,
-    has_aux: bool = False,
-    pattern: Pattern | None = None,
+    f: Callable[..., Any], *args: Any, value: bool = ..., has_aux: bool = ..., **options: Unpack[PreparationKeywords]
 ) -> PreparedJacobian[tuple[Any, ...]]: ...
 
 

@@ -20,7 +20,7 @@ from .differentiable import with_graph
 from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .replays import jacobian_values, of_replay, replayed
-from .tracing_for_replays import TracedProgram
+from .tracing_for_replays import TracedProgram, contents_of
 from .watched_weights import WatchedWeights
 
 
@@ -131,7 +131,7 @@ class PreparedProgram:
                 )
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
-            if not contents.equal(captures[value]):
+            if not torch.equal(contents_of(captures[value]), contents):
                 raise ValueError(
                     f"an index or a mask of {tuple(captures[value].shape)} holds other elements than when this "
                     "Jacobian was prepared, and patterns depend on them: prepare one for these"

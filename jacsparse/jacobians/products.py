@@ -19,7 +19,6 @@ from ..patterns import Pattern
 from ..runtime import unsigned
 from ..stages import in_own_memory
 from ..tracing import Trace
-from . import kernels
 from .evaluator import Evaluator
 from .folding import Derivatives, Folded, derivatives_of
 from .fused_values import FusedValues
@@ -187,9 +186,7 @@ class _OfMonomials:
 def _constants_of(folded: Folded, monomials: np.ndarray) -> np.ndarray:
     """The constants of the entries."""
     entry, monomial, coefficient = folded.constants
-    constants = np.zeros(folded.pattern.nnz)
-    kernels.add_scaled(unsigned(entry), unsigned(monomial), coefficient, monomials, constants)
-    return constants
+    return np.bincount(entry, coefficient * monomials[monomial], folded.pattern.nnz)
 
 
 def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:

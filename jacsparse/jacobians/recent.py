@@ -37,10 +37,7 @@ BEFORE = 8
 class Plan:
     """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
 
-    Parameters
-    ----------
-    chain : Chain
-        The chain, whose patterns hold while the same weights are zero.
+    The patterns of the chain hold while the same weights are zero.
     """
 
     def __init__(self, chain: Chain) -> None:

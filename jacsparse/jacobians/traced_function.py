@@ -157,17 +157,7 @@ class TracedFunction:
 
 
 class Values(dict[int, torch.Tensor]):
-    """The values of a function, computed from known ones where they are asked for.
-
-    Parameters
-    ----------
-    function : TracedFunction
-        The function.
-    known : dict of int to Tensor
-        Values to begin with.
-    scalars : sequence
-        The numbers of a run, as `TracedFunction.scalars` returns them.
-    """
+    """The values of a function, computed from known ones where they are asked for, with numbers as of `scalars`."""
 
     def __init__(self, function: TracedFunction, known: Mapping[int, torch.Tensor], scalars: Sequence[Any]) -> None:
         super().__init__(known)

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
+from ..decompositions import indices_of, is_sparse
 from ..patterns import Pattern, UnsupportedOperatorError
-from ..stages import agree, chain_of, refuse_hooks, traced
-from ..tracing import Contents, Trace, Value, check_module, check_replays, name_of, undisturbed, without_autocast
+from ..stages import agree, chain_of, refuse_hooks
+from ..tracing import Trace, Value, check_module, memory_of, name_of, traced, undisturbed, without_autocast
 from .arguments import Arguments
 from .flat_function import FlatFunction, Returned
 from .gradients import Gradient, registered_in
@@ -58,8 +59,8 @@ class TracedProgram:
     tensors: frozenset[int]
     #: Where each capture comes from.
     captures: Sources
-    #: The elements of the captures on which patterns depend.
-    contents: dict[int, Contents]
+    #: The elements of the captures on which patterns depend, as `contents_of` gives them.
+    contents: dict[int, torch.Tensor]
     #: What the function returned; tensors that it returned beside its result are values of the graph.
     returned: Returned
 
@@ -80,7 +81,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         captures[value] = places[id(tensor)] if id(tensor) in places else by_name.get(id(tensor), tensor)
     read = {value: trace.tensor(value) for value in graph.captures}
     contents = {
-        value: Contents.of(tensor)
+        value: contents_of(tensor).clone()
         for value, tensor in read.items()
         if not tensor.is_floating_point() or tensor.layout != torch.strided
     }
@@ -218,13 +219,51 @@ def _run(
                 f"{name_of(f)}: {what} takes PyTorch's derivative of {registered.name}, whose values were "
                 f"registered and may be others{registered.source}; {remedy}"
             )
-        check_replays(trace, name_of(f))
+        _check_replays(trace, name_of(f))
     numbers = {id(tensor): value for value, tensor in enumerate(trace.tensors)}
 
     def valued(tensor: torch.Tensor) -> Any:
         return Value(numbers[id(tensor)]) if id(tensor) in numbers else tensor.detach()
 
     return trace, replace(returned, aux=_pytree.tree_map_only(torch.Tensor, valued, returned.aux))
+
+
+def contents_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of an index or a mask; the indices of a sparse tensor."""
+    return indices_of(tensor) if is_sparse(tensor) else tensor.detach()
+
+
+def _check_replays(trace: Trace, name: str) -> None:
+    """Raise where a replay of a graph is not a run of the function."""
+    for operator, effect in _effects(trace):
+        raise UnsupportedOperatorError(
+            f"{name}: {operator} {effect}, so that no prepared program repeats the call; "
+            f"{'write to a clone' if 'writes' in effect else 'call jacsparse.jacobian, which runs it each time'}"
+        )
+
+
+def _effects(trace: Trace) -> Iterator[tuple[str, str]]:
+    """What a run does that no replay of its graph repeats: the operator, and what it does."""
+    graph, made = trace.graph, set[int]()
+    varies = {0, *graph.captures}
+    for node in graph.nodes:
+        values = [value for _, value in node.tensors]
+        memories = {value: memory_of(trace.tensor(value)) for value in values}
+        # A capture gets its number at its first use.
+        if any(n in graph.captures and n >= node.begin[0] and memories[n] in made for n in values):
+            yield "data", "gives a tensor of the run another name"
+        if node.draws:
+            yield node.name, "draws random numbers"
+        shows = node.facts is not None and torch.Tag.data_dependent_output in node.overload.tags
+        if shows and varies.intersection(values):
+            yield node.name, "shows Python what a tensor holds"
+        if node.writes_outside:
+            yield node.name, "writes to a tensor from before the call"
+        if varies.intersection(values):
+            varies.update(node.results)
+        made |= {memory_of(trace.tensor(value)) for value in node.results} - {0, *memories.values()}
+    if trace.may_have_hooks:
+        yield "register_hook", "changes gradients"
 
 
 def _check_indices(trace: Trace) -> None:

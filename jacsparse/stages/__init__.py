@@ -6,7 +6,6 @@ from .chain_cache import ChainCache, Chains, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor, is_fit
 from .coupled_region import CoupledEdge, CoupledRegion, counted_record, factor_of
-from .forward_pass import SAMPLES, random_tensor, samples_of, traced
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
@@ -16,7 +15,6 @@ from .stage import Edge, Stage
 
 __all__ = [
     "DENSE",
-    "SAMPLES",
     "START",
     "Accumulation",
     "Chain",
@@ -54,12 +52,9 @@ __all__ = [
     "pull_back_by_nodes",
     "pull_back_input",
     "pulled_by_autograd",
-    "random_tensor",
     "recent_chains",
     "refuse_hooks",
     "refuse_other_derivatives",
-    "samples_of",
-    "traced",
     "walk",
     "with_backward_passes",
 ]

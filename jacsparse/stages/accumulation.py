@@ -97,8 +97,7 @@ class Pulled(_Matrix):
 class Accumulation:
     """Products and sums of matrices of known patterns, in the order in which they are computed.
 
-    Each method that adds a matrix returns its number. Plans are made when `run` first computes values: patterns alone
-    need none.
+    Each method that adds a matrix returns its number. Plans are made when `run` first computes values.
     """
 
     matrices: list[_Leaf | _Product | _Sum | Pulled] = field(default_factory=list)

@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from ..patterns import REGISTERED
-from ..tracing import Graph, Trace, saves_objects, without_autocast, without_saving_hooks
+from ..tracing import Graph, Trace, saves_objects, traced, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
-from .forward_pass import traced
 from .record import Record
 
 
@@ -28,15 +27,7 @@ class Run(NamedTuple):
 
 
 class ChainCache:
-    """The graphs of recent runs, with their chains, of which one is used again where a run makes the same calls.
-
-    Parameters
-    ----------
-    pruned : bool
-        As in `chain`.
-    couples : bool
-        As in `chain_of`.
-    """
+    """The graphs of recent runs, with their chains, of which one is used again where a run makes the same calls."""
 
     #: The most graphs in the cache.
     most = 8
@@ -77,15 +68,7 @@ class ChainCache:
 
 
 class Chains(ChainCache):
-    """A cache of one module's chains.
-
-    Parameters
-    ----------
-    module : Module
-        The module, which runs at each call.
-    pruned, couples : bool
-        As of `ChainCache`.
-    """
+    """A cache of the chains of one module, which runs at each call."""
 
     def __init__(self, module: nn.Module, *, pruned: bool = True, couples: bool = False) -> None:
         super().__init__(pruned=pruned, couples=couples)

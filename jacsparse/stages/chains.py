@@ -20,6 +20,8 @@ from ..tracing import (
     check_module,
     name_of,
     program_of,
+    samples_of,
+    traced,
     undisturbed,
     without_autocast,
 )
@@ -28,7 +30,6 @@ from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
 from .cutting import stages_of
-from .forward_pass import samples_of, traced
 from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
@@ -97,7 +98,7 @@ class Chain:
 
     def fitting_records(self, trace: Trace) -> list[Record]:
         """The record of each stage in a run in which all that the patterns omit is known to be zero."""
-        return [Record(stage, trace, True) for stage in self.stages]
+        return [Record(stage, trace) for stage in self.stages]
 
     def run(self, x: torch.Tensor) -> list[Record]:
         """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""
@@ -353,4 +354,4 @@ def chain_of(
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
         return Chain(module, [stage], in_shape, out_shape)
     kinds = trace.values_of(varying), trace.values_of(watched)
-    return Chain(module, stages_of(program, trace, pruned, kinds), in_shape, out_shape)
+    return Chain(module, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)

@@ -80,7 +80,9 @@ def counted_record(record: Record) -> Record:
     if not record.stage.couples:
         return record
     edges = [
-        _coupled(record, operation, name) if operation.couples else edge_of(record.trace, operation, name, record.stage)
+        _coupled(record, operation, name)
+        if operation.couples
+        else edge_of(record.stage.program, record.trace, operation, name)
         for operation in record.stage.operations
         for name in operation.operands
     ]

@@ -11,26 +11,21 @@ from .stage import Edge, Stage, working
 
 #: The values whose zeros are not pruned, and those of which selections are not.
 Varying = tuple[frozenset[int], frozenset[int]]
+NONE_VARIES: Varying = (frozenset(), frozenset())
 
 
-def stages_of(program: Program, trace: Trace, pruned: bool, varying: Varying) -> list[Stage]:
-    """The stages between the values that alone carry everything from a program's input to its output."""
+def stages_of(program: Program, trace: Trace, varying: Varying | None) -> list[Stage]:
+    """The stages between the values that alone carry everything from a program's input to its output.
+
+    Patterns omit zeros of weights, but for those that vary; none where that is None.
+    """
     stages: list[Stage] = []
     start, *cuts = program.cuts()
     for stop in cuts:
         operations = program.between(start, stop)
         couples = any(operation.couples for operation in operations)
-        edges = (
-            ()
-            if couples
-            else tuple(
-                _pruned(_edge(program, operation, name), trace, operation, varying)
-                if pruned
-                else _edge(program, operation, name)
-                for operation in operations
-                for name in operation.operands
-            )
-        )
+        pairs = [(operation, name) for operation in operations for name in operation.operands]
+        edges = () if couples else tuple(edge_of(program, trace, *pair, varying) for pair in pairs)
         # A sum of two identities is no identity.
         meet = len({edge.target for edge in edges}) < len(edges)
         if not meet and not couples and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
@@ -65,12 +60,10 @@ def _path(operations: Sequence[Operation], taken: set[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def edge_of(trace: Trace, operation: Operation, argument: str, stage: Stage) -> Edge:
+def edge_of(
+    program: Program, trace: Trace, operation: Operation, argument: str, varying: Varying | None = NONE_VARIES
+) -> Edge:
     """The edge of an operator that works on each sample by itself; its pattern omits pruned weights."""
-    return _pruned(_edge(stage.program, operation, argument), trace, operation, (frozenset(), frozenset()))
-
-
-def _edge(program: Program, operation: Operation, argument: str) -> Edge:
     source = operation.operands[argument]
     call = Call(
         operation.name,
@@ -87,7 +80,7 @@ def _edge(program: Program, operation: Operation, argument: str) -> Edge:
     )
     edge = Edge(source, operation.value, call)
     edge.rule.check(call)
-    return edge
+    return edge if varying is None else _pruned(edge, trace, operation, varying)
 
 
 def _pruned(edge: Edge, trace: Trace, operation: Operation, varying: Varying) -> Edge:

@@ -31,26 +31,13 @@ def pull_back(
         Records of stages that follow each other, the last one first.
     gradient : Tensor, (batch, *out_shape)
         Gradient of the output of the first record.
-    inputs : sequence of Record
-        The records whose input's gradient is returned.
-    externals : sequence of int
-        The places of the externals whose gradients are returned.
+    inputs, externals : sequence of Record, sequence of int
+        The records whose inputs' gradients are returned, and the places of the externals whose are, if they have any.
     apart : collection of int
         The externals that other stages read too: the gradients through those are left out.
     strict : sequence of Record
-        The records in which no hook may change a gradient, because their Jacobians are multiplied.
-
-    Returns
-    -------
-    gradients : list of Tensor
-        A gradient for each record of `inputs`.
-    external_gradients : dict of int to Tensor
-        Gradients by place, without the externals that have none.
-
-    Raises
-    ------
-    RuntimeError
-        Where a hook changes a gradient in a strict record, or may; the message begins with the stage's path.
+        The records in which no hook may change a gradient, because their Jacobians are multiplied: RuntimeError is
+        raised where one does, or may; the message begins with the stage's path.
     """
     trace, last = records[0].trace, records[0]
     output = trace.edge(last.stage.stop)

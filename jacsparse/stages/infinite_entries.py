@@ -34,17 +34,8 @@ def with_backward_passes(
 ) -> torch.Tensor:
     """Values of a Jacobian, ``(nnz, batch)``, of which backward passes compute those that are not finite.
 
-    Parameters
-    ----------
-    values : Tensor, (nnz, batch) or (nnz, 1)
-        The values of products.
-    pattern : Pattern
-        The pattern of the Jacobian.
-    batch : int
-        The number of samples.
-    pull_back : callable
-        ``pull_back(gradient of output) -> gradient of input``, ``(batch, rows)`` to ``(batch, columns)``, by autograd.
-        It is called for each colour of the rows that have such entries.
+    By autograd, ``pull_back`` takes gradients of the output, ``(batch, rows)``, to the input's, ``(batch, columns)``.
+    It is called for each colour of the rows that have such entries.
     """
     infinite = ~torch.isfinite(values)
     entries = infinite.any(1).nonzero()[:, 0]

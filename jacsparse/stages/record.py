@@ -37,19 +37,13 @@ class _Arguments(Mapping[str, Any]):
         return repr(dict(self))
 
 
-def _changed(what: str) -> RuntimeError:
-    return RuntimeError(f"{what} was changed in place between forward and backward; run the forward again")
-
-
 @dataclass(eq=False)
 class Record:
-    """What a stage computed for one batch."""
+    """What a stage computed for one batch; the elements that its patterns omit are zero in its weights."""
 
     stage: Stage
     #: The forward pass of the whole module.
     trace: Trace = field(repr=False)
-    #: Whether the elements that the patterns omit are known to be zero in this forward's weights.
-    _fits: bool = field(default=False, repr=False)
 
     def node(self, value: int) -> Node:
         """The call that computed a value."""
@@ -67,10 +61,9 @@ class Record:
                 names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
                 replaced[edge] = edge.without([PrunedWeight(name, self.weight(edge, name), None) for name in names])
         if not replaced:
-            self._fits = True
             return self
         edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
-        return Record(replace(self.stage, edges=edges), self.trace, True)
+        return Record(replace(self.stage, edges=edges), self.trace)
 
     def weight(self, edge: Edge, name: str) -> torch.Tensor:
         """A weight of an edge in this forward."""
@@ -128,7 +121,9 @@ class Record:
         try:
             return self.trace.value(value) if read else self.trace.tensor(value)
         except StaleError:
-            raise _changed(what) from None
+            raise RuntimeError(
+                f"{what} was changed in place between forward and backward; run the forward again"
+            ) from None
 
     @functools.cached_property
     def externals(self) -> set[int]:
@@ -243,13 +238,6 @@ class Record:
         """An operator's call with its tensors, for a slice of the batch."""
         operation, trace = self.stage.program.operations[edge.target], self.trace
         path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
-        for weight in () if self._fits else edge.pruned_weights:
-            if not weight.holds(self.weight(edge, weight.name)):
-                raise RuntimeError(
-                    f"{path}.{weight.name}: weights that were pruned or zero when the pattern was made are not zero "
-                    "any more; make the chain again, keep them zero by a mask (torch.nn.utils.prune), or pass "
-                    "pruned=False"
-                )
         whole = samples == slice(None)
 
         def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

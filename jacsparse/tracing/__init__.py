@@ -1,10 +1,7 @@
 """Traces of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
-from .callers import is_users
 from .calls import calls_of, in_graphs, with_constants
-from .contents import Contents
-from .effects import check_replays
 from .graph import Form, Graph, Node, Operand, Scalar, Value, form_of, needed_calls, results_of
 from .modules import (
     check_initialised,
@@ -24,12 +21,12 @@ from .modules import (
 from .operators import facts_of, operator_name
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of, nan_weights
-from .runs import failed_call, trace
+from .runs import SAMPLES, random_tensor, samples_of, traced
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
-from .traces import StaleError, Trace, is_recording
+from .traces import StaleError, Trace, is_recording, memory_of
 
 __all__ = [
-    "Contents",
+    "SAMPLES",
     "Form",
     "Graph",
     "Node",
@@ -46,17 +43,15 @@ __all__ = [
     "check_hooks_are_told",
     "check_initialised",
     "check_module",
-    "check_replays",
     "ending_at",
     "facts_of",
-    "failed_call",
     "form_of",
     "has_node_hooks",
     "in_graphs",
     "is_recording",
-    "is_users",
     "leads_to",
     "mask_of",
+    "memory_of",
     "module_of",
     "name_of",
     "nan_weights",
@@ -65,15 +60,17 @@ __all__ = [
     "parts_of",
     "passed_by_all_paths",
     "program_of",
+    "random_tensor",
     "refresh_weights",
     "results_of",
+    "samples_of",
     "saved_buffers",
     "saved_handle",
     "saves_objects",
     "set_weights",
     "sets_weights",
     "tensors_of",
-    "trace",
+    "traced",
     "trains",
     "undisturbed",
     "with_all_gradients",

@@ -53,7 +53,7 @@ class _Calls(DispatchMode):
                 if isinstance(part, torch.Tensor):
                     self.note(part, self.graph.call_function(operator.getitem, (node, place)))
         if mutates(overload):
-            self.written |= _memories([*tensors_in(args), *tensors_in(list(kwargs.values())), *tensors_in(result)])
+            self.written |= _memories(tensors_in((args, *kwargs.values(), result)))
         return result
 
     def note(self, tensor: torch.Tensor, node: fx.Node) -> None:

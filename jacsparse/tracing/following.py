@@ -16,17 +16,9 @@ from .traces import Trace
 
 
 class Followed:
-    """What a trace has in common with graphs of earlier runs; it makes the trace's graph one of them.
+    """What a trace that has the input alone goes on to have in common with graphs of earlier runs.
 
-    Parameters
-    ----------
-    trace : Trace
-        The trace, which has the input alone.
-    memory : Memory
-    derivatives : SeenDerivatives
-        The tracer's.
-    graphs : sequence of Graph
-        Graphs of the input's form, the most probable first.
+    It makes the trace's graph one of these, which are of the input's form, the most probable first.
     """
 
     def __init__(self, trace: Trace, memory: Memory, derivatives: SeenDerivatives, graphs: Sequence[Graph]) -> None:

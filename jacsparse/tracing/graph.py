@@ -225,11 +225,6 @@ class Graph:
         """Whether a call writes to an argument."""
         return any(node.writes for node in self.nodes)
 
-    @functools.cached_property
-    def writes_outside(self) -> bool:
-        """Whether a call writes to a tensor from before the run, as an argument or a buffer."""
-        return any(node.writes_outside for node in self.nodes)
-
     @property
     def drawing(self) -> str | None:
         """The path of the first module that drew random numbers; None where none did."""
@@ -248,14 +243,8 @@ class Graph:
     ) -> tuple[Node, list[Any]]:
         """A call that is no part of the graph yet, and the numbers in it that other runs may change.
 
-        Parameters
-        ----------
-        overload, facts, args, kwargs
-            The operator, and its arguments.
-        values : dict of int to int
-            The values of the tensors among these, by ``id``.
-        varies, free : bool
-            Whether runs may change numbers: factors and terms; if also `free`, all floats.
+        `values` are those of the tensors among the arguments, by ``id``. Runs may change factors and terms where it
+        `varies`, and all floats where these are also `free`.
         """
         kinds, scalars = list[Any](), list[Any]()
 
@@ -374,11 +363,11 @@ def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Ten
     return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
 
 
-def tensors_in(result: Any) -> list[torch.Tensor]:
-    """The tensors that an operator's result is or holds."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [part for part in result if isinstance(part, torch.Tensor)] if isinstance(result, (list, tuple)) else []
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that a value is, or that it holds in lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
 
 
 def needed_calls(value: int, known: Callable[[int], bool], maker: Callable[[int], Node]) -> list[Node]:

@@ -25,15 +25,7 @@ class Write(NamedTuple):
 
 
 class Memory:
-    """Which values the memory of a run holds.
-
-    Parameters
-    ----------
-    trace : Trace
-        The run, of which values are taken as its calls are made.
-    numbers : dict of int to int
-        The numbers of values by tensors' ids.
-    """
+    """Which values the memory of a run holds; `numbers` has those of tensors by their ids."""
 
     def __init__(self, trace: Trace, numbers: dict[int, int]) -> None:
         self.trace, self.numbers = trace, numbers

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..runtime import a_type
+from .saved_tensors import noted, unchanged
 
 
 def check_module(module: object) -> nn.Module:
@@ -161,21 +162,10 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
         return
 
     def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        if tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memories:
-            tensor = tensor.clone()
-        return tensor, tensor._version
+        of_buffer = tensor.layout == torch.strided and tensor.untyped_storage()._cdata in memories
+        return noted(tensor.clone() if of_buffer else tensor)
 
-    def unpack(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-        tensor, version = saved
-        # As PyTorch does where there are no hooks.
-        if tensor._version != version:
-            raise RuntimeError(
-                f"a tensor of shape {tuple(tensor.shape)} that a gradient needs was modified by an inplace operation "
-                "since; take the gradient first, or call again"
-            )
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+    with torch.autograd.graph.saved_tensors_hooks(pack, unchanged):
         yield
 
 

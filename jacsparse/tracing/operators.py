@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,8 @@ class Facts:
     rule: Rule | None
     #: The rule under its own name; None also where its rule is that of all pointwise operators.
     rule_by_name: Rule | None
-    #: The parameters, in order; those that are tensors, that are lists of tensors, and that the operator writes to.
+    #: The parameters, in order; and those that the operator writes to.
     names: tuple[str, ...]
-    tensors: tuple[str, ...]
-    lists: tuple[str, ...]
     written: tuple[str, ...]
     #: The parameter that its results are views of; None where they are none.
     viewed: str | None
@@ -44,11 +42,6 @@ class Facts:
     parts: Callable[..., Any] | None
     #: Other operators that compute its results where its weights, constants to its rule, depend on the input.
     weighted: Callable[..., Any] | None
-
-    @property
-    def saved(self) -> tuple[str, ...]:
-        """Which of "input" and "output" its rule computes values from."""
-        return () if self.rule is None else self.rule.reads
 
     @property
     def exact(self) -> bool:
@@ -81,8 +74,6 @@ def _new_facts(overload: Any) -> Facts:
         rule=rule,
         rule_by_name=RULES.get(name),
         names=tuple(parameter.name for parameter in parameters),
-        tensors=tuple(parameter.name for parameter in parameters if _is_tensor(parameter.type)),
-        lists=tuple(parameter.name for parameter in parameters if _is_list(parameter.type)),
         written=tuple(parameter.name for parameter in parameters if is_written(parameter)),
         viewed=next((p.name for p in parameters if p.alias_info is not None and not is_written(p)), None),
         random=random,
@@ -96,11 +87,30 @@ def _new_facts(overload: Any) -> Facts:
     )
 
 
+def shows(overload: Any, dtypes: Sequence[torch.dtype]) -> bool:
+    """Whether a call that may read elements shows those of dependent operands, of these dtypes.
+
+    It does not where a constant mask selects them.
+    """
+    name = operator_name(overload)
+    if name == "aten.index":
+        # Elements are selected by a mask or by numbers, and as many as there are numbers.
+        return torch.bool in dtypes or torch.uint8 in dtypes
+    by_mask = name in ("aten.masked_select", "aten.repeat_interleave")
+    return not by_mask or not all(kind.is_floating_point for kind in dtypes)
+
+
 def draws(overload: Any, arguments: dict[str, Any]) -> bool:
     """Whether a call of an operator that may draw random numbers does so: its switches are on."""
-    parameters = {p.name: p.default_value for p in overload._schema.arguments}
-    switches = parameters.keys() & {"train", "training", "p", "dropout_p"}
-    return all(arguments.get(name, parameters[name]) for name in switches)
+    names = {parameter.name for parameter in overload._schema.arguments}
+    values = {**defaults_of(overload), **arguments}
+    return all(values.get(name) for name in names & {"train", "training", "p", "dropout_p"})
+
+
+@functools.cache
+def defaults_of(overload: Any) -> Mapping[str, Any]:
+    """The parameters of an operator that have defaults, with these."""
+    return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}
 
 
 def with_memory(overload: Any) -> Any:
@@ -115,19 +125,6 @@ def with_memory(overload: Any) -> Any:
 def is_written(parameter: Any) -> bool:
     """Whether an operator writes to a parameter."""
     return parameter.alias_info is not None and parameter.alias_info.is_write
-
-
-def _is_tensor(kind: Any) -> bool:
-    return isinstance(_without_optional(kind), torch.TensorType)
-
-
-def _is_list(kind: Any) -> bool:
-    kind = _without_optional(kind)
-    return isinstance(kind, torch.ListType) and _is_tensor(kind.getElementType())
-
-
-def _without_optional(kind: Any) -> Any:
-    return _without_optional(kind.getElementType()) if isinstance(kind, torch.OptionalType) else kind
 
 
 def _parts(overload: Any) -> Callable[..., Any] | None:
@@ -184,15 +181,6 @@ def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -
     """The dense arguments that a call writes to."""
     tensors = named_tensors(facts, args, kwargs)
     return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
-
-
-def tensors_among(args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
-    """The tensors among a call's arguments."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from (part for part in value if isinstance(part, torch.Tensor))
 
 
 def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:

@@ -26,7 +26,7 @@ from ..patterns import (
     rule_of,
 )
 from .graph import Node, Value, results_of
-from .operators import operator_name
+from .operators import defaults_of, operator_name
 from .overwrite import Overwrite
 from .traces import Trace
 
@@ -146,20 +146,10 @@ def passed_by_all_paths(made: Sequence[tuple[int, Collection[int]]]) -> list[int
 
 
 def program_of(trace: Trace, *, couples: bool = False) -> Program:
-    """The program of a trace's graph.
+    """The program of a run's graph; UnsupportedOperatorError where an operator has no rule, or mixes samples.
 
-    Parameters
-    ----------
-    trace : Trace
-        A run.
-    couples : bool
-        Whether operators may mix samples. Samples are apart again from the first value on that all paths pass, whose
-        first axis has their number.
-
-    Raises
-    ------
-    UnsupportedOperatorError
-        Where an operator has no rule, or mixes samples; the message begins with the operator's path in the model.
+    Operators may mix samples where `couples`. Samples are apart again from the first value on that all paths pass,
+    whose first axis has their number.
     """
     x, graph = trace.input, trace.graph
     assert graph.last is not None
@@ -273,7 +263,8 @@ def _operation(
 ) -> tuple[Operation, Layout | None]:
     """The operation that computes a value, and the layout of its result; None where it has none."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
-    arguments = {**_defaults(overload), **{name: trace.argument(node, name) for name in node.arguments}}
+    defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
+    arguments = {**defaults, **{name: trace.argument(node, name) for name in node.arguments}}
     operands = [operand for operand in node.operands if operand.active and operand.value in program.shapes]
     if node.changes_unseen:
         # The derivative is that of what was written to.
@@ -355,12 +346,3 @@ def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any
         # Most rules tell no other numbers apart than 0 and 1.
         return value if value in (0.0, 1.0) else float("nan")
     return value
-
-
-def _defaults(overload: Any) -> Mapping[str, Any]:
-    return {} if isinstance(overload, Overwrite) else _defaults_of(overload)
-
-
-@functools.cache
-def _defaults_of(overload: Any) -> Mapping[str, Any]:
-    return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}

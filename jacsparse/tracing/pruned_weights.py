@@ -13,18 +13,9 @@ SMALL = 4096
 
 
 class PrunedWeight:
-    """Which elements of a weight a pattern omits.
+    """Which elements of a weight a pattern omits, by the name of the argument and the weight as the module computes it.
 
-    An element is omitted where a pruning mask is zero; without a mask, where the element is exactly zero.
-
-    Parameters
-    ----------
-    name : str
-        Name of the argument.
-    weight : Tensor
-        The weight as the module computes it.
-    mask : Tensor or None
-        The pruning mask, of the weight's shape: zero where an element is pruned.
+    An element is omitted where a pruning mask of the weight's shape is zero; without a mask, where it is exactly zero.
     """
 
     def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Runs of functions under a tracer."""
+"""Runs of functions under a tracer, with errors in the user's words."""
 
 from __future__ import annotations
 
@@ -6,20 +6,40 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from ..patterns import requiring_gradient
+from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..runtime import without_compiling
+from .callers import is_users
 from .graph import Graph, tensors_in
+from .modules import name_of, tensors_of
 from .operators import operator_name
-from .reading import Unreadable
 from .tracer import Tracer
 from .traces import Trace, observing
 
+#: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
+SAMPLES = 3
 
-def trace(
+
+def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
+    """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
+    tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
+    like = next(tensors, torch.empty(0) if like is None else like)
+    return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
+
+
+def random_tensor(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers with the dtype and device of a tensor; the same ones everywhere."""
+    drawn = torch.randn(shape, generator=generator)
+    return drawn if like.device.type == "meta" else drawn.to(like)
+
+
+def traced(
     module: nn.Module,
     x: torch.Tensor,
     graphs: Sequence[Graph] = (),
@@ -28,12 +48,12 @@ def trace(
     hidden: Sequence[torch.Tensor] = (),
     connected: bool = False,
 ) -> Trace:
-    """Run a function of a batch, and return its trace.
+    """The trace of a run of a module, with all that it changes and draws.
 
     Parameters
     ----------
     module : Module
-        Its forward pass runs once, with all that it changes and draws.
+        It runs once.
     x : Tensor, (batch, *input_shape)
         The module gets a copy, which it may overwrite.
     graphs : sequence of Graph
@@ -47,30 +67,107 @@ def trace(
 
     Raises
     ------
+    ValueError, TypeError
+        Where the input does not fit, or a parameter is on another device, or of another dtype.
     UnsupportedOperatorError
         Where a derivative is not that of the operators, or where elements are read although `readable` is False.
     """
-    with torch.enable_grad():
-        # No leaf, so that the module may write to it.
-        copy = requiring_gradient(x if connected else x.detach()).clone()
-        tracer = Tracer(Trace(module, copy), graphs, readable)
-        with observing(), contextlib.ExitStack() as contexts:
-            contexts.enter_context(tracer)
-            if "torch._dynamo" in sys.modules:
-                # Functions given to torch.compile run as they are written, operator by operator.
-                contexts.enter_context(without_compiling())
-            if not readable:
-                contexts.enter_context(Unreadable(tracer, hidden))
-            output = module(copy)
-        return tracer.finished(output)
+    try:
+        with torch.enable_grad():
+            # No leaf, so that the module may write to it.
+            copy = requiring_gradient(x if connected else x.detach()).clone()
+            tracer = Tracer(Trace(module, copy), graphs, readable)
+            with observing(), contextlib.ExitStack() as contexts:
+                contexts.enter_context(tracer)
+                if "torch._dynamo" in sys.modules:
+                    # Functions given to torch.compile run as they are written, operator by operator.
+                    contexts.enter_context(without_compiling())
+                if not readable:
+                    contexts.enter_context(_Unreadable(tracer, hidden))
+                output = module(copy)
+            return tracer.finished(output)
+    except (UnsupportedOperatorError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            _check_alike(module, name, tensor, x, error)
+        raise _in_users_words(module, x, error) from error
 
 
-def failed_call(error: BaseException) -> tuple[str, list[torch.Tensor]]:
-    """The operator at which a traced run ended with an error, and the tensors that it got; none without an operator."""
-    operator, tensors = "", list[torch.Tensor]()
+class _Unreadable(TorchFunctionMode):
+    """Raises where Python reads the elements of a tensor that depends on the input, without a call of an operator.
+
+    ``.data`` calls none either: its result is taken for one that depends on the input.
+    """
+
+    READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+    DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+
+    def __init__(self, tracer: Tracer, hidden: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.tracer, self.hidden = tracer, hidden
+
+    def _may_not_be_read(self, tensor: torch.Tensor) -> bool:
+        if self.tracer.depends_on_input(tensor) or any(tensor is each for each in self.hidden):
+            return True
+        hidden = self.tracer.trace.values_of(self.hidden)
+        number = self.tracer.numbers.get(id(tensor))
+        return bool(hidden) and number is not None and self.tracer.trace.graph.made_of(number, hidden)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in self.READS and self._may_not_be_read(args[0]):
+            raise self.tracer.derivatives.read_error(None)
+        result = function(*args, **(kwargs or {}))
+        if function is self.DATA and self.tracer.depends_on_input(args[0]):
+            self.tracer.alias(result, args[0])
+        return result
+
+
+def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Tensor, error: Exception) -> None:
+    """Raise where a forward pass failed because a parameter or buffer has another dtype or device than the input."""
+    where = name if "." in name else f"{name_of(module)}.{name}"
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()") from error
+    if tensor.device != x.device:
+        raise ValueError(f"{where} is on {tensor.device}, its input on {x.device}; move one of them") from error
+    if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != x.dtype:
+        raise TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them") from error
+
+
+def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exception:
+    """An error that names the innermost module and the operator at which a run ended, and what these got."""
+    paths = {id(part): name for name, part in module.named_modules()}
+    arguments = getattr(module, "arguments", None)
+    given = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"
+    where, part, operator, tensors = name_of(module), module, "", list[torch.Tensor]()
     for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code is Tracer.__torch_dispatch__.__code__:
-            given = frame.f_locals
-            operator = operator_name(given["overload"])
-            tensors = tensors_in([*given["args"], *(given["kwargs"] or {}).values()])
-    return operator, tensors
+        names = frame.f_locals
+        if frame.f_code is nn.Module._call_impl.__code__:
+            inner, args = names["self"], names["args"]
+            if id(inner) in paths and args and isinstance(args[0], torch.Tensor):
+                where, part = paths[id(inner)] or name_of(inner), inner
+                given = f"an input of shape {tuple(args[0].shape[1:])}"
+        elif frame.f_code is Tracer.__torch_dispatch__.__code__:
+            operator = operator_name(names["overload"])
+            tensors = tensors_in((*names["args"], *(names["kwargs"] or {}).values()))
+    source = _source_of(error)
+    if str(error).startswith("derivative for aten::"):
+        # Within the run, as for a Hessian.
+        missing = str(error).removesuffix(" is not implemented")
+        return UnsupportedOperatorError(f"{where}: PyTorch has no {missing}{source}")
+    dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()))
+    if len(dtypes) > 1 and "type" in str(error):
+        return TypeError(
+            f"{where}: {operator} gets tensors of {' and '.join(dtypes)}{source}; convert them to one dtype, as by "
+            f".to({dtypes[0]}): {error}"
+        )
+    what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
+    return ValueError(f"{where}: {given} does not fit {what}{source}: {error}")
+
+
+def _source_of(error: BaseException) -> str:
+    """The last line of the user's code that an error passed, as in `` at net.py, line 7``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users(frame.filename) and Path(frame.filename).is_file():
+            return f" at {frame.filename}, line {frame.lineno} ({(frame.line or '').strip()})"
+    return ""

@@ -19,7 +19,7 @@ def saves_by_hooks() -> bool:
     """Whether what an operator saves here passes through hooks, which may change it or compute it anew."""
     if _innermost is not None:
         pack = _packing()
-        return pack is not None and pack is not _noted
+        return pack is not None and pack is not noted
     try:
         # Refused where there are hooks; nothing else is done.
         with disable_saved_tensors_hooks("hooks of saved tensors are in force"):
@@ -71,7 +71,7 @@ def without_saving_hooks() -> Iterator[None]:
     if not saves_by_hooks():
         yield
         return
-    with saved_tensors_hooks(_noted, _unchanged):
+    with saved_tensors_hooks(noted, unchanged):
         yield
 
 
@@ -81,13 +81,14 @@ def _packing() -> Any:
     return None if hooks is None else hooks[0]
 
 
-def _noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+def noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """A tensor and its version, for a hook that packs."""
     return tensor, version_of(tensor)
 
 
-def _unchanged(noted: tuple[torch.Tensor, int]) -> torch.Tensor:
-    # With hooks, autograd leaves this to them.
-    tensor, version = noted
+def unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The tensor that was noted; RuntimeError where it was written to since, which autograd leaves to hooks."""
+    tensor, version = saved
     if version_of(tensor) != version:
         raise RuntimeError(
             f"a tensor of {tuple(tensor.shape)}, which a gradient needs, has been modified by an inplace operation "

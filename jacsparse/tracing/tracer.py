@@ -40,12 +40,11 @@ from .operators import (
     draws,
     facts_of,
     named_tensors,
-    tensors_among,
+    shows,
     with_memory,
     written_tensors,
 )
 from .overwrite import Overwrite, extent_of
-from .reading import shows
 from .saved_tensors import saves_by_hooks, version_of
 from .traces import Trace, base_of
 
@@ -53,16 +52,9 @@ aten = torch.ops.aten
 
 
 class Tracer(DispatchMode):
-    """Traces the calls while it is active.
+    """Traces the calls while it is active, into a trace that has the input alone and may have one of some graphs.
 
-    Parameters
-    ----------
-    trace : Trace
-        The trace, which has the input alone.
-    graphs : sequence of Graph
-        The graphs that it may have.
-    readable : bool
-        Whether calls may show elements.
+    Calls may show elements where it is `readable`.
     """
 
     def __init__(self, trace: Trace, graphs: Sequence[Graph], readable: bool) -> None:
@@ -88,7 +80,7 @@ class Tracer(DispatchMode):
             return self.alias(_DETACH(args[0]), args[0])
         kwargs = kwargs or {}
         if self.memory.writes:
-            for tensor in tensors_among(args, kwargs):
+            for tensor in tensors_in((*args, *kwargs.values())):
                 self.refresh(tensor)
         if not self.trace.saved_by_hooks and saves_by_hooks():
             self.trace.saved_by_hooks = True

@@ -17,16 +17,9 @@ from .saved_tensors import version_of
 
 
 class Trace:
-    """One run of a graph: its tensors, numbers and nodes of autograd.
+    """One run of a function on a copy of the caller's input: its graph, tensors, numbers and nodes of autograd.
 
     A tensor that was overwritten during the run is computed anew where its elements are asked for.
-
-    Parameters
-    ----------
-    module : Module
-        The function.
-    x : Tensor
-        Its input, a copy of the caller's.
     """
 
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
@@ -171,24 +164,19 @@ class StaleError(RuntimeError):
     """The elements of a value were overwritten after the run."""
 
 
-class _State(threading.local):
-    """The number of nested observations that run in a thread."""
-
-    depth = 0
-
-
-_STATE = _State()
+#: Its `depth` is the number of nested observations that run in a thread.
+_STATE = threading.local()
 
 
 def is_recording() -> bool:
     """Whether this thread observes the calls of a function, as those of a forward pass."""
-    return _STATE.depth > 0
+    return getattr(_STATE, "depth", 0) > 0
 
 
 @contextlib.contextmanager
 def observing() -> Iterator[None]:
     """A context in which the calls of a function are observed: what replaces them steps aside."""
-    _STATE.depth += 1
+    _STATE.depth = getattr(_STATE, "depth", 0) + 1
     try:
         yield
     finally:

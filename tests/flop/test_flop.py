@@ -28,8 +28,8 @@ from jacsparse.flop import CountEstimate, FlopStep, Page, counting, estimate, to
 from jacsparse.flop.report import BackPropagation
 from jacsparse.flop.subject import chain_subject
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
-from jacsparse.stages import SAMPLES
 from jacsparse.terminal import text
+from jacsparse.tracing import SAMPLES
 from tests.drawn_networks import NETWORKS
 from tests.example_models import kaiming, lenet, small, vgg_features
 

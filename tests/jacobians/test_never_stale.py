@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.stages import traced
+from jacsparse.tracing import traced
 from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 from tests.patterns.operators import Apply
 

@@ -18,7 +18,8 @@ from jacsparse import prepare_jacobian
 from jacsparse.jacobians.evaluators import evaluator_of
 from jacsparse.jacobians.replays import jacobian_values, of_run
 from jacsparse.jacobians.traced_function import TracedFunction
-from jacsparse.stages import chain_of, traced
+from jacsparse.stages import chain_of
+from jacsparse.tracing import traced
 from tests.helpers import assert_equal, dense, drawn
 
 W = drawn(6, 6)
