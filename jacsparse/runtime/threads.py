@@ -179,12 +179,8 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
 
 
 def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[Any, ...], lanes: int) -> None:
-    if isinstance(work, int):
-        rows, total = work, work // SIMD
-    else:
-        rows = len(work) - 1
-        total = int(work[-1]) + ROW_WORK * rows
-    if total * lanes < SERIAL_WORK or rows < 2 or (workers := thread_count()) == 1:
+    rows = _rows(work)
+    if _operations(work, lanes) < SERIAL_WORK or rows < 2 or (workers := thread_count()) == 1:
         kernel(0, rows, *args)
         return
     bounds = split(work, RANGES_PER_THREAD * workers)
@@ -199,6 +195,15 @@ def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[An
             kernel(first, last, *args)
 
     _on_each(workers, drain)
+
+
+def _rows(work: np.ndarray | int) -> int:
+    return work if isinstance(work, int) else len(work) - 1
+
+
+def _operations(work: np.ndarray | int, lanes: int) -> int:
+    """Elementary operations of all rows and lanes."""
+    return lanes * (work // SIMD if isinstance(work, int) else int(work[-1]) + ROW_WORK * _rows(work))
 
 
 @dataclass(frozen=True)
@@ -222,12 +227,13 @@ class KernelSequence:
 
     def __init__(self, runs: Sequence[KernelRun]) -> None:
         self.runs = tuple(runs)
+        self._is_light = sum(_operations(run.work, run.lanes) for run in self.runs) < SERIAL_WORK
         #: By numbers of threads, the sequence; None where a kernel needs Python.
         self._native: dict[int, NativeSequence | None] = {}
 
     def __call__(self) -> None:
         """Run all; not from several threads at once."""
-        parallel, workers = _openmp(), thread_count()
+        parallel, workers = _openmp(), 1 if self._is_light else thread_count()
         if parallel is not None and interception.active is None:
             if workers not in self._native:
                 self._native[workers] = self._for_threads(workers)
@@ -243,7 +249,6 @@ class KernelSequence:
             native = native_call(run.kernel, run.args)
             if native is None or barrier is None:
                 return None
-            rows = run.work if isinstance(run.work, int) else len(run.work) - 1
-            parts = RANGES_PER_THREAD * workers if workers > 1 and rows > 1 else 1
+            parts = RANGES_PER_THREAD * workers if workers > 1 and _rows(run.work) > 1 else 1
             calls.append((native, split(run.work, parts), run.args))
         return NativeSequence(calls, barrier or 0)

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
 from ..runtime import DispatchMode, KernelSequence, a_type
 from ..tracing import check_initialised, check_module
@@ -145,6 +145,8 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
     check_module(model)
     check_initialised(model)
     name = type(model.model if isinstance(model, SparseModel) else model).__name__
+    if not inputs:
+        raise TypeError(f"freeze takes what {name} is called with: at least one tensor")
     for each in inputs:
         if not isinstance(each, torch.Tensor):
             raise TypeError(f"an input is {a_type(each)}; expected a tensor, as the model is called with")
@@ -171,21 +173,30 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
 
 def _check(frozen: FrozenModel, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
     """Compare with the model for other values, and for the first ones again."""
-    others = [each.detach().flatten().roll(1).view(each.shape) for each in inputs]
-    for values in (others, inputs):
+    draw = torch.Generator().manual_seed(0)
+    for values in ([_other(each, draw) for each in inputs], inputs):
         with torch.random.fork_rng(devices=[]):
             expected = model(*values)
         with torch.random.fork_rng(devices=[]):
             actual = frozen(*values)
-        for one, other in zip(tree_leaves(expected), tree_leaves(actual), strict=True):
-            same = one == other
-            if isinstance(one, torch.Tensor):
-                same = torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
-            if not same:
-                raise ValueError(
-                    f"{frozen._name} gives something else for other inputs than its recorded steps: it may compute "
-                    "outside of PyTorch, as in NumPy, or keep something from call to call; call the model itself"
-                )
+        (leaves, structure), (others, same_structure) = tree_flatten(expected), tree_flatten(actual)
+        if structure != same_structure or not all(map(_is_same, leaves, others)):
+            raise ValueError(
+                f"{frozen._name} gives something else for other inputs than its recorded steps: it may compute outside "
+                "of PyTorch, as in NumPy, or keep something from call to call; call the model itself"
+            )
+
+
+def _other(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Other values of an input: its own elsewhere, and numbers of any size a little off."""
+    moved = x.detach().flatten().roll(1).view(x.shape)
+    return moved + 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) if x.is_floating_point() else moved
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return bool(one == other)
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @dataclass(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from jacsparse.runtime import flushing, run_rows
+from jacsparse.runtime import KernelRun, KernelSequence, flushing, run_rows
 from jacsparse.runtime.native_calls import native_call
 
 ROWS = 5000
@@ -158,3 +159,53 @@ def test_what_only_python_can_call() -> None:
     assert (y == 2).all()
     run_rows(plain, WORK, y)
     assert (y == 3).all()
+
+
+def test_kernels_in_sequence_wait_for_each_other() -> None:
+    @njit
+    def shifted(first, last, x, y):
+        for row in range(first, last):
+            y[row] = 2 * x[len(x) - 1 - row] + row
+
+    arrays = [np.arange(1.0 * ROWS), *(np.zeros(ROWS) for _ in range(6))]
+    sequence = KernelSequence([KernelRun(shifted, WORK, each) for each in itertools.pairwise(arrays)])
+    for threads in (3, 1, 2):
+        torch.set_num_threads(threads)
+        arrays[0] += 1
+        expected = arrays[0].copy()
+        sequence()
+        for _ in range(6):
+            expected = 2 * expected[::-1] + np.arange(ROWS)
+        np.testing.assert_array_equal(arrays[-1], expected)
+
+
+def test_a_sequence_of_light_kernels_and_of_functions_in_python() -> None:
+    @njit
+    def doubled(first, last, x):
+        x[first:last] *= 2
+
+    def in_python(first: int, last: int, x: np.ndarray) -> None:
+        x[first:last] += 1
+
+    light, mixed = np.ones(4), np.ones(ROWS)
+    KernelSequence([KernelRun(doubled, 4, (light,)), KernelRun(doubled, 4, (light,))])()
+    KernelSequence([KernelRun(doubled, WORK, (mixed,)), KernelRun(in_python, WORK, (mixed,))])()
+    KernelSequence([])()
+    assert light.tolist() == [4.0] * 4
+    assert (mixed == 3).all()
+
+
+def test_memory_refused_within_a_sequence() -> None:
+    @njit
+    def greedy(first, last, count, y):
+        y[first:last] = np.empty(count)[:1]
+
+    @njit
+    def plain(first, last, y):
+        y[first:last] = 1
+
+    y, z = np.zeros(ROWS), np.zeros(ROWS)
+    failing = KernelSequence([KernelRun(greedy, WORK, (2**60, y)), KernelRun(plain, WORK, (z,))])
+    for _ in range(2):
+        with pytest.raises(MemoryError, match="greedy: there is no memory left"):
+            failing()

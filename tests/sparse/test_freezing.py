@@ -197,11 +197,29 @@ class OutsidePyTorch(nn.Module):
         return torch.from_numpy(x.numpy() + 1)
 
 
+class Growing(nn.Module):
+    """Returns all that it was ever called with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torch.ones(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = torch.cat([self.seen, x])
+        return self.seen
+
+
+def test_a_constant_example_is_compared_too() -> None:
+    with pytest.raises(ValueError, match="outside of PyTorch"):
+        freeze(OutsidePyTorch().eval(), torch.zeros(4))
+
+
 @pytest.mark.parametrize(
     ("model", "words"),
     [
         (OnValues().eval(), r"OnValues reads values in Python that depend on its inputs, by aten\._local_scalar_dense"),
         (OnSizes().eval(), r"OnSizes reads values in Python .* call the model itself"),
+        (Growing().eval(), r"Growing gives something else .* keep something from call to call"),
         (OutsidePyTorch().eval(), r"OutsidePyTorch gives something else for other inputs .* as in NumPy"),
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout()), r"Sequential is in training mode; .* call its eval\(\) first"),
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval().append(nn.Dropout()), "2 is in training mode"),
@@ -216,6 +234,8 @@ def test_refusals(model: nn.Module, words: str) -> None:
 def test_wrong_inputs() -> None:
     with pytest.raises(TypeError, match="module"):
         freeze(lambda x: x, torch.ones(2))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="what Linear is called with: at least one tensor"):
+        freeze(nn.Linear(2, 2).eval())
     with pytest.raises(TypeError, match="an input is a list; expected a tensor"):
         freeze(nn.Linear(2, 2).eval(), [1.0, 2.0])  # type: ignore[arg-type]
     frozen = freeze(nn.Linear(2, 2).eval(), torch.ones(3, 2))
