@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -32,13 +32,32 @@ def bench(
     for size in batches:
         x = torch.randn(size, *shape)
         for training in (True, False):
-            report = sparsify(module.train(training), x, training=training).report()
+            sparse = sparsify(module.train(training), x, training=training)
+            report = sparse.report()
             what = f"{'training' if training else 'inference'}, batch {size}"
             typer.echo(f"{what}\n{report}\n")
             if report.dense is None or report.sparse is None:
-                verdicts.append(f"{what}: dense; {report.reason}")
+                verdict = f"dense; {report.reason}"
             elif report.sparse < report.dense:
-                verdicts.append(f"{what}: sparse, {report.dense / report.sparse:.1f} times as fast as dense")
+                verdict = f"sparse, {report.dense / report.sparse:.1f} times as fast as dense"
             else:
-                verdicts.append(f"{what}: dense; with sparse layers {report.sparse / report.dense:.2f} of its time")
+                verdict = f"dense; with sparse layers {report.sparse / report.dense:.2f} of its time"
+            verdicts.append(f"{what}: {verdict}" + ("" if training else _frozen(sparse, x, report.dense)))
     typer.echo("\n".join(verdicts))
+
+
+def _frozen(model: Any, x: Any, dense: float | None) -> str:
+    """What a frozen model takes, or why it cannot be frozen."""
+    from torch.utils.benchmark import Timer
+
+    from .. import freeze
+    from ..runtime import thread_count
+
+    try:
+        frozen = freeze(model, x)
+    except ValueError as error:
+        return f"; jacsparse.freeze refuses it: {error}"
+    timer = Timer("frozen(x)", globals={"frozen": frozen, "x": x}, num_threads=thread_count())
+    milliseconds = 1000 * min(timer.blocked_autorange(min_run_time=0.1).times)
+    factor = "" if dense is None else f", {dense / milliseconds:.1f} times as fast as dense"
+    return f"; by jacsparse.freeze {milliseconds:.3f} ms{factor}"

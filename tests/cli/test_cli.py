@@ -813,3 +813,28 @@ def test_training_on_samples_of_ones_own(jac, tmp_path: Path) -> None:
     for name in (own, tmp_path / "nowhere.pt"):
         status, _, err = jac("train", "lenet5", "--data", name, "--out", tmp_path / "x.safetensors")
         assert status == 2 and str(name) in err
+
+
+def test_bench_measures_training_inference_and_what_is_frozen(jac) -> None:
+    status, out, _ = jac("bench", f"{__name__}:custom_model", "--input", "3,8,8", "--prune", "0.9", "--batch", "1,3")
+    assert status == 0
+    for batch in (1, 3):
+        assert f"training, batch {batch} layer weights left" in out
+        verdict = out[out.rindex(f"inference, batch {batch}: ") :]
+        assert "times as fast as dense" in verdict
+        assert "by jacsparse.freeze" in verdict
+    assert "11 of 108" in out
+
+
+def asks_for_values() -> nn.Module:
+    class Asking(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x if x.sum() > 0 else -x)
+
+    return Asking(nn.Conv2d(3, 4, 3))
+
+
+def test_bench_says_why_a_model_is_not_frozen(jac) -> None:
+    status, out, _ = jac("bench", f"{__name__}:asks_for_values", "--input", "3,8,8", "--prune", "0.5", "--batch", "2")
+    assert status == 0
+    assert "jacsparse.freeze refuses it: Asking reads values in Python that depend on its inputs" in out
