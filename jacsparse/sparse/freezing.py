@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..runtime import DispatchMode, KernelSequence, a_type
 from ..tracing import check_initialised, check_module
@@ -158,17 +158,22 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     with torch.inference_mode(False), torch.no_grad():
         compared, model = copied(model), copied(model)
-        own, recording = [each.detach().clone() for each in inputs], _Recording()
+        own, recording = _copies(inputs), _Recording()
         # What a model makes when it first runs is no part of later runs.
-        model(*own)
+        model(*_copies(inputs))
         with recording:
             output = model(*own)
         steps = _needed(name, recording.steps, own)
         frozen = FrozenModel(name, own, steps, output)
-        compared(*inputs)
-        compared(*inputs)
+        compared(*_copies(inputs))
+        compared(*_copies(inputs))
         _check(frozen, compared, inputs)
     return frozen
+
+
+def _copies(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The inputs' values in memory that a model may overwrite."""
+    return [each.detach().clone() for each in inputs]
 
 
 def _check(frozen: FrozenModel, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
@@ -176,11 +181,10 @@ def _check(frozen: FrozenModel, model: nn.Module, inputs: Sequence[torch.Tensor]
     draw = torch.Generator().manual_seed(0)
     for values in ([_other(each, draw) for each in inputs], inputs):
         with torch.random.fork_rng(devices=[]):
-            expected = model(*values)
+            expected = tree_leaves(model(*_copies(values)))
         with torch.random.fork_rng(devices=[]):
-            actual = frozen(*values)
-        (leaves, structure), (others, same_structure) = tree_flatten(expected), tree_flatten(actual)
-        if structure != same_structure or not all(map(_is_same, leaves, others)):
+            actual = tree_leaves(frozen(*values))
+        if len(expected) != len(actual) or not all(map(_is_same, expected, actual)):
             raise ValueError(
                 f"{frozen._name} gives something else for other inputs than its recorded steps: it may compute outside "
                 "of PyTorch, as in NumPy, or keep something from call to call; call the model itself"
@@ -232,8 +236,12 @@ class _Recording(DispatchMode):
         recorder.reset(self._token)
 
     def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = function(*args, **kwargs)
+        if torch.Tag.inplace_view in function.tags:
+            # It changes a tensor's shape or strides, which the aliases of other steps keep.
+            return function(*args, **(kwargs or {}))
+        args_now, kwargs_now = _aliases((args, kwargs or {}))
+        returned = function(*args, **(kwargs or {}))
+        args, kwargs, result = args_now, kwargs_now, _aliases(returned)
         reads, writes = _tensors((args, kwargs)), _tensors(result)
         step = _Step(str(function), reads, writes, in_place=function._schema.is_mutable)
         step.draws = torch.Tag.nondeterministic_seeded in function.tags
@@ -246,7 +254,7 @@ class _Recording(DispatchMode):
         if not is_view and function.overloadpacket not in _EMPTY:
             step.again = functools.partial(_operator_again, function, args, kwargs, result)
         self.steps.append(step)
-        return result
+        return returned
 
     def _record_kernel(self, run: TensorKernelRun) -> None:
         reads, writes = (_tensors(each) for each in (run.inputs, run.outputs))
@@ -256,6 +264,11 @@ class _Recording(DispatchMode):
             return replace(run, inputs=inputs, outputs=outputs)
 
         self.steps.append(_Step(run.kernel.__name__, reads, writes, again))
+
+
+def _aliases(values: Any) -> Any:
+    """The same values, with tensors of their own shape and strides on the same memory."""
+    return tree_map_only(torch.Tensor, aten.alias.default, values)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
