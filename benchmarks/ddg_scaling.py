@@ -76,10 +76,10 @@ class DdgScaling(Experiment):
         alone = ranks[0][1]
         forward, backward = (_medians(passes) for passes in (alone.forward, alone.backward))
         share = forward[0] / (forward[0] + backward[0])
-        own = Group(self._group(1))
+        unsplit = Group(self._group(1))
         note = f"the forward pass takes {share:.0%} of both passes, published {_FORWARD:.0%}; {cores()} core(s)"
         data = {"network": self.network, "modules": 1, "forward": share}
-        peer = own.timed(_PEER, _timing(alone), role="peer", note=note, data=data)
+        peer = unsplit.timed(_PEER, _timing(alone), role="peer", note=note, data=data)
         of_modules = {modules: [rank[modules] for rank in ranks if modules in rank] for modules in self.modules}
         return [peer, *(row for modules, each in of_modules.items() for row in self._rows(modules, each, peer))]
 

@@ -200,8 +200,8 @@ def _without_graph(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool = False, has_aux: bool = False
 ) -> Evaluated:
     with _run(f, arguments, pruned, has_aux) as run:
-        found = run.jacobian()
-        result = unchecked_jacobian(found.pattern, found.values, arguments.in_shape, run.out_shape)
+        flat = run.jacobian()
+        result = unchecked_jacobian(flat.pattern, flat.values, arguments.in_shape, run.out_shape)
         return result, *run.returned(value, connected=False)
 
 

@@ -39,12 +39,16 @@ def thread_count() -> int:
     return int(torch.get_num_threads())
 
 
+def _library() -> ctypes.CDLL:
+    """PyTorch's library, by which functions of its OpenMP runtime are found, whichever that is; OSError without one."""
+    return ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+
+
 @functools.cache
 def _openmp() -> Callable[..., Any] | None:
     """``GOMP_parallel(body, argument, threads, flags)`` of PyTorch's OpenMP runtime; None where it has none."""
     try:
-        # Looked up through the library that is linked with it, whichever runtime that is.
-        parallel = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_parallel
+        parallel = _library().GOMP_parallel
     except (OSError, AttributeError):
         return None
     parallel.argtypes, parallel.restype = (Body, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
@@ -55,7 +59,7 @@ def _openmp() -> Callable[..., Any] | None:
 def _barrier() -> int | None:
     """The address of ``GOMP_barrier()``, by which OpenMP's threads wait for each other; None where there is none."""
     try:
-        barrier = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so")).GOMP_barrier
+        barrier = _library().GOMP_barrier
     except (OSError, AttributeError):
         return None
     return ctypes.cast(barrier, ctypes.c_void_p).value
@@ -65,7 +69,7 @@ def _barrier() -> int | None:
 def _counts_of_this_thread() -> tuple[Callable[[int], object], Callable[[int], int]] | None:
     """What set the numbers of threads of OpenMP and of MKL, which returns the former, for the calling thread alone."""
     with contextlib.suppress(OSError, AttributeError):
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library = _library()
         return library.omp_set_num_threads, library.MKL_Set_Num_Threads_Local
     return None
 

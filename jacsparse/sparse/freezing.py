@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..runtime import DispatchMode, KernelSequence, a_type
-from ..tracing import check_initialised, check_module
+from ..tracing import check_initialised, check_module, facts_of, name_of
 from .conversion import SparseModel, copied
 from .kernel_runs import TensorKernelRun, recorder
 
@@ -28,8 +28,6 @@ aten = torch.ops.aten
 _Move = Callable[[torch.Tensor], torch.Tensor]
 #: Operators whose results hold nothing yet.
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
-#: Tags of PyTorch's operators whose results are read in Python, or have sizes that depend on values.
-_READ = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class FrozenModel:
@@ -41,7 +39,7 @@ class FrozenModel:
         self._output = output
         calls: list[Any] = [step.again(move) for step in steps if step.again]
         # Held, since arguments of kernels are addresses.
-        self._kernels = [call for call in calls if isinstance(call, TensorKernelRun)]
+        self._kernels: list[TensorKernelRun] = list(filter(_is_kernel, calls))
         self._operators = len(calls) - len(self._kernels)
         self._calls = [
             call
@@ -65,18 +63,18 @@ class FrozenModel:
         """
         if len(inputs) != len(self._inputs):
             raise TypeError(f"the frozen {self._name} takes {_counted(len(self._inputs), 'input')}, not {len(inputs)}")
-        for given, own in zip(inputs, self._inputs, strict=True):
-            if not isinstance(given, torch.Tensor):
-                raise TypeError(f"an input of the frozen {self._name} is {a_type(given)}; expected a tensor")
-            if given.shape != own.shape or given.dtype != own.dtype or given.device != own.device:
+        for x, place in zip(inputs, self._inputs, strict=True):
+            if not isinstance(x, torch.Tensor):
+                raise TypeError(f"an input of the frozen {self._name} is {a_type(x)}; expected a tensor")
+            if x.shape != place.shape or x.dtype != place.dtype or x.device != place.device:
                 raise ValueError(
-                    f"an input of the frozen {self._name} is of shape {tuple(given.shape)}, {given.dtype} on "
-                    f"{given.device}; it was frozen for {tuple(own.shape)}, {own.dtype} on {own.device}: freeze "
-                    "the model for each shape that you use"
+                    f"an input of the frozen {self._name} is of shape {tuple(x.shape)}, {x.dtype} on {x.device}; "
+                    f"it was frozen for {tuple(place.shape)}, {place.dtype} on {place.device}: freeze the model for "
+                    "each shape that you use"
                 )
         with self._lock, torch.no_grad():
-            for given, own in zip(inputs, self._inputs, strict=True):
-                own.copy_(given)
+            for x, place in zip(inputs, self._inputs, strict=True):
+                place.copy_(x)
             for call in self._calls:
                 call()
             return tree_map_only(torch.Tensor, torch.clone, self._output)
@@ -144,7 +142,7 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
     """
     check_module(model)
     check_initialised(model)
-    name = type(model.model if isinstance(model, SparseModel) else model).__name__
+    name = name_of(model.model if isinstance(model, SparseModel) else model)
     if not inputs:
         raise TypeError(f"freeze takes what {name} is called with: at least one tensor")
     for each in inputs:
@@ -158,13 +156,13 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     with torch.inference_mode(False), torch.no_grad():
         compared, model = copied(model), copied(model)
-        own, recording = _copies(inputs), _Recording()
+        places, recording = _copies(inputs), _Recording()
         # What a model makes when it first runs is no part of later runs.
         model(*_copies(inputs))
         with recording:
-            output = model(*own)
-        steps = _needed(name, recording.steps, own)
-        frozen = FrozenModel(name, own, steps, output)
+            output = model(*places)
+        steps = _needed(name, recording.steps, places)
+        frozen = FrozenModel(name, places, steps, output)
         compared(*_copies(inputs))
         compared(*_copies(inputs))
         _check(frozen, compared, inputs)
@@ -236,20 +234,18 @@ class _Recording(DispatchMode):
         recorder.reset(self._token)
 
     def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.Tag.inplace_view in function.tags:
+        facts = facts_of(function)
+        if facts.reshapes:
             # It changes a tensor's shape or strides, which the aliases of other steps keep.
             return function(*args, **(kwargs or {}))
-        args_now, kwargs_now = _aliases((args, kwargs or {}))
+        before = _aliases((args, kwargs or {}))
         returned = function(*args, **(kwargs or {}))
-        args, kwargs, result = args_now, kwargs_now, _aliases(returned)
-        reads, writes = _tensors((args, kwargs)), _tensors(result)
-        step = _Step(str(function), reads, writes, in_place=function._schema.is_mutable)
-        step.draws = torch.Tag.nondeterministic_seeded in function.tags
-        step.is_read = bool(_READ & set(function.tags)) or function is aten._local_scalar_dense.default
+        (args, kwargs), result = before, _aliases(returned)
+        reads, writes = _tensors(before), _tensors(result)
+        step = _Step(facts.name, reads, writes, in_place=bool(facts.written), draws=facts.random, is_read=facts.reads)
         if step.in_place:
-            names = [argument.name for argument in function._schema.arguments if argument.is_write]
-            given = dict(zip([argument.name for argument in function._schema.arguments], args, strict=False)) | kwargs
-            step.writes = _tensors([given.get(name) for name in names])
+            arguments = dict(zip(facts.names, args, strict=False)) | kwargs
+            step.writes = _tensors([arguments.get(name) for name in facts.written])
         is_view = not step.in_place and {_memory(each) for each in writes} <= {_memory(each) for each in reads}
         if not is_view and function.overloadpacket not in _EMPTY:
             step.again = functools.partial(_operator_again, function, args, kwargs, result)
@@ -316,7 +312,8 @@ def _out_variant(function: Any) -> tuple[Any, list[str]]:
 
 def _needed(name: str, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -> list[_Step]:
     """The steps whose results may differ from call to call, and those that restore what such a step overwrites."""
-    made: set[int] = set()
+    # The memory of what steps make, and of all that was met so far.
+    results: set[int] = set()
     seen = {_memory(each) for each in inputs}
     # What was there before and is overwritten is a state, that one call leaves to the next.
     varying = set(seen)
@@ -324,8 +321,8 @@ def _needed(name: str, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -
         seen |= {_memory(each) for each in step.reads}
         new = {_memory(each) for each in step.writes}
         if step.in_place:
-            varying |= new - made
-        made |= new - seen
+            varying |= new - results
+        results |= new - seen
         seen |= new
     varies = set()
     for step in steps:
@@ -348,15 +345,15 @@ def _needed(name: str, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -
 
 def _placed(steps: Sequence[_Step], others: Sequence[torch.Tensor]) -> _Move:
     """What gives a tensor a place in memory that others leave free; all but what only these steps write stays."""
-    own = {_memory(each) for each in others}
+    staying = {_memory(each) for each in others}
     written: dict[int, torch.Tensor] = {}
     last: dict[int, int] = {}
     for number, step in enumerate(steps):
         for each in step.reads:
             if _memory(each) not in written:
-                own.add(_memory(each))
+                staying.add(_memory(each))
         for each in step.writes:
-            if _memory(each) not in own:
+            if _memory(each) not in staying:
                 written.setdefault(_memory(each), each)
         for each in (*step.reads, *step.writes):
             last[_memory(each)] = number

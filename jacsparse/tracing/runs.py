@@ -138,7 +138,7 @@ def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exc
     """An error that names the innermost module and the operator at which a run ended, and what these got."""
     paths = {id(part): name for name, part in module.named_modules()}
     arguments = getattr(module, "arguments", None)
-    given = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"
+    call = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"
     where, part, operator, tensors = name_of(module), module, "", list[torch.Tensor]()
     for frame, _ in traceback.walk_tb(error.__traceback__):
         names = frame.f_locals
@@ -146,7 +146,7 @@ def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exc
             inner, args = names["self"], names["args"]
             if id(inner) in paths and args and isinstance(args[0], torch.Tensor):
                 where, part = paths[id(inner)] or name_of(inner), inner
-                given = f"an input of shape {tuple(args[0].shape[1:])}"
+                call = f"an input of shape {tuple(args[0].shape[1:])}"
         elif frame.f_code is Tracer.__torch_dispatch__.__code__:
             operator = operator_name(names["overload"])
             tensors = tensors_in((*names["args"], *(names["kwargs"] or {}).values()))
@@ -162,7 +162,7 @@ def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exc
             f".to({dtypes[0]}): {error}"
         )
     what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
-    return ValueError(f"{where}: {given} does not fit {what}{source}: {error}")
+    return ValueError(f"{where}: {call} does not fit {what}{source}: {error}")
 
 
 def _source_of(error: BaseException) -> str:
