@@ -40,9 +40,9 @@ def _numpy_dtype(dtype: torch.dtype) -> np.dtype | None:
 
 def _memory(name: str, values: Any) -> Any:
     """A NumPy array, or one over a dense CPU tensor's memory; a device's tensor without its graph."""
-    if isinstance(values, np.ma.MaskedArray):
-        raise TypeError(f"{name} is a masked array; fill it first: {name}.filled(0)")
     if isinstance(values, np.ndarray):
+        if isinstance(values, np.ma.MaskedArray):
+            raise TypeError(f"{name} is a masked array; fill it first: {name}.filled(0)")
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is {a_type(values)}; expected a NumPy array or a PyTorch tensor")
@@ -53,8 +53,7 @@ def _memory(name: str, values: Any) -> Any:
         raise TypeError(f"{name} has layout {values.layout}; expected a dense tensor of values")
     if _numpy_dtype(values.dtype) is None:
         raise TypeError(f"{name} has dtype {values.dtype}; convert it to float32 or float64")
-    plain = values.detach().resolve_neg().resolve_conj()
-    return plain if on_device(plain) else plain.numpy()
+    return values.detach().resolve_neg().resolve_conj() if on_device(values) else values.numpy(force=True)
 
 
 def same_device(left_name: str, left: Any, right_name: str, right: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ..runtime import a_type
 from ..schedule import Schedule
-from ..stages import Chain, Chains, Run, check_input
+from ..stages import Chain, Run, check_input, recent_chains
 from ..tracing import check_module
 from .autograd_scan import Puller, scanned
 from .scanner import Scanner
@@ -54,7 +54,7 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
-    chain, run = Chains(check_module(module), couples=True).of(x)
+    chain, run = recent_chains(check_module(module), couples=True).of(x)
     scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
@@ -151,7 +151,7 @@ def _across(across: StageRanks, schedule: Schedule | str, module: nn.Module, lea
 
 
 def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
-    chain, run = Chains(module, couples=True).of(x)
+    chain, run = recent_chains(module, couples=True).of(x)
     drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")

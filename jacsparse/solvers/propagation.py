@@ -11,7 +11,7 @@ from torch import nn
 
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Chains, Run, check_input, counted_record, factor_of, pull_back, recent_chains, refuse_hooks
+from ..stages import Chain, Run, check_input, counted_record, factor_of, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
 from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
 from .recurrent_run import RecurrentRun, check_like, weight_block
@@ -30,7 +30,7 @@ def stretches_of(
     if isinstance(module, nn.RNN):
         system = propagation(module, x, gradient).system
         return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
-    chain, run = Chains(check_module(module), couples=True).of(check_input("x", x))
+    chain, run = recent_chains(check_module(module), couples=True).of(check_input("x", x))
     _check_run(module, chain, run, gradient)
     refuse_hooks(run.records)
     systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()

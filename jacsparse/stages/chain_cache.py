@@ -98,12 +98,12 @@ class Chains(ChainCache):
 #: The most modules in `_RECENT`.
 _MOST = 8
 
-#: The caches of the modules that `recent_chains` was last called with, by the module's ``id`` and by `pruned`.
-_RECENT: OrderedDict[int, tuple[weakref.ref[nn.Module], dict[bool, Chains]]] = OrderedDict()
+#: The caches of the modules that `recent_chains` was last called with, by the module's ``id`` and by its options.
+_RECENT: OrderedDict[int, tuple[weakref.ref[nn.Module], dict[tuple[bool, bool], Chains]]] = OrderedDict()
 _LOCK = threading.Lock()
 
 
-def recent_chains(module: nn.Module, *, pruned: bool) -> Chains:
+def recent_chains(module: nn.Module, *, pruned: bool = True, couples: bool = False) -> Chains:
     """The cache of a module's chains that earlier calls have filled."""
     number = id(module)
     with _LOCK:
@@ -113,7 +113,7 @@ def recent_chains(module: nn.Module, *, pruned: bool) -> Chains:
             entry = _RECENT[number] = (weakref.ref(module, functools.partial(_RECENT.pop, number)), {})
             while len(_RECENT) > _MOST:
                 _RECENT.popitem(last=False)
-        chains = entry[1].get(pruned)
+        chains = entry[1].get((pruned, couples))
         if chains is None:
-            chains = entry[1][pruned] = Chains(module, pruned=pruned)
+            chains = entry[1][pruned, couples] = Chains(module, pruned=pruned, couples=couples)
     return chains

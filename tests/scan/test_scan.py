@@ -24,7 +24,8 @@ from torch.nn.utils import parametrizations, parametrize, prune
 import jacsparse
 from jacsparse.scan import Scanner
 from jacsparse.scan.scanner import _Execution
-from jacsparse.stages import Record
+from jacsparse.stages import Chain, Record, chain_of
+from jacsparse.tracing import Trace
 from tests.example_models import kaiming, lenet, small, vgg_features
 from tests.helpers import close
 
@@ -206,6 +207,27 @@ def test_a_backward_pass_is_planned_once_for_the_gradients_that_are_wanted() -> 
             close(ours, theirs, 1e-10)
         plans.append({plan for scanner in scan._scanners.values() for plan in scanner._executions.values()})
     assert plans[0] == plans[1] < plans[2] == plans[3] and len(plans[3]) == 2
+
+
+def test_calls_for_a_module_share_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Chain] = []
+
+    def counted(trace: Trace, **options: bool) -> Chain:
+        made.append(chain_of(trace, **options))
+        return made[-1]
+
+    monkeypatch.setattr("jacsparse.stages.chain_cache.chain_of", counted)
+    module, x = small().double(), torch.randn(3, 2, 9, 9, dtype=torch.float64)
+    prune.l1_unstructured(module[0], "weight", amount=0.5)
+    for _ in range(3):
+        g = torch.randn_like(module(x))
+        expected = gradients(module, module, x, g)[0]
+        close(jacsparse.vjp(module, x)[1](g)[0], expected, 1e-10)
+        close(jacsparse.backward(module, x, g), expected, 1e-10)
+        close(jacsparse.leapfrog_backward(module, x, g, threads=2), expected, 1e-10)
+        with torch.no_grad():
+            module[0].weight_orig.mul_(2)
+    assert len(made) == 1
 
 
 @SCHEDULES
