@@ -206,7 +206,7 @@ class _Leaves:
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        operation = self.function.operation(edge, record)
+        operation = record.operation(edge)
         factor = self._factor(edge, operation)
         if factor is not None:
             number, power, coefficient = factor
@@ -242,7 +242,7 @@ class _Leaves:
             return None
         (name,) = names
         weight = call.arguments[name]
-        if record.trace.argument(record.node(edge.target), name).numel() != weight.numel():
+        if record.trace.read(record.operation(edge).node.arguments[name]).numel() != weight.numel():
             return None
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
@@ -266,7 +266,7 @@ class _Leaves:
         """The local Jacobians of the edges that have derivatives."""
         if not self.derivatives:
             return {}
-        operations = {edge: self.function.operation(edge, record) for edge, record in self.derivatives.items()}
+        operations = {edge: record.operation(edge) for edge, record in self.derivatives.items()}
         references = (value for operation in operations.values() for value in operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
         computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)

@@ -23,11 +23,10 @@ from .evaluation import jacobian_at, with_parts
 from .evaluator import Evaluator
 from .evaluators import METHODS, evaluator_of
 from .flat_function import FlatFunction, out_shape_of
-from .prepared_program import Evaluation, PreparedProgram
+from .prepared_program import Evaluation, FilledWeightError, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import Options, TracedProgram, traced_program
 from .verification import VerificationError
-from .watched_weights import FilledWeightError
 
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8

@@ -22,10 +22,9 @@ from ..tracing import Trace
 from .evaluator import Evaluator
 from .folding import Derivatives, Folded, derivatives_of
 from .fused_values import FusedValues
-from .numbers import same_numbers
 from .passes import Pass, in_turn
 from .terms import Step
-from .traced_function import TracedFunction
+from .traced_function import TracedFunction, same_numbers
 
 #: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
 Weights = list[np.ndarray]

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..patterns import Pattern
 from ..stages import Chain, Edge, Record
-from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, name_of, needed_calls, results_of
+from ..tracing import Graph, Node, Scalar, Trace, Value, name_of, needed_calls, results_of
 
 aten = torch.ops.aten
 
@@ -76,10 +76,6 @@ class TracedFunction:
         for record in self.records:
             for edge in record.stage.edges:
                 yield edge, record
-
-    def operation(self, edge: Edge, record: Record) -> Operation:
-        """The operation whose local Jacobian an edge is."""
-        return record.stage.program.operations[edge.target]
 
     @functools.cached_property
     def calls(self) -> list[Node]:
@@ -185,3 +181,8 @@ def called(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         # It takes numbers alone.
         overload = aten.rsub.Tensor
     return results_of(overload, arguments)
+
+
+def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether all of two tuples' numbers are equal, zeros with their signs: the inverses of 0.0 and -0.0 differ."""
+    return some == others and (0 not in some or repr(some) == repr(others))

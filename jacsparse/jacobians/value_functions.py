@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from ..tracing import Scalar, Trace, Value, calls_of, in_graphs, with_constants
-from .numbers import same_numbers
-from .traced_function import TracedFunction, Values
+from .traced_function import TracedFunction, Values, same_numbers
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
 Compute = Callable[..., Sequence[torch.Tensor]]

@@ -264,7 +264,7 @@ def _operation(
     """The operation that computes a value, and the layout of its result; None where it has none."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
-    arguments = {**defaults, **{name: trace.argument(node, name) for name in node.arguments}}
+    arguments = {**defaults, **{name: trace.read(argument) for name, argument in node.arguments.items()}}
     operands = [operand for operand in node.operands if operand.active and operand.value in program.shapes]
     if node.changes_unseen:
         # The derivative is that of what was written to.
