@@ -181,17 +181,14 @@ class Compressed(Evaluator):
         return (products[:, :1] if self.shared else products)[self.coloring.places]
 
     def describe(self) -> dict[str, Any]:
-        """The colouring as arrays."""
         return self.coloring.describe()
 
     @classmethod
     def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        """The way with the colouring of arrays from outside."""
         return cls(function, Coloring.restore(content, pattern), replays=True, compile=compile)
 
     @property
     def details(self) -> str:
-        """The numbers of colours, and of what they take the place of."""
         columns, rows = self.coloring.counts
         products = min(self.pattern.shape)
         return f" ({columns} colours of columns and {rows} of rows, in place of {products:,} products with vectors)"
@@ -207,7 +204,6 @@ class Compressed(Evaluator):
         return self._places.nbytes + sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The values without machine code."""
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
         products = _joined([each.run(trace) for each in self._passes])

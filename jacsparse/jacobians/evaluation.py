@@ -25,7 +25,7 @@ from ..stages import (
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .differentiable import with_graph, wrong_third_derivative
-from .flat_function import FlatFunction, Returned, module_and_batch, out_shape_of
+from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
 
@@ -190,15 +190,8 @@ def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected
     return (returned.result(y if connected else y.detach()) if value else None), aux
 
 
-def jacobian_at(f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False) -> SparseJacobian:
-    """The Jacobian of a function at checked arguments, without a graph."""
-    return _without_graph(f, arguments, True, has_aux=has_aux)[0]
-
-
 @without_saving_hooks()
-def _without_graph(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool = False, has_aux: bool = False
-) -> Evaluated:
+def _without_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool, has_aux: bool) -> Evaluated:
     with _run(f, arguments, pruned, has_aux) as run:
         flat = run.jacobian()
         result = unchecked_jacobian(flat.pattern, flat.values, arguments.in_shape, run.out_shape)
@@ -248,7 +241,7 @@ class _ChainRun:
     @property
     def out_shape(self) -> tuple[int, ...] | None:
         """The shape of a sample of the one output; None where there are more."""
-        return out_shape_of(self.trace, self.result)
+        return tuple(self.trace.output.shape[1:]) if self.result is None else self.result.out_shape
 
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
 from ..stages import check_input
-from ..tracing import Trace, module_of, name_of
+from ..tracing import module_of, name_of
 from .arguments import Arguments
 
 
@@ -29,11 +29,6 @@ def module_and_batch(
         return f, check_input("x", arguments.leaves[0])
     function = FlatFunction(f, arguments, has_aux)
     return function, arguments.flat_with_graph() if connected else arguments.flat()
-
-
-def out_shape_of(trace: Trace, returned: Returned | None) -> tuple[int, ...] | None:
-    """The shape of a sample of the one output of a traced function; None where there are more."""
-    return tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
 
 
 def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:

@@ -189,11 +189,9 @@ class _Leaves:
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
         try:
-            transposed = accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined)
+            return accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined).T
         except TooManyTermsError:
             raise NotFoldableError("its paths meet in too many terms") from None
-        t = transposed
-        return Terms((rows, columns), t.column, t.row, t.variable, t.monomial, t.coefficient)
 
     def matrices(self) -> dict[Edge, Terms]:
         """The transposed local Jacobians of all edges; their variables come before those of products."""
@@ -255,12 +253,11 @@ class _Leaves:
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
-        pattern, jacobian = edge.transposed_pattern, edge.pattern
         if edge in self.selections:
+            pattern = edge.transposed_pattern
             leaf = terms_at(pattern.shape, pattern.rows, pattern.indices)
             return replace(leaf, variable=first + self.selections[edge][1])
-        leaf = terms_at(jacobian.shape, jacobian.rows, jacobian.indices, first_variable=first)
-        return Terms(pattern.shape, leaf.column, leaf.row, leaf.variable, leaf.monomial, leaf.coefficient)
+        return terms_at(edge.pattern.shape, edge.pattern.rows, edge.pattern.indices, first_variable=first).T
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""

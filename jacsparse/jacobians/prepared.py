@@ -19,10 +19,10 @@ from ..tracing import name_of, undisturbed, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring, coloring
 from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, tolerance_for
-from .evaluation import jacobian_at, with_parts
+from .evaluation import jacobian_and_returned, with_parts
 from .evaluator import Evaluator
 from .evaluators import METHODS, evaluator_of
-from .flat_function import FlatFunction, out_shape_of
+from .flat_function import FlatFunction
 from .prepared_program import Evaluation, FilledWeightError, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import Options, TracedProgram, traced_program
@@ -173,7 +173,7 @@ class PreparedJacobian(Generic[Result]):
         if not self._programs:
             trace = traced.function.trace
             self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
-            self._out_shape = out_shape_of(trace, traced.returned)
+            self._out_shape = traced.returned.out_shape
         evaluator = self._chosen(traced, self.method, options.compile) if self._programs else self._choose(traced)
         if options.compile and evaluator.uncompiled is not None:
             raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
@@ -247,12 +247,13 @@ class PreparedJacobian(Generic[Result]):
             y = function(x.clone())
             generator = torch.Generator().manual_seed(0)
             g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
-            expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
+            expected = gradient_of(y, x, g)
         g = g.to(x.dtype)
         registered = self._first.traced.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
-            expected = jacobian_at(self._f, arguments, has_aux=self._options.has_aux).vjp(g).reshape(x.shape)
+            of_run, *_ = jacobian_and_returned(self._f, arguments, True, False, False, self._options.has_aux)
+            expected = of_run.vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         # All elements may be zero but for rounding, as those of a sum of a softmax.

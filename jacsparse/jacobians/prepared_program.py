@@ -109,7 +109,11 @@ class PreparedProgram:
         """
         arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
-        if self.entries is not None and torch.is_grad_enabled() and _any_requires_grad(arguments, captures):
+        if (
+            self.entries is not None
+            and torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (*arguments.tensors, *captures.values()))
+        ):
             return self._connected(arguments, captures, self.entries, returns)
         if self._in_one_call is not None and not returns:
             values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
@@ -200,10 +204,6 @@ class PreparedProgram:
     def other_tensors(self) -> int:
         """The number of tensors that the function reads from elsewhere than its arguments."""
         return sum(not isinstance(source, int) for source in self.traced.captures.values())
-
-
-def _any_requires_grad(arguments: Arguments, captures: dict[int, torch.Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in (*arguments.tensors, *captures.values()))
 
 
 def check_gradients(trace: Trace) -> None:

@@ -8,7 +8,7 @@ variables meet, their product becomes a variable of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -107,6 +107,11 @@ class Terms:
             places = np.flatnonzero(places)
         arrays = (self.row, self.column, self.variable, self.monomial, self.coefficient)
         return Terms(self.shape, *(array[places] for array in arrays))
+
+    @property
+    def T(self) -> Terms:
+        """The transposed matrix."""
+        return replace(self, shape=self.shape[::-1], row=self.column, column=self.row)
 
     @property
     def place(self) -> np.ndarray:
@@ -323,5 +328,4 @@ def merged(terms: Terms) -> Terms:
     terms, keys = terms[order], keys[:, order]
     begins = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))[: len(terms)]
     sums = np.add.reduceat(terms.coefficient, begins) if len(terms) else terms.coefficient
-    first = terms[begins]
-    return Terms(first.shape, first.row, first.column, first.variable, first.monomial, sums)
+    return replace(terms[begins], coefficient=sums)

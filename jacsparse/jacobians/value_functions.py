@@ -48,7 +48,7 @@ class ValueFunction:
         #: What it computes, and of which values.
         self.compute, self.reads = compute, reads
         scalars = function.scalars(function.trace)
-        self._places = list(function.scalar_dtypes)
+        self._places = sorted(function.scalar_dtypes)
         #: The values that it begins with.
         self.begin = function.inputs if replays else list(dict.fromkeys(reads))
         #: The values that it leaves in the trace of a replay.
@@ -96,10 +96,8 @@ class ValueFunction:
         # Other threads may replace it meanwhile.
         current = self._numbers
         if current is None or not same_numbers(current[0], numbers):
-            dtypes, device = self._function.scalar_dtypes, trace.input.device
-            pairs = zip(numbers, self._places, strict=True)
-            tensors = [torch.tensor(number, dtype=dtypes[place], device=device) for number, place in pairs]
-            current = self._numbers = numbers, tensors
+            scalars = self._function.scalars(trace)
+            current = self._numbers = numbers, [scalars[place] for place in self._places]
         return current[1]
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..patterns import Call
+from ..patterns import Call, gradient_of
 from ..spgemm import check_limit
 from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
 from ..tracing import check_module, name_of, saved_buffers, undisturbed, without_autocast, without_saving_hooks
@@ -335,11 +335,7 @@ def _check_whole(
         entries.append("the output is another than the function's own")
     worst = 0.0
     for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
-        expected = torch.zeros_like(leaf)
-        if y.requires_grad:
-            gradient = seed.T.reshape(y.shape).to(y.dtype)
-            (expected,) = torch.autograd.grad(y, leaf, gradient, retain_graph=True, materialize_grads=True)
-        expected = _flat(expected)
+        expected = _flat(gradient_of(y, leaf, seed.T, retain_graph=True))
         for how, gradients in (("the gradient", pulled_back.gradients), ("by jacobian, the gradient", jacobian)):
             if gradients is None:
                 continue

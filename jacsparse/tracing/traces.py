@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Graph, Scalar, Value, form_of, results_of
+from .graph import Graph, form_of, referred, results_of
 from .saved_tensors import version_of
 
 
@@ -134,9 +134,7 @@ class Trace:
 
     def read(self, argument: Any) -> Any:
         """What an argument refers to: the elements, or the number, of the run; what is no reference as it is."""
-        if type(argument) is Value:
-            return self.value(argument.number)
-        return self.scalars[argument.place] if type(argument) is Scalar else argument
+        return referred(argument, self.value, self.scalars)
 
     def edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
