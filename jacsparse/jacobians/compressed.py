@@ -22,6 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
+from ..runtime import array_in
 from ..tracing import Trace
 from .evaluator import Evaluator
 from .fused_values import FusedValues
@@ -66,15 +67,9 @@ class Coloring:
     @classmethod
     def restore(cls, content: Mapping[str, Any], pattern: Pattern) -> Coloring:
         """The colouring of arrays from outside; ValueError where they do not fit the pattern."""
-        lengths = {"columns": pattern.shape[1], "rows": pattern.shape[0], "places": pattern.nnz}
-        for name, length in lengths.items():
-            array = content.get(name)
-            if not isinstance(array, np.ndarray) or array.shape != (length,) or array.dtype.kind != "i":
-                raise ValueError(f"{name} is no array of {length} colours or places")
-        colors = cls(pattern, *(content[name] for name in lengths))
-        size = int(np.dot(colors.counts, pattern.shape))
-        if pattern.nnz and not 0 <= colors.places.min() <= colors.places.max() < size:
-            raise ValueError(f"places do not run from 0 to {size - 1}")
+        sizes = {"columns": pattern.shape[1], "rows": pattern.shape[0], "places": pattern.nnz}
+        colors = cls(pattern, *(array_in(content, name, size=size) for name, size in sizes.items()))
+        array_in(content, "places", stop=int(np.dot(colors.counts, pattern.shape)))
         return colors
 
     @property

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..patterns import Identity, Pattern, gradient_of
+from ..runtime import array_in
 from ..stages import Accumulation, Edge, Record, eliminate
 from ..tracing import Operation, Scalar, Trace, Value
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
@@ -73,12 +74,9 @@ class Folded:
             Where an array is missing, or refers to a variable, an entry or a number that there is not.
         """
         monomials = Monomials.restore(content.get("monomials"), numbers)
-        names = ("entry", "monomial", "coefficient")
-        entry, monomial, coefficient = (_array(content, f"constants.{name}") for name in names)
-        _check_range("constants.entry", entry, pattern.nnz)
-        _check_range("constants.monomial", monomial, len(monomials))
-        if not len(entry) == len(monomial) == len(coefficient):
-            raise ValueError("the arrays of the constants differ in length")
+        entry = array_in(content, "constants.entry", stop=pattern.nnz)
+        monomial = array_in(content, "constants.monomial", size=len(entry), stop=len(monomials))
+        coefficient = array_in(content, "constants.coefficient", kinds="f", size=len(entry))
         count, first = content.get("steps"), content.get("derivatives")
         if type(count) is not int or type(first) is not int or first < 0:
             raise ValueError(f"steps is {count!r} and derivatives {first!r}; expected counts")
@@ -91,18 +89,6 @@ class Folded:
         if not steps or first - steps[-1].first != pattern.nnz:
             raise ValueError("the last step does not compute the entries of the pattern")
         return cls(pattern, monomials, (entry, monomial, coefficient), derivatives, tuple(steps))
-
-
-def _array(content: Mapping[str, Any], name: str) -> np.ndarray:
-    array = content.get(name)
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "if":
-        raise ValueError(f"{name} is no array of numbers")
-    return array
-
-
-def _check_range(name: str, array: np.ndarray, stop: int) -> None:
-    if array.dtype.kind != "i" or (len(array) and not 0 <= array.min() <= array.max() < stop):
-        raise ValueError(f"{name} does not run from 0 to {stop - 1}")
 
 
 def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
