@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
 from ..stages import check_input
-from ..tracing import module_of, name_of
+from ..tracing import module_of, name_of, saved_buffers, undisturbed
 from .arguments import Arguments
 
 
@@ -29,6 +29,13 @@ def module_and_batch(
         return f, check_input("x", arguments.leaves[0])
     function = FlatFunction(f, arguments, has_aux)
     return function, arguments.flat_with_graph() if connected else arguments.flat()
+
+
+def run_once(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The result for a copy of `x`, with a graph that holds although the module's changes to itself are undone."""
+    with torch.enable_grad(), undisturbed(module, x.device), saved_buffers(module):
+        result: torch.Tensor = module(x.clone())
+    return result
 
 
 def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:

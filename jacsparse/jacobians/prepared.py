@@ -18,11 +18,11 @@ from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring, coloring
-from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, tolerance_for
+from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, rounding_of, tolerance_for
 from .evaluation import jacobian_and_returned, with_parts
 from .evaluator import Evaluator
 from .evaluators import METHODS, evaluator_of
-from .flat_function import FlatFunction
+from .flat_function import FlatFunction, run_once
 from .prepared_program import Evaluation, FilledWeightError, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import Options, TracedProgram, traced_program
@@ -243,12 +243,11 @@ class PreparedJacobian(Generic[Result]):
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
         x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments, self._options.has_aux)
+        # A checkpoint in the function runs parts of it again for a gradient.
         with torch.enable_grad(), undisturbed(function, x.device):
             y = function(x.clone())
-            generator = torch.Generator().manual_seed(0)
-            g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
-            expected = gradient_of(y, x, g)
-        g = g.to(x.dtype)
+            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
+            expected, g = gradient_of(y, x, g), g.to(x.dtype)
         registered = self._first.traced.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
@@ -257,16 +256,10 @@ class PreparedJacobian(Generic[Result]):
         limit = tolerance if tolerance is not None else self._tolerance
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         # All elements may be zero but for rounding, as those of a sum of a softmax.
-        rounding = (
-            ROUNDINGS * torch.finfo(x.dtype).eps * largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
-        )
-        scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
+        scale = max(scale, rounding_of(x, y, ROUNDINGS) * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
         error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
-            # As before: a gradient is one by its arguments.
-            with torch.enable_grad(), undisturbed(function, x.device):
-                again = function(x.clone()).detach()
-            if not agree(again, y.detach()):
+            if not agree(run_once(function, x).detach(), y.detach()):
                 raise VerificationError(
                     f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "
                     "random numbers that no PyTorch generator draws, or by a counter, so that no prepared program "

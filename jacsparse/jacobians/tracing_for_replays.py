@@ -20,7 +20,7 @@ from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks
 from ..tracing import Trace, Value, check_module, memory_of, name_of, traced, undisturbed, without_autocast
 from .arguments import Arguments
-from .flat_function import FlatFunction, Returned
+from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in
 from .traced_function import TracedFunction
 
@@ -178,9 +178,7 @@ _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.5 * c + 1, lambda c
 
 
 def _output(f: Callable[..., Any], arguments: Arguments, options: Options) -> torch.Tensor:
-    function = FlatFunction(f, arguments, options.has_aux)
-    with torch.enable_grad(), undisturbed(function, arguments.tensors[0].device):
-        return function(arguments.flat().requires_grad_().clone()).detach()
+    return run_once(FlatFunction(f, arguments, options.has_aux), arguments.flat().requires_grad_()).detach()
 
 
 #: A number minus a tensor is another operator than a tensor minus a tensor.

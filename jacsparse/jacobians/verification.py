@@ -15,11 +15,11 @@ import torch
 from ..patterns import Call, gradient_of
 from ..spgemm import check_limit
 from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
-from ..tracing import check_module, name_of, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import arguments_of, has_samples
 from .differences import difference_of, largest_finite, magnitude, places_over, rounding_of, share_of, tolerance_for
 from .edge_matrices import EdgeMatrix, times
-from .flat_function import module_and_batch
+from .flat_function import module_and_batch, run_once
 from .recent import recent_graphs
 
 if TYPE_CHECKING:
@@ -324,8 +324,8 @@ def _check_whole(
 ) -> Check:
     """Compare the output and the gradients with the function's own."""
     leaf = x.detach().clone().requires_grad_()
-    with torch.enable_grad(), _seeded(x), undisturbed(module), saved_buffers(module):
-        y = module(leaf * 1)
+    with _seeded(x):
+        y = run_once(module, leaf)
     name = name_of(module)
     output = run.trace.output
     entries = []
