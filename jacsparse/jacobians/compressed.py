@@ -17,15 +17,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
 from ..runtime import array_in
 from ..tracing import Trace
 from .evaluator import Evaluator
-from .fused_values import FusedValues
+from .fused_values import FusedValues, flop_of
 from .products_with_vectors import pull_back, push_forward
 from .traced_function import TracedFunction, Values
 from .value_functions import ValueFunction
@@ -191,7 +189,7 @@ class Compressed(Evaluator):
     @property
     def flop(self) -> int:
         """Operations of the calls of one run: two for each multiply-add of a product, else one for each element."""
-        return sum(each.flop for each in self._passes)
+        return sum(len(each.parts) * flop_of(each.computed.graph) for each in self._passes)
 
     @property
     def nbytes(self) -> int:
@@ -244,11 +242,6 @@ class _Pass:
                 "method='products'"
             ) from error
 
-    @property
-    def flop(self) -> int:
-        """Operations of the calls of all parts."""
-        return len(self.parts) * sum(map(_flop_of, self.computed.graph.graph.nodes))
-
     def run(self, trace: Trace) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""
         products = _joined([product for part in self.parts for product in self.computed(trace, *part)])
@@ -261,18 +254,6 @@ def _joined(products: list[torch.Tensor]) -> torch.Tensor:
 
 
 SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
-
-
-def _flop_of(node: fx.Node) -> int:
-    """The operations of a call."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor):
-        return 0
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None:
-        return value.numel()
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    return int(count(*args, **kwargs, out_val=value))
 
 
 def seeds(coloring: Coloring) -> list[np.ndarray]:

@@ -101,19 +101,14 @@ def _cost_of_products(function: TracedFunction) -> float:
     if not len(chain):
         return 0.0
     accumulation, batch = chain.accumulation, 1 if function.shared else function.batch
-    work = VALUE * _width(function) * accumulation.moved + accumulation.multiply_adds
+    work = VALUE * function.x.element_size() / 8 * accumulation.moved + accumulation.multiply_adds
     return START * len(accumulation.matrices) + batch * max(work, chain.order.cost)
 
 
 def _cost_of_colors(function: TracedFunction, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
     computed = [function.elements(call) for call in function.calls]
-    width = _width(function)
+    value = VALUE * function.x.element_size() / 8
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
-    return CALL * len(computed) + colors.cost * (VALUE * width * sum(computed) + function.batch * dense)
-
-
-def _width(function: TracedFunction) -> float:
-    """Bytes of a value, relative to 8."""
-    return function.x.element_size() / 8
+    return CALL * len(computed) + colors.cost * (value * sum(computed) + function.batch * dense)

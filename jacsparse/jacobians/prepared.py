@@ -330,6 +330,7 @@ class PreparedJacobian(Generic[Result]):
 
     def __repr__(self) -> str:
         evaluator, arguments, program = self._first.evaluator, self._arguments, self._first
+        others = sum(not isinstance(source, int) for source in program.traced.captures.values())
         baked = f"shapes, {len(program.traced.contents)} indices or masks, branches, numbers that the function reads"
         moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
         return "\n".join(
@@ -337,7 +338,7 @@ class PreparedJacobian(Generic[Result]):
                 f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {len(arguments.specs)} arguments, {program.other_tensors} other tensors",
+                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors",
                 f"  baked in: {baked}>",
             ]
         )

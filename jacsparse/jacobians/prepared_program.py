@@ -200,11 +200,6 @@ class PreparedProgram:
         looks = self.watched.uses or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
-    @cached_property
-    def other_tensors(self) -> int:
-        """The number of tensors that the function reads from elsewhere than its arguments."""
-        return sum(not isinstance(source, int) for source in self.traced.captures.values())
-
 
 def check_gradients(trace: Trace) -> None:
     """Raise where a replay's gradients by what the function reads would not be the function's."""

@@ -117,12 +117,12 @@ def _take_results(
     names: dict[Any, Hashable] = dict(
         zip(placeholders[count:], [*map(Value, begin), *(("scalar", place) for place in places)], strict=True)
     )
-    calls = {_call_key(call.overload, call.args, call.kwargs, {}): call for call in function.calls}
+    calls = {_key((in_graphs(call.overload), call.args, call.kwargs), {}): call for call in function.calls}
     taken: dict[int, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:
             continue
-        call = calls.get(_call_key(node.target, node.args, node.kwargs, names))
+        call = calls.get(_key((in_graphs(node.target), node.args, node.kwargs), names))
         returns = [] if call is None else node.target._schema.returns
         if call is None or len(returns) != len(call.results):
             continue
@@ -144,12 +144,8 @@ def _take_results(
     return list(taken)
 
 
-def _call_key(overload: Any, args: Any, kwargs: Any, names: Mapping[Any, Hashable]) -> Hashable:
-    """A call with other names for tensors and numbers that vary."""
-    return in_graphs(overload), _key(args, names), _key(kwargs, names)
-
-
 def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:
+    """A call, or a part of it, with other names for tensors and numbers that vary."""
     if isinstance(value, dict):
         return tuple((name, _key(part, names)) for name, part in sorted(value.items()))
     if isinstance(value, (list, tuple)):
