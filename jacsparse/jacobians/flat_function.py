@@ -28,7 +28,7 @@ def module_and_batch(
     if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, WithAux)):
         return f, check_input("x", arguments.leaves[0])
     function = FlatFunction(f, arguments, has_aux)
-    return function, arguments.flat_with_graph() if connected else arguments.flat()
+    return function, arguments.flat(connected=connected)
 
 
 def run_once(module: nn.Module, x: torch.Tensor) -> torch.Tensor:

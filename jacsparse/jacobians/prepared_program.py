@@ -136,7 +136,7 @@ class PreparedProgram:
     ) -> Evaluation:
         """The same with gradients."""
         function = self.traced.function
-        before, x = function.trace, requiring_gradient(arguments.flat_with_graph())
+        before, x = function.trace, requiring_gradient(arguments.flat(connected=True))
         trace = Trace.replayed(function.graph, before.module, x.view_as(x), captures, before.scalars)
         trace.edges[0] = get_gradient_edge(trace.input)
         with without_autocast(x.device):

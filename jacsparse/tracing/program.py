@@ -320,19 +320,11 @@ def _operation(
         for name, layout in layouts.items()
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
-    operation = Operation(
-        value,
-        node,
-        number,
-        overload,
-        active,
-        dependent,
-        {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()},
-        layouts,
-        alike,
-        placement.sources,
+    symbolic = {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()}
+    apart = replace(
+        coupling, arguments=symbolic, layouts=layouts, alike=alike, sources=placement.sources, couples=False
     )
-    return operation, placement.output
+    return apart, placement.output
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:
