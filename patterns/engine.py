@@ -14,9 +14,11 @@ def requiring_gradient(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
 
 
-def gradient_of(y: torch.Tensor, x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-    """``Jᵀ g`` for the Jacobian of `y` by `x`; zeros without a path."""
-    (gradient,) = gradients_of(y, [x], g)
+def gradient_of(y: torch.Tensor, x: torch.Tensor, g: torch.Tensor, *, retain_graph: bool = False) -> torch.Tensor:
+    """``Jᵀ g`` for the Jacobian of `y` by `x`, for as many elements as `y` has; zeros without a path."""
+    gradient = None
+    if y.requires_grad:
+        (gradient,) = gradients_of(y, [x], g.reshape(y.shape).to(y.dtype), retain_graph=retain_graph)
     return torch.zeros_like(x) if gradient is None else gradient
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import warnings
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _without_recent_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests whose functions have one code would share programs, and the trials to make them.
-    monkeypatch.setattr("jacsparse.jacobians.recent._RECENT", OrderedDict())
+    importlib.import_module("jacsparse.jacobians.recent")._cache_of.cache_clear()
     # So that few calls of a function take all ways to its Jacobian.
     monkeypatch.setattr("jacsparse.jacobians.recent.BEFORE", 1)
 

@@ -75,25 +75,18 @@ class Arguments:
         pairs = zip(self.leaves, overlapping, strict=True)
         return replace(self, leaves=[leaf.contiguous() if each else leaf for leaf, each in pairs])
 
-    def flat(self) -> torch.Tensor:
-        """The tensors that the function is differentiated by, ``(batch, elements)``, in one memory."""
-        return self._joined([tensor.detach() for tensor in self.tensors])
+    def flat(self, *, connected: bool = False) -> torch.Tensor:
+        """The tensors that the function is differentiated by, ``(batch, elements)``, on request with their graphs."""
+        pairs = zip(self.tensors, self._sizes, strict=True)
+        parts = [(tensor if connected else tensor.detach()).reshape(self.batch, size) for tensor, size in pairs]
+        # An expanded tensor has less memory than elements.
+        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
     def memory(self) -> torch.Tensor:
         """The elements of `flat` in their order, in any shape."""
         if len(self.places) == 1 and self.leaves[self.places[0]].is_contiguous():
             return self.leaves[self.places[0]]  # type: ignore[no-any-return]
         return self.flat()
-
-    def flat_with_graph(self) -> torch.Tensor:
-        """As `flat`, with the tensors' graphs."""
-        return self._joined(self.tensors)
-
-    def _joined(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        pairs = zip(tensors, self._sizes, strict=True)
-        parts = [tensor.reshape(self.batch, size) for tensor, size in pairs]
-        # An expanded tensor has less memory than elements.
-        return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
     def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
         """The shape of a sample."""
@@ -382,12 +375,12 @@ def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
 
 def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     """The numbers of the arguments that `argnums` names, from 0 on."""
+    given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     try:
-        numbers = tuple(index(n) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,)))
+        # A bool is no number of an argument.
+        numbers = tuple(index(None if isinstance(n, bool) else n) for n in given)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"argnums is {argnums!r}; expected an integer or a tuple of integers") from None
-    if any(isinstance(n, bool) for n in (argnums if isinstance(argnums, (tuple, list)) else (argnums,))):
-        raise TypeError(f"argnums is {argnums!r}; expected an integer or a tuple of integers")
     if not count:
         raise ValueError("there is no argument to differentiate by; give at least one tensor")
     outside = [number for number in numbers if not -count <= number < count]

@@ -17,14 +17,13 @@ from typing import Any, Self
 
 import numpy as np
 import torch
-from torch import fx
-from torch.utils.flop_counter import flop_registry
 
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
+from ..runtime import array_in
 from ..tracing import Trace
 from .evaluator import Evaluator
-from .fused_values import FusedValues
+from .fused_values import FusedValues, flop_of
 from .products_with_vectors import pull_back, push_forward
 from .traced_function import TracedFunction, Values
 from .value_functions import ValueFunction
@@ -66,15 +65,9 @@ class Coloring:
     @classmethod
     def restore(cls, content: Mapping[str, Any], pattern: Pattern) -> Coloring:
         """The colouring of arrays from outside; ValueError where they do not fit the pattern."""
-        lengths = {"columns": pattern.shape[1], "rows": pattern.shape[0], "places": pattern.nnz}
-        for name, length in lengths.items():
-            array = content.get(name)
-            if not isinstance(array, np.ndarray) or array.shape != (length,) or array.dtype.kind != "i":
-                raise ValueError(f"{name} is no array of {length} colours or places")
-        colors = cls(pattern, *(content[name] for name in lengths))
-        size = int(np.dot(colors.counts, pattern.shape))
-        if pattern.nnz and not 0 <= colors.places.min() <= colors.places.max() < size:
-            raise ValueError(f"places do not run from 0 to {size - 1}")
+        sizes = {"columns": pattern.shape[1], "rows": pattern.shape[0], "places": pattern.nnz}
+        colors = cls(pattern, *(array_in(content, name, size=size) for name, size in sizes.items()))
+        array_in(content, "places", stop=int(np.dot(colors.counts, pattern.shape)))
         return colors
 
     @property
@@ -181,17 +174,14 @@ class Compressed(Evaluator):
         return (products[:, :1] if self.shared else products)[self.coloring.places]
 
     def describe(self) -> dict[str, Any]:
-        """The colouring as arrays."""
         return self.coloring.describe()
 
     @classmethod
     def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        """The way with the colouring of arrays from outside."""
         return cls(function, Coloring.restore(content, pattern), replays=True, compile=compile)
 
     @property
     def details(self) -> str:
-        """The numbers of colours, and of what they take the place of."""
         columns, rows = self.coloring.counts
         products = min(self.pattern.shape)
         return f" ({columns} colours of columns and {rows} of rows, in place of {products:,} products with vectors)"
@@ -199,7 +189,7 @@ class Compressed(Evaluator):
     @property
     def flop(self) -> int:
         """Operations of the calls of one run: two for each multiply-add of a product, else one for each element."""
-        return sum(each.flop for each in self._passes)
+        return sum(len(each.parts) * flop_of(each.computed.graph) for each in self._passes)
 
     @property
     def nbytes(self) -> int:
@@ -207,7 +197,6 @@ class Compressed(Evaluator):
         return self._places.nbytes + sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The values without machine code."""
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
         products = _joined([each.run(trace) for each in self._passes])
@@ -253,11 +242,6 @@ class _Pass:
                 "method='products'"
             ) from error
 
-    @property
-    def flop(self) -> int:
-        """Operations of the calls of all parts."""
-        return len(self.parts) * sum(map(_flop_of, self.computed.graph.graph.nodes))
-
     def run(self, trace: Trace) -> torch.Tensor:
         """The products with all seeds, ``(seeds · elements, batch)``."""
         products = _joined([product for part in self.parts for product in self.computed(trace, *part)])
@@ -270,18 +254,6 @@ def _joined(products: list[torch.Tensor]) -> torch.Tensor:
 
 
 SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
-
-
-def _flop_of(node: fx.Node) -> int:
-    """The operations of a call."""
-    value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor):
-        return 0
-    count = flop_registry.get(getattr(node.target, "overloadpacket", None))
-    if count is None:
-        return value.numel()
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    return int(count(*args, **kwargs, out_val=value))
 
 
 def seeds(coloring: Coloring) -> list[np.ndarray]:

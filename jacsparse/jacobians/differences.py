@@ -35,10 +35,10 @@ def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(expected.isnan() | (actual == expected), 0.0, actual - expected)
 
 
-def rounding_of(x: torch.Tensor, y: torch.Tensor | None) -> float:
-    """The rounding error of a derivative that is zero: 100 units in the last place of output over input."""
-    scale = 0.0 if y is None else largest_finite(y) / max(largest_finite(x), 1e-300)
-    return 100 * torch.finfo(x.dtype).eps * scale
+def rounding_of(x: torch.Tensor, y: torch.Tensor | None, units: int = 100) -> float:
+    """The rounding error of a derivative that is zero: so many units in the last place of output over input."""
+    scale = 0.0 if y is None else largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
+    return units * torch.finfo(x.dtype).eps * scale
 
 
 def share_of(difference: float, largest: float, rounding: float, limit: float) -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import Pattern, requiring_gradient
+from ..patterns import requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import (
     Chain,
@@ -25,7 +25,7 @@ from ..stages import (
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .differentiable import with_graph, wrong_third_derivative
-from .flat_function import FlatFunction, Returned, module_and_batch, out_shape_of
+from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
 
@@ -158,15 +158,14 @@ def jacobian_and_returned(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
 ) -> Evaluated:
     """A Jacobian at checked arguments, and what else the same run gave."""
-    evaluate = _with_graph if create_graph else _without_graph
     if arguments.batch:
-        return evaluate(f, arguments, pruned, value, has_aux)
+        return _evaluated(f, arguments, pruned, create_graph, value, has_aux)
     # Two samples show whether all share their values.
     try:
-        jacobian, *_ = evaluate(f, arguments.with_zeros(2), pruned, False, has_aux)
+        jacobian, *_ = _evaluated(f, arguments.with_zeros(2), pruned, create_graph, False, has_aux)
     except ValueError:
         # Another argument may have samples too, of which there are none.
-        jacobian, *_ = evaluate(f, arguments.with_zeros(2, others=True), pruned, False, has_aux)
+        jacobian, *_ = _evaluated(f, arguments.with_zeros(2, others=True), pruned, create_graph, False, has_aux)
     jacobian = jacobian if jacobian.batch == 1 else replace(jacobian, values=jacobian.values[:, :0])
     if not (value or has_aux):
         return jacobian, None, None
@@ -190,65 +189,41 @@ def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected
     return (returned.result(y if connected else y.detach()) if value else None), aux
 
 
-def jacobian_at(f: Callable[..., Any], arguments: Arguments, *, has_aux: bool = False) -> SparseJacobian:
-    """The Jacobian of a function at checked arguments, without a graph."""
-    return _without_graph(f, arguments, True, has_aux=has_aux)[0]
-
-
 @without_saving_hooks()
-def _without_graph(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool = False, has_aux: bool = False
+def _evaluated(
+    f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
 ) -> Evaluated:
-    with _run(f, arguments, pruned, has_aux) as run:
-        flat = run.jacobian()
+    graphs = torch.enable_grad() if create_graph else contextlib.nullcontext()
+    with graphs, _run(f, arguments, pruned, has_aux, connected=create_graph) as run:
+        flat = run.differentiable() if create_graph else run.jacobian()
         result = unchecked_jacobian(flat.pattern, flat.values, arguments.in_shape, run.out_shape)
-        return result, *run.returned(value, connected=False)
-
-
-@torch.enable_grad()
-@without_saving_hooks()
-def _with_graph(f: Callable[..., Any], arguments: Arguments, pruned: bool, value: bool, has_aux: bool) -> Evaluated:
-    with _run(f, arguments, pruned, has_aux, connected=True) as run:
-        if any(record.trained_zeros for record in run.records):
-            run = run.without_pruning()
-        if run.chain.registered_values:
-            refuse_other_derivatives(run.records, "the gradient of values")
-        if isinstance(f, Gradient):
-            problem = wrong_third_derivative(run.trace, "gradients of a Hessian's values")
-            if problem is not None:
-                raise problem
-        result = with_graph(run.jacobian(), run.trace, run.x, run.entries())
-        result = replace(result, in_shape=arguments.in_shape, out_shape=run.out_shape)
-        return result, *run.returned(value, connected=True)
+        return result, *_returned(run.trace.output, run.result, value, create_graph)
 
 
 @dataclass(eq=False)
 class _ChainRun:
     """A run of a function, and the chain of its calls."""
 
+    f: Callable[..., Any]
     #: Whether patterns omit pruned weights; and the chains of the same function that do not.
     pruned: bool
     unpruned: Callable[[], ChainCache]
-    #: What the function is differentiated by, ``(batch, *shape)``.
+    #: What the function is differentiated by, ``(batch, *shape)``, and the module that takes it.
     x: torch.Tensor
-    function: nn.Module
+    module: nn.Module
     chain: Chain
     trace: Trace
     records: list[Record]
 
-    def returned(self, value: bool, connected: bool) -> tuple[Any, Any]:
-        """The value, if it is asked for, and what the function returned beside it, with gradients or without."""
-        return _returned(self.trace.output, self.result, value, connected)
-
     @property
     def result(self) -> Returned | None:
         """What the function returned; None where it is a module, which returned the output."""
-        return self.function.returned if isinstance(self.function, FlatFunction) else None
+        return self.module.returned if isinstance(self.module, FlatFunction) else None
 
     @property
     def out_shape(self) -> tuple[int, ...] | None:
         """The shape of a sample of the one output; None where there are more."""
-        return out_shape_of(self.trace, self.result)
+        return tuple(self.trace.output.shape[1:]) if self.result is None else self.result.out_shape
 
     def jacobian(self) -> SparseJacobian:
         """The Jacobian, in memory of its own."""
@@ -265,15 +240,19 @@ class _ChainRun:
                 plan.add(self.trace, self.records, result)
         return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
 
-    def without_pruning(self) -> _ChainRun:
-        """The same run, with patterns that omit no weights."""
-        chain, records = self.unpruned().of_trace(self.trace)
-        return replace(self, pruned=False, chain=chain, records=records)
-
-    def entries(self) -> Pattern:
-        """All entries, those of pruned weights that have gradients too."""
-        chain = self.chain if not self.chain.pruned_weights else self.unpruned().of_trace(self.trace)[0]
-        return chain.pattern
+    def differentiable(self) -> SparseJacobian:
+        """The Jacobian with gradients of its values, where they are those of the function."""
+        if any(record.trained_zeros for record in self.records):
+            self.pruned, (self.chain, self.records) = False, self.unpruned().of_trace(self.trace)
+        if self.chain.registered_values:
+            refuse_other_derivatives(self.records, "the gradient of values")
+        if isinstance(self.f, Gradient):
+            problem = wrong_third_derivative(self.trace, "gradients of a Hessian's values")
+            if problem is not None:
+                raise problem
+        # All entries, those of pruned weights too.
+        chain = self.unpruned().of_trace(self.trace)[0] if self.chain.pruned_weights else self.chain
+        return with_graph(self.jacobian(), self.trace, self.x, chain.pattern)
 
 
 @contextlib.contextmanager
@@ -293,4 +272,4 @@ def _run(
         chain, (trace, records) = cache(pruned).of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        yield _ChainRun(pruned, lambda: cache(False), x, function, chain, trace, records)
+        yield _ChainRun(f, pruned, lambda: cache(False), x, function, chain, trace, records)

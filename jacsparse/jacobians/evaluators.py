@@ -41,6 +41,21 @@ def evaluator_of(
     coloring: Callable[[Pattern], Coloring] = cheapest_coloring,
 ) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
+
+    def compressed(colors: Coloring) -> Compressed:
+        return Compressed(function, colors, replays=replays, compile=compile)
+
+    def folded_products(cost: float | None = None) -> Products | None:
+        """Sums of products of local derivatives and, up to a cost, elements of weights; None where there are none."""
+        most = None
+        if cost is not None:
+            most = int(min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch))))
+        try:
+            terms = folded(function, replays=replays, most=most)
+        except NotFoldableError:
+            return None
+        return Products(function, *terms, replays=replays, compile=compile)
+
     registered = function.chain.registered_values
     if registered and method == "compressed":
         raise registered[0].call.unsupported(
@@ -56,42 +71,28 @@ def evaluator_of(
     if method == "compressed" or function.given is not None:
         colors = coloring(function.pattern)
         try:
-            return Compressed(function, colors, replays=replays, compile=compile)
+            return compressed(colors)
         except UnsupportedOperatorError:
             # Backward passes alone may do, where an operator has no forward mode.
             if not colors.counts[0] or coloring is not cheapest_coloring:
                 raise
-            return Compressed(function, row_coloring(function.pattern), replays=replays, compile=compile)
-    try:
-        terms = folded(function, replays=replays)
-        return Products(function, *terms, replays=replays, compile=compile)
-    except NotFoldableError:
-        products = ChainProducts(function, replays=replays)
-    if not products.pattern.nnz:
-        return products
+            return compressed(row_coloring(function.pattern))
+    terms, products = folded_products(), ChainProducts(function, replays=replays)
+    if terms is not None or not products.pattern.nnz:
+        return terms or products
     cost = _cost_of_products(function)
     if method == "products" or any(call.overload in INEXACT for call in function.calls):
-        return _folded_with_weights(function, cost, replays, compile) or products
+        return folded_products(cost) or products
     colors = coloring(function.pattern)
     cost_of_colors = _cost_of_colors(function, colors)
-    cheaper = _folded_with_weights(function, min(cost, cost_of_colors), replays, compile)
-    if cheaper is not None or cost < cost_of_colors:
-        return cheaper or products
+    terms = folded_products(min(cost, cost_of_colors))
+    if terms is not None or cost < cost_of_colors:
+        return terms or products
     try:
-        return Compressed(function, colors, replays=replays, compile=compile)
+        return compressed(colors)
     except UnsupportedOperatorError:
         # An operator has no forward mode, or none for many seeds at once.
         return products
-
-
-def _folded_with_weights(function: TracedFunction, cost: float, replays: bool, compile: bool) -> Products | None:
-    """Sums of products of elements of weights and of local derivatives; None where they may cost more than that."""
-    most = min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch)))
-    try:
-        terms = folded(function, replays=replays, most=int(most))
-        return Products(function, *terms, replays=replays, compile=compile)
-    except NotFoldableError:
-        return None
 
 
 def _cost_of_products(function: TracedFunction) -> float:
@@ -100,19 +101,14 @@ def _cost_of_products(function: TracedFunction) -> float:
     if not len(chain):
         return 0.0
     accumulation, batch = chain.accumulation, 1 if function.shared else function.batch
-    work = VALUE * _width(function) * accumulation.moved + accumulation.multiply_adds
+    work = VALUE * function.x.element_size() / 8 * accumulation.moved + accumulation.multiply_adds
     return START * len(accumulation.matrices) + batch * max(work, chain.order.cost)
 
 
 def _cost_of_colors(function: TracedFunction, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
     computed = [function.elements(call) for call in function.calls]
-    width = _width(function)
+    value = VALUE * function.x.element_size() / 8
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
-    return CALL * len(computed) + colors.cost * (VALUE * width * sum(computed) + function.batch * dense)
-
-
-def _width(function: TracedFunction) -> float:
-    """Bytes of a value, relative to 8."""
-    return function.x.element_size() / 8
+    return CALL * len(computed) + colors.cost * (value * sum(computed) + function.batch * dense)

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
 from ..stages import check_input
-from ..tracing import Trace, module_of, name_of
+from ..tracing import module_of, name_of, saved_buffers, undisturbed
 from .arguments import Arguments
 
 
@@ -28,12 +28,14 @@ def module_and_batch(
     if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, WithAux)):
         return f, check_input("x", arguments.leaves[0])
     function = FlatFunction(f, arguments, has_aux)
-    return function, arguments.flat_with_graph() if connected else arguments.flat()
+    return function, arguments.flat(connected=connected)
 
 
-def out_shape_of(trace: Trace, returned: Returned | None) -> tuple[int, ...] | None:
-    """The shape of a sample of the one output of a traced function; None where there are more."""
-    return tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
+def run_once(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The result for a copy of `x`, with a graph that holds although the module's changes to itself are undone."""
+    with torch.enable_grad(), undisturbed(module, x.device), saved_buffers(module):
+        result: torch.Tensor = module(x.clone())
+    return result
 
 
 def wrap(wrapper: nn.Module, f: Callable[..., Any]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from ..patterns import Identity, Pattern, gradient_of
+from ..runtime import array_in
 from ..stages import Accumulation, Edge, Record, eliminate
 from ..tracing import Operation, Scalar, Trace, Value
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
@@ -73,12 +74,9 @@ class Folded:
             Where an array is missing, or refers to a variable, an entry or a number that there is not.
         """
         monomials = Monomials.restore(content.get("monomials"), numbers)
-        names = ("entry", "monomial", "coefficient")
-        entry, monomial, coefficient = (_array(content, f"constants.{name}") for name in names)
-        _check_range("constants.entry", entry, pattern.nnz)
-        _check_range("constants.monomial", monomial, len(monomials))
-        if not len(entry) == len(monomial) == len(coefficient):
-            raise ValueError("the arrays of the constants differ in length")
+        entry = array_in(content, "constants.entry", stop=pattern.nnz)
+        monomial = array_in(content, "constants.monomial", size=len(entry), stop=len(monomials))
+        coefficient = array_in(content, "constants.coefficient", kinds="f", size=len(entry))
         count, first = content.get("steps"), content.get("derivatives")
         if type(count) is not int or type(first) is not int or first < 0:
             raise ValueError(f"steps is {count!r} and derivatives {first!r}; expected counts")
@@ -91,18 +89,6 @@ class Folded:
         if not steps or first - steps[-1].first != pattern.nnz:
             raise ValueError("the last step does not compute the entries of the pattern")
         return cls(pattern, monomials, (entry, monomial, coefficient), derivatives, tuple(steps))
-
-
-def _array(content: Mapping[str, Any], name: str) -> np.ndarray:
-    array = content.get(name)
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in "if":
-        raise ValueError(f"{name} is no array of numbers")
-    return array
-
-
-def _check_range(name: str, array: np.ndarray, stop: int) -> None:
-    if array.dtype.kind != "i" or (len(array) and not 0 <= array.min() <= array.max() < stop):
-        raise ValueError(f"{name} does not run from 0 to {stop - 1}")
 
 
 def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
@@ -189,11 +175,9 @@ class _Leaves:
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
         try:
-            transposed = accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined)
+            return accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined).T
         except TooManyTermsError:
             raise NotFoldableError("its paths meet in too many terms") from None
-        t = transposed
-        return Terms((rows, columns), t.column, t.row, t.variable, t.monomial, t.coefficient)
 
     def matrices(self) -> dict[Edge, Terms]:
         """The transposed local Jacobians of all edges; their variables come before those of products."""
@@ -206,7 +190,7 @@ class _Leaves:
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        operation = self.function.operation(edge, record)
+        operation = record.operation(edge)
         factor = self._factor(edge, operation)
         if factor is not None:
             number, power, coefficient = factor
@@ -242,7 +226,7 @@ class _Leaves:
             return None
         (name,) = names
         weight = call.arguments[name]
-        if record.trace.argument(record.node(edge.target), name).numel() != weight.numel():
+        if record.trace.read(record.operation(edge).node.arguments[name]).numel() != weight.numel():
             return None
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
@@ -255,18 +239,17 @@ class _Leaves:
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
-        pattern, jacobian = edge.transposed_pattern, edge.pattern
         if edge in self.selections:
+            pattern = edge.transposed_pattern
             leaf = terms_at(pattern.shape, pattern.rows, pattern.indices)
             return replace(leaf, variable=first + self.selections[edge][1])
-        leaf = terms_at(jacobian.shape, jacobian.rows, jacobian.indices, first_variable=first)
-        return Terms(pattern.shape, leaf.column, leaf.row, leaf.variable, leaf.monomial, leaf.coefficient)
+        return terms_at(edge.pattern.shape, edge.pattern.rows, edge.pattern.indices, first_variable=first).T
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
         if not self.derivatives:
             return {}
-        operations = {edge: self.function.operation(edge, record) for edge, record in self.derivatives.items()}
+        operations = {edge: record.operation(edge) for edge, record in self.derivatives.items()}
         references = (value for operation in operations.values() for value in operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
         computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import fx
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
 from ..patterns import Pattern
@@ -124,7 +124,7 @@ class FusedValues:
         used, self._work_of_pytorch = list[int](), 0
         if left:
             self._by_pytorch, used = _returning(self._calls.graph, left)
-            self._work_of_pytorch = _work_of(self._by_pytorch, [inputs[n] for n in used])
+            self._work_of_pytorch = flop_of(self._by_pytorch, ELEMENT)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
         self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
@@ -223,20 +223,16 @@ def _returning(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.Gra
     return fx.GraphModule(module, graph), used
 
 
-class _Elements(fx.Interpreter):
-    """Runs a graph, and counts the elements of all results."""
-
-    count = 0
-
-    def run_node(self, n: fx.Node) -> Any:
-        result = super().run_node(n)
-        self.count += result.numel() if isinstance(result, torch.Tensor) else 0
-        return result
-
-
-def _work_of(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> int:
-    """The work of PyTorch's calls: the FLOP of products of matrices, and of each element some."""
-    run = _Elements(module)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        run.run(*inputs)
-    return counter.get_total_flops() + ELEMENT * run.count
+def flop_of(module: fx.GraphModule, element: int = 1) -> int:
+    """The work of a graph's calls: two for each multiply-add of a matrix product, else so much for each element."""
+    total = 0
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.Tensor):
+            count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+            if count is None:
+                total += element * value.numel()
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+                total += int(count(*args, **kwargs, out_val=value))
+    return total

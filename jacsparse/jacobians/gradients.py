@@ -43,7 +43,7 @@ class Gradient(WithAux):
         leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
         with torch.enable_grad():
             # Copies, which the function may write to.
-            copies = [_copied(arg) if number in self._argnums else arg for number, arg in enumerate(args)]
+            copies = [_pytree.tree_map(torch.clone, arg) if n in self._argnums else arg for n, arg in enumerate(args)]
             with _UnfusedAttention():
                 y, aux = parts_of_result(self.f, self.f(*copies), self._has_aux)
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
@@ -134,10 +134,6 @@ def registered_in(trace: Trace) -> Node | None:
         if rule is not None and rule.has_registered_values:
             return node
     return None
-
-
-def _copied(arg: Any) -> Any:
-    return _pytree.tree_map(torch.clone, arg)
 
 
 def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -18,16 +18,15 @@ from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring, coloring
-from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, tolerance_for
-from .evaluation import jacobian_at, with_parts
+from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, rounding_of, tolerance_for
+from .evaluation import jacobian_and_returned, with_parts
 from .evaluator import Evaluator
 from .evaluators import METHODS, evaluator_of
-from .flat_function import FlatFunction, out_shape_of
-from .prepared_program import Evaluation, PreparedProgram
+from .flat_function import FlatFunction, run_once
+from .prepared_program import Evaluation, FilledWeightError, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import Options, TracedProgram, traced_program
 from .verification import VerificationError
-from .watched_weights import FilledWeightError
 
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8
@@ -174,7 +173,7 @@ class PreparedJacobian(Generic[Result]):
         if not self._programs:
             trace = traced.function.trace
             self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
-            self._out_shape = out_shape_of(trace, traced.returned)
+            self._out_shape = traced.returned.out_shape
         evaluator = self._chosen(traced, self.method, options.compile) if self._programs else self._choose(traced)
         if options.compile and evaluator.uncompiled is not None:
             raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
@@ -244,29 +243,23 @@ class PreparedJacobian(Generic[Result]):
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
         x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments, self._options.has_aux)
+        # A checkpoint in the function runs parts of it again for a gradient.
         with torch.enable_grad(), undisturbed(function, x.device):
             y = function(x.clone())
-            generator = torch.Generator().manual_seed(0)
-            g = torch.randn(y.shape, generator=generator, dtype=torch.float64).to(y)
-            expected = gradient_of(y, x, g) if y.requires_grad else torch.zeros_like(x)
-        g = g.to(x.dtype)
+            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
+            expected, g = gradient_of(y, x, g), g.to(x.dtype)
         registered = self._first.traced.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
-            expected = jacobian_at(self._f, arguments, has_aux=self._options.has_aux).vjp(g).reshape(x.shape)
+            of_run, *_ = jacobian_and_returned(self._f, arguments, True, False, False, self._options.has_aux)
+            expected = of_run.vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
         scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
         # All elements may be zero but for rounding, as those of a sum of a softmax.
-        rounding = (
-            ROUNDINGS * torch.finfo(x.dtype).eps * largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
-        )
-        scale = max(scale, rounding * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
+        scale = max(scale, rounding_of(x, y, ROUNDINGS) * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
         error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
         if not error <= limit:
-            # As before: a gradient is one by its arguments.
-            with torch.enable_grad(), undisturbed(function, x.device):
-                again = function(x.clone()).detach()
-            if not agree(again, y.detach()):
+            if not agree(run_once(function, x).detach(), y.detach()):
                 raise VerificationError(
                     f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "
                     "random numbers that no PyTorch generator draws, or by a counter, so that no prepared program "
@@ -337,6 +330,7 @@ class PreparedJacobian(Generic[Result]):
 
     def __repr__(self) -> str:
         evaluator, arguments, program = self._first.evaluator, self._arguments, self._first
+        others = sum(not isinstance(source, int) for source in program.traced.captures.values())
         baked = f"shapes, {len(program.traced.contents)} indices or masks, branches, numbers that the function reads"
         moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
         return "\n".join(
@@ -344,7 +338,7 @@ class PreparedJacobian(Generic[Result]):
                 f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",
                 f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {len(arguments.specs)} arguments, {program.other_tensors} other tensors",
+                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors",
                 f"  baked in: {baked}>",
             ]
         )

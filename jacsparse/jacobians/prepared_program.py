@@ -20,8 +20,48 @@ from .differentiable import with_graph
 from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .replays import jacobian_values, of_replay, replayed
+from .traced_function import TracedFunction
 from .tracing_for_replays import TracedProgram, contents_of
-from .watched_weights import WatchedWeights
+
+
+class FilledWeightError(RuntimeError):
+    """An element that a pattern leaves out is not zero; `weight` says which tensors it is computed from."""
+
+    def __init__(self, weight: str) -> None:
+        super().__init__(f"{weight}, of which a pattern leaves out elements, has others than zeros there")
+        self.weight = weight
+
+
+class WatchedWeights:
+    """The pruned weights of a traced function that may differ between runs: whether their zeros are zero still."""
+
+    def __init__(self, function: TracedFunction) -> None:
+        self._graph = function.graph
+        uses = (
+            (edge, record.operation(edge), weight)
+            for edge, record in function.edges()
+            for weight in edge.pruned_weights
+        )
+        #: Without truth values that select, which are compared themselves.
+        self.uses = [
+            (edge, operation, weight, operation.node.arguments[weight.name].number)
+            for edge, operation, weight in uses
+            if weight.floating and not self._graph.infos[operation.node.arguments[weight.name].number].fixed
+        ]
+
+    def check(self, trace: Trace) -> None:
+        """Raise FilledWeightError where an element that the pattern leaves out is not zero in a run."""
+        for edge, operation, weight, value in self.uses:
+            tensor = operation.of_sample(weight.name, trace.value(value))
+            if not weight.holds(edge.weight(weight.name, tensor)):
+                raise FilledWeightError(self._name_of(value, trace))
+
+    def _name_of(self, value: int, trace: Trace) -> str:
+        """The parameters and buffers that a weight is computed from, or the shapes of other tensors."""
+        of_module = {id(t): name for name, t in (*trace.module.named_parameters(), *trace.module.named_buffers())}
+        tensors = [trace.tensor(each) for each in self._graph.captures if self._graph.made_of(value, {each})]
+        names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
+        return " and ".join(names) or "a weight"
 
 
 @dataclass(slots=True)
@@ -69,7 +109,11 @@ class PreparedProgram:
         """
         arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
-        if self.entries is not None and torch.is_grad_enabled() and _any_requires_grad(arguments, captures):
+        if (
+            self.entries is not None
+            and torch.is_grad_enabled()
+            and any(tensor.requires_grad for tensor in (*arguments.tensors, *captures.values()))
+        ):
             return self._connected(arguments, captures, self.entries, returns)
         if self._in_one_call is not None and not returns:
             values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
@@ -92,7 +136,7 @@ class PreparedProgram:
     ) -> Evaluation:
         """The same with gradients."""
         function = self.traced.function
-        before, x = function.trace, requiring_gradient(arguments.flat_with_graph())
+        before, x = function.trace, requiring_gradient(arguments.flat(connected=True))
         trace = Trace.replayed(function.graph, before.module, x.view_as(x), captures, before.scalars)
         trace.edges[0] = get_gradient_edge(trace.input)
         with without_autocast(x.device):
@@ -153,17 +197,8 @@ class PreparedProgram:
     def _in_one_call(self) -> FusedValues | None:
         """What computes the values without a trace; None where something has to be looked at in one."""
         fused, function = self.evaluator.fused, self.traced.function
-        looks = self.watched.any or function.chain.registered_values
+        looks = self.watched.uses or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
-
-    @cached_property
-    def other_tensors(self) -> int:
-        """The number of tensors that the function reads from elsewhere than its arguments."""
-        return sum(not isinstance(source, int) for source in self.traced.captures.values())
-
-
-def _any_requires_grad(arguments: Arguments, captures: dict[int, torch.Tensor]) -> bool:
-    return any(tensor.requires_grad for tensor in (*arguments.tensors, *captures.values()))
 
 
 def check_gradients(trace: Trace) -> None:

@@ -22,10 +22,9 @@ from ..tracing import Trace
 from .evaluator import Evaluator
 from .folding import Derivatives, Folded, derivatives_of
 from .fused_values import FusedValues
-from .numbers import same_numbers
 from .passes import Pass, in_turn
 from .terms import Step
-from .traced_function import TracedFunction
+from .traced_function import TracedFunction, same_numbers
 
 #: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
 Weights = list[np.ndarray]
@@ -106,12 +105,10 @@ class Products(Evaluator):
         return self.weights((*self._scalars, *(known[value].item() for value in self._derivatives.numbers)))
 
     def describe(self) -> dict[str, Any]:
-        """All of the plan as plain numbers and arrays."""
         return self.folded.describe()
 
     @classmethod
     def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        """The way with the terms of arrays from outside."""
         derivatives = derivatives_of(function)
         entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
         if derivatives.count != entries.derivatives:
@@ -133,7 +130,6 @@ class Products(Evaluator):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the plan's arrays."""
         return sum(array.nbytes for step in self.folded.steps for array in step.describe().values())
 
     def weights(self, numbers: tuple[float, ...]) -> Weights:
@@ -146,7 +142,6 @@ class Products(Evaluator):
         return current[1]
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The values without machine code."""
         weights = self.weights(self._derivatives.numbers_of(trace))
         if self._local is None:
             return torch.from_numpy(weights[0].copy())[:, None]
@@ -219,7 +214,6 @@ class ChainProducts(Evaluator):
 
     @property
     def details(self) -> str:
-        """The number of stages."""
         return f" ({len(self.chain)} stages)"
 
     @property
@@ -233,7 +227,6 @@ class ChainProducts(Evaluator):
         return self.pattern.index_nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The values without machine code."""
         # Who replays a graph has looked at the pruned weights.
         records = self.chain.fitting_records(trace) if self._replays else self.chain.records(trace)[1]
         return in_own_memory(self.chain.products(records, trace.input.detach()).values, records)

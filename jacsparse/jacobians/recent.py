@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from types import FunctionType, MethodType
 from typing import Any
@@ -23,10 +21,9 @@ from ..tracing import Graph, Trace, parts_of
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
-from .numbers import same_numbers
 from .products import ChainProducts
 from .replays import jacobian_values, of_run
-from .traced_function import TracedFunction
+from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
 #: The calls of a graph before a way other than by its chain is looked for. Looking takes about as long as these calls
@@ -83,21 +80,14 @@ def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:
     return plan
 
 
-#: The caches by code, for the codes that were used last.
-_RECENT: OrderedDict[Hashable, ChainCache] = OrderedDict()
-_MOST = 32
-_LOCK = threading.Lock()
-
-
 def recent_graphs(f: Callable[..., Any], pruned: bool) -> ChainCache:
     """The graphs of the code that a function runs, for patterns with or without pruned weights."""
-    key = _code_of(f), pruned
-    with _LOCK:
-        entry = _RECENT.setdefault(key, ChainCache(pruned=pruned))
-        _RECENT.move_to_end(key)
-        while len(_RECENT) > _MOST:
-            _RECENT.popitem(last=False)
-    return entry
+    return _cache_of(_code_of(f), pruned)
+
+
+@functools.lru_cache(maxsize=32)
+def _cache_of(code: Hashable, pruned: bool) -> ChainCache:
+    return ChainCache(pruned=pruned)
 
 
 def _code_of(f: Any) -> Hashable:

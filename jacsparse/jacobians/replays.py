@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from ..patterns import gradient_of
 from ..stages import all_finite, pulled_by_autograd, with_backward_passes
 from ..tracing import Node, Trace
 from .evaluator import Evaluator
@@ -45,42 +46,33 @@ def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor]
     with torch.enable_grad():
         y = replayed(function, trace, known | {0: x})
 
-    def pulled(gradient: torch.Tensor) -> torch.Tensor:
-        if not y.requires_grad:
-            return torch.zeros_like(x)
-        gradient = gradient.reshape(y.shape).to(y.dtype)
-        (of_input,) = torch.autograd.grad(y, x, gradient, retain_graph=True, materialize_grads=True)
-        return of_input.reshape(len(x), -1)
-
-    return pulled
+    return lambda gradient: gradient_of(y, x, gradient, retain_graph=True).reshape(len(x), -1)
 
 
 def replayed(function: TracedFunction, trace: Trace, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The output, computed from the input and captures with the derivatives of the run; so are the values to keep."""
     output = function.graph.last
     assert output is not None
-    values = Values(function, known, function.scalars(trace))
-    for wanted in (output.value, *function.kept):
-        for call in function.calls_for(wanted, values):
-            arguments = values.arguments(call.arguments)
-            for name in arguments.keys() - _with_gradients(call):
-                if isinstance(arguments[name], torch.Tensor):
-                    arguments[name] = arguments[name].detach()
-            results = called(call.overload, arguments)
-            if call.writes_unseen:
-                # Other elements, with the derivative of those before.
-                before = next(arguments[name] for name, _ in call.tensors if call.writes_to(name))
-                results = [
-                    before + (result - before).detach() if before.requires_grad else result for result in results
-                ]
-            values.update(call.by_value(results))
-    trace.copies |= {value: values[value] for value in function.kept}
+    values = _Connected(function, known, function.scalars(trace))
     y = values[output.value]
+    trace.copies |= {value: values[value] for value in function.kept}
     return y if output.active else y.detach()
 
 
-def _with_gradients(call: Node) -> set[str]:
-    """The arguments of a call of which autograd computed gradients in the run, if captures had some."""
-    active = {operand.name: operand.active for operand in call.operands}
-    pairs = itertools.zip_longest(call.tensors, call.kinds)
-    return {pair[0] for pair, kind in pairs if pair is not None and active.get(pair[0], kind is not None)}
+class _Connected(Values):
+    """Values with the derivatives that autograd saw in the run, if captures had some."""
+
+    def results(self, call: Node) -> list[torch.Tensor]:
+        arguments = self.arguments(call.arguments)
+        active = {operand.name: operand.active for operand in call.operands}
+        # An overwrite has the kind of one argument alone.
+        kinds = itertools.chain(call.kinds, itertools.repeat(None))
+        for (name, _), kind in zip(call.tensors, kinds, strict=False):
+            if not active.get(name, kind is not None):
+                arguments[name] = arguments[name].detach()
+        results = called(call.overload, arguments)
+        if not call.writes_unseen:
+            return results
+        # Other elements, with the derivative of those before.
+        before = next(arguments[name] for name, _ in call.tensors if call.writes_to(name))
+        return [before + (result - before).detach() if before.requires_grad else result for result in results]

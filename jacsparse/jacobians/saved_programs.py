@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,6 @@ from .arguments import Arguments, arguments_of
 from .evaluator import Evaluator
 from .evaluators import EVALUATORS
 from .prepared_program import PreparedProgram
-from .traced_function import TracedFunction
 from .tracing_for_replays import Options, TracedProgram, digest_of
 
 KIND = "prepared Jacobian"
@@ -75,10 +75,8 @@ class SavedProgram:
         """What it was prepared with."""
         pattern = None
         if self.content["given"]:
-            try:
-                pattern = _pattern_in(self.content)
-            except (ValueError, TypeError, KeyError) as error:
-                raise self._is_damaged(error) from error
+            with self._checked():
+                pattern = self._pattern
         return Options(compile=compile, pattern=pattern, **{name: self.content[name] for name in _SAVED})
 
     def evaluator(self, f: Callable[..., Any], traced: TracedProgram, compile: bool) -> Evaluator:
@@ -88,24 +86,23 @@ class SavedProgram:
                 f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {traced.arguments}; "
                 "prepare its Jacobian and save it again"
             )
+        chain, name = traced.function.chain, self.content.get("evaluator", "")
+        with self._checked():
+            pattern = self._pattern
+            if pattern.shape != (math.prod(chain.out_shape), math.prod(chain.in_shape)):
+                raise ValueError(f"its pattern is {pattern.shape}")
+            if name not in EVALUATORS:
+                raise ValueError(f"evaluator is {name!r}")
+            return EVALUATORS[name].restore(self.content, pattern, traced.function, compile=compile)
+
+    @property
+    def _pattern(self) -> Pattern:
+        return Pattern(self.content["shape"], self.content["indptr"], self.content["indices"])
+
+    @contextlib.contextmanager
+    def _checked(self) -> Iterator[None]:
+        """A context in which errors say that the file is damaged."""
         try:
-            return _restored(self.content, traced.function, compile)
+            yield
         except (ValueError, TypeError, KeyError, MemoryError) as error:
-            raise self._is_damaged(error) from error
-
-    def _is_damaged(self, error: Exception) -> ValueError:
-        return ValueError(f"{self.path}: no valid prepared Jacobian: {error}")
-
-
-def _pattern_in(content: Mapping[str, Any]) -> Pattern:
-    return Pattern(content["shape"], content["indptr"], content["indices"])
-
-
-def _restored(content: Mapping[str, Any], function: TracedFunction, compile: bool) -> Evaluator:
-    """The evaluator that a file describes; ValueError where it describes none of this function."""
-    kind, pattern = EVALUATORS.get(content.get("evaluator", "")), _pattern_in(content)
-    if pattern.shape != (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape)):
-        raise ValueError(f"its pattern is {pattern.shape}")
-    if kind is None:
-        raise ValueError(f"evaluator is {content.get('evaluator')!r}")
-    return kind.restore(content, pattern, function, compile=compile)
+            raise ValueError(f"{self.path}: no valid prepared Jacobian: {error}") from error

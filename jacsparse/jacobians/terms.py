@@ -8,11 +8,11 @@ variables meet, their product becomes a variable of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..runtime import index_dtype, row_starts, within_rows
+from ..runtime import array_in, index_dtype, row_starts, within_rows
 
 #: The variable of a term that has none, and the monomial of a term without numbers.
 NONE = -1
@@ -109,6 +109,11 @@ class Terms:
         return Terms(self.shape, *(array[places] for array in arrays))
 
     @property
+    def T(self) -> Terms:
+        """The transposed matrix."""
+        return replace(self, shape=self.shape[::-1], row=self.column, column=self.row)
+
+    @property
     def place(self) -> np.ndarray:
         """The place of each term's entry among all the matrix' elements in C order."""
         return self.row * np.int64(self.shape[1]) + self.column
@@ -174,18 +179,16 @@ class Step:
     @classmethod
     def restore(cls, first: int, arrays: Mapping[str, np.ndarray], monomials: int) -> Step:
         """The step of arrays from outside; ValueError where they refer to what is not computed before it."""
-        indptr, left, right = (arrays.get(name) for name in ("indptr", "left", "right"))
-        monomial, coefficient = arrays.get("monomial"), arrays.get("coefficient")
-        if indptr is None or left is None or monomial is None or coefficient is None:
-            raise ValueError("an array of a step is missing")
-        ranges = [(left, first), (monomial, monomials), *([(right, first)] if right is not None else [])]
-        for array, stop in ranges:
-            if array.shape != coefficient.shape or array.dtype.kind != "i":
-                raise ValueError("the arrays of a step differ in shape, or hold no integers")
-            if len(array) and not 0 <= array.min() <= array.max() < stop:
-                raise ValueError("a step refers to a variable or a monomial that is not computed before it")
-        falls = indptr.ndim != 1 or not len(indptr) or indptr[0] != 0 or bool((indptr[1:] < indptr[:-1]).any())
-        if falls or indptr.dtype.kind != "i" or indptr[-1] != len(left) or coefficient.dtype != np.float64:
+        try:
+            indptr, coefficient = array_in(arrays, "indptr"), array_in(arrays, "coefficient", kinds="f")
+            size = len(coefficient)
+            left = array_in(arrays, "left", size=size, stop=first)
+            right = array_in(arrays, "right", size=size, stop=first) if "right" in arrays else None
+            monomial = array_in(arrays, "monomial", size=size, stop=monomials)
+        except ValueError as error:
+            what = "an array of a step is missing, or refers to a variable or a monomial that is not computed before it"
+            raise ValueError(f"{what}: {error}") from error
+        if not len(indptr) or indptr[0] != 0 or indptr[-1] != size or bool((indptr[1:] < indptr[:-1]).any()):
             raise ValueError("the rows of a step are no running total of its terms")
         return cls(first, indptr, left, right, monomial, coefficient)
 
@@ -323,5 +326,4 @@ def merged(terms: Terms) -> Terms:
     terms, keys = terms[order], keys[:, order]
     begins = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))[: len(terms)]
     sums = np.add.reduceat(terms.coefficient, begins) if len(terms) else terms.coefficient
-    first = terms[begins]
-    return Terms(first.shape, first.row, first.column, first.variable, first.monomial, sums)
+    return replace(terms[begins], coefficient=sums)

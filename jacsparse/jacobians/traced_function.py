@@ -13,7 +13,7 @@ from torch import nn
 
 from ..patterns import Pattern
 from ..stages import Chain, Edge, Record
-from ..tracing import Graph, Node, Operation, Scalar, Trace, Value, name_of, needed_calls, results_of
+from ..tracing import Graph, Node, Scalar, Trace, name_of, needed_calls, referred, results_of
 
 aten = torch.ops.aten
 
@@ -76,10 +76,6 @@ class TracedFunction:
         for record in self.records:
             for edge in record.stage.edges:
                 yield edge, record
-
-    def operation(self, edge: Edge, record: Record) -> Operation:
-        """The operation whose local Jacobian an edge is."""
-        return record.stage.program.operations[edge.target]
 
     @functools.cached_property
     def calls(self) -> list[Node]:
@@ -165,18 +161,16 @@ class Values(dict[int, torch.Tensor]):
 
     def __missing__(self, value: int) -> torch.Tensor:
         for call in self.function.calls_for(value, self):
-            self.update(call.by_value(called(call.overload, self.arguments(call.arguments))))
+            self.update(call.by_value(self.results(call)))
         return self[value]
+
+    def results(self, call: Node) -> list[torch.Tensor]:
+        """The results of a call."""
+        return called(call.overload, self.arguments(call.arguments))
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the arguments of a call refer to."""
-        return {name: self.read(argument) for name, argument in arguments.items()}
-
-    def read(self, argument: Any) -> Any:
-        """What an argument refers to; an argument that is no reference as it is."""
-        if type(argument) is Value:
-            return self[argument.number]
-        return self.numbers[argument.place] if type(argument) is Scalar else argument
+        return {name: referred(argument, self.__getitem__, self.numbers) for name, argument in arguments.items()}
 
 
 def called(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -185,3 +179,8 @@ def called(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         # It takes numbers alone.
         overload = aten.rsub.Tensor
     return results_of(overload, arguments)
+
+
+def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether all of two tuples' numbers are equal, zeros with their signs: the inverses of 0.0 and -0.0 differ."""
+    return some == others and (0 not in some or repr(some) == repr(others))

@@ -20,7 +20,7 @@ from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks
 from ..tracing import Trace, Value, check_module, memory_of, name_of, traced, undisturbed, without_autocast
 from .arguments import Arguments
-from .flat_function import FlatFunction, Returned
+from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in
 from .traced_function import TracedFunction
 
@@ -178,9 +178,7 @@ _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.5 * c + 1, lambda c
 
 
 def _output(f: Callable[..., Any], arguments: Arguments, options: Options) -> torch.Tensor:
-    function = FlatFunction(f, arguments, options.has_aux)
-    with torch.enable_grad(), undisturbed(function, arguments.tensors[0].device):
-        return function(arguments.flat().requires_grad_().clone()).detach()
+    return run_once(FlatFunction(f, arguments, options.has_aux), arguments.flat().requires_grad_()).detach()
 
 
 #: A number minus a tensor is another operator than a tensor minus a tensor.
@@ -209,12 +207,9 @@ def _run(
         assert returned is not None
         registered = registered_in(trace) if isinstance(f, Gradient) or options.pattern is not None else None
         if registered is not None:
-            what = "a Jacobian of a given pattern" if options.pattern is not None else "a prepared Hessian"
-            remedy = (
-                "leave the pattern out"
-                if options.pattern is not None
-                else "call jacsparse.hessian, which compares them"
-            )
+            what, remedy = "a prepared Hessian", "call jacsparse.hessian, which compares them"
+            if options.pattern is not None:
+                what, remedy = "a Jacobian of a given pattern", "leave the pattern out"
             raise UnsupportedOperatorError(
                 f"{name_of(f)}: {what} takes PyTorch's derivative of {registered.name}, whose values were "
                 f"registered and may be others{registered.source}; {remedy}"
@@ -235,15 +230,13 @@ def contents_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _check_replays(trace: Trace, name: str) -> None:
     """Raise where a replay of a graph is not a run of the function."""
-    for operator, effect in _effects(trace):
-        raise UnsupportedOperatorError(
-            f"{name}: {operator} {effect}, so that no prepared program repeats the call; "
-            f"{'write to a clone' if 'writes' in effect else 'call jacsparse.jacobian, which runs it each time'}"
-        )
 
+    def refusal(
+        operator: str, effect: str, remedy: str = "call jacsparse.jacobian, which runs it each time"
+    ) -> Exception:
+        what = f"{name}: {operator} {effect}, so that no prepared program repeats the call"
+        return UnsupportedOperatorError(f"{what}; {remedy}")
 
-def _effects(trace: Trace) -> Iterator[tuple[str, str]]:
-    """What a run does that no replay of its graph repeats: the operator, and what it does."""
     graph, made = trace.graph, set[int]()
     varies = {0, *graph.captures}
     for node in graph.nodes:
@@ -251,19 +244,19 @@ def _effects(trace: Trace) -> Iterator[tuple[str, str]]:
         memories = {value: memory_of(trace.tensor(value)) for value in values}
         # A capture gets its number at its first use.
         if any(n in graph.captures and n >= node.begin[0] and memories[n] in made for n in values):
-            yield "data", "gives a tensor of the run another name"
+            raise refusal("data", "gives a tensor of the run another name")
         if node.draws:
-            yield node.name, "draws random numbers"
+            raise refusal(node.name, "draws random numbers")
         shows = node.facts is not None and torch.Tag.data_dependent_output in node.overload.tags
         if shows and varies.intersection(values):
-            yield node.name, "shows Python what a tensor holds"
+            raise refusal(node.name, "shows Python what a tensor holds")
         if node.writes_outside:
-            yield node.name, "writes to a tensor from before the call"
+            raise refusal(node.name, "writes to a tensor from before the call", "write to a clone")
         if varies.intersection(values):
             varies.update(node.results)
         made |= {memory_of(trace.tensor(value)) for value in node.results} - {0, *memories.values()}
     if trace.may_have_hooks:
-        yield "register_hook", "changes gradients"
+        raise refusal("register_hook", "changes gradients")
 
 
 def _check_indices(trace: Trace) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import fx
 
 from ..tracing import Scalar, Trace, Value, calls_of, in_graphs, with_constants
-from .numbers import same_numbers
-from .traced_function import TracedFunction, Values
+from .traced_function import TracedFunction, Values, same_numbers
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -49,7 +48,7 @@ class ValueFunction:
         #: What it computes, and of which values.
         self.compute, self.reads = compute, reads
         scalars = function.scalars(function.trace)
-        self._places = list(function.scalar_dtypes)
+        self._places = sorted(function.scalar_dtypes)
         #: The values that it begins with.
         self.begin = function.inputs if replays else list(dict.fromkeys(reads))
         #: The values that it leaves in the trace of a replay.
@@ -97,10 +96,8 @@ class ValueFunction:
         # Other threads may replace it meanwhile.
         current = self._numbers
         if current is None or not same_numbers(current[0], numbers):
-            dtypes, device = self._function.scalar_dtypes, trace.input.device
-            pairs = zip(numbers, self._places, strict=True)
-            tensors = [torch.tensor(number, dtype=dtypes[place], device=device) for number, place in pairs]
-            current = self._numbers = numbers, tensors
+            scalars = self._function.scalars(trace)
+            current = self._numbers = numbers, [scalars[place] for place in self._places]
         return current[1]
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -120,12 +117,12 @@ def _take_results(
     names: dict[Any, Hashable] = dict(
         zip(placeholders[count:], [*map(Value, begin), *(("scalar", place) for place in places)], strict=True)
     )
-    calls = {_call_key(call.overload, call.args, call.kwargs, {}): call for call in function.calls}
+    calls = {_key((in_graphs(call.overload), call.args, call.kwargs), {}): call for call in function.calls}
     taken: dict[int, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:
             continue
-        call = calls.get(_call_key(node.target, node.args, node.kwargs, names))
+        call = calls.get(_key((in_graphs(node.target), node.args, node.kwargs), names))
         returns = [] if call is None else node.target._schema.returns
         if call is None or len(returns) != len(call.results):
             continue
@@ -147,12 +144,8 @@ def _take_results(
     return list(taken)
 
 
-def _call_key(overload: Any, args: Any, kwargs: Any, names: Mapping[Any, Hashable]) -> Hashable:
-    """A call with other names for tensors and numbers that vary."""
-    return in_graphs(overload), _key(args, names), _key(kwargs, names)
-
-
 def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:
+    """A call, or a part of it, with other names for tensors and numbers that vary."""
     if isinstance(value, dict):
         return tuple((name, _key(part, names)) for name, part in sorted(value.items()))
     if isinstance(value, (list, tuple)):

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from ..patterns import Call
+from ..patterns import Call, gradient_of
 from ..spgemm import check_limit
 from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
-from ..tracing import check_module, name_of, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import arguments_of, has_samples
 from .differences import difference_of, largest_finite, magnitude, places_over, rounding_of, share_of, tolerance_for
 from .edge_matrices import EdgeMatrix, times
-from .flat_function import module_and_batch
+from .flat_function import module_and_batch, run_once
 from .recent import recent_graphs
 
 if TYPE_CHECKING:
@@ -324,8 +324,8 @@ def _check_whole(
 ) -> Check:
     """Compare the output and the gradients with the function's own."""
     leaf = x.detach().clone().requires_grad_()
-    with torch.enable_grad(), _seeded(x), undisturbed(module), saved_buffers(module):
-        y = module(leaf * 1)
+    with _seeded(x):
+        y = run_once(module, leaf)
     name = name_of(module)
     output = run.trace.output
     entries = []
@@ -335,11 +335,7 @@ def _check_whole(
         entries.append("the output is another than the function's own")
     worst = 0.0
     for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
-        expected = torch.zeros_like(leaf)
-        if y.requires_grad:
-            gradient = seed.T.reshape(y.shape).to(y.dtype)
-            (expected,) = torch.autograd.grad(y, leaf, gradient, retain_graph=True, materialize_grads=True)
-        expected = _flat(expected)
+        expected = _flat(gradient_of(y, leaf, seed.T, retain_graph=True))
         for how, gradients in (("the gradient", pulled_back.gradients), ("by jacobian, the gradient", jacobian)):
             if gradients is None:
                 continue

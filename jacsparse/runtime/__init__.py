@@ -1,6 +1,6 @@
 """What runs the numbers: compiled kernels, threads, devices, and files. Knows nothing of the packages above it."""
 
-from .archive import read_archive, write_archive
+from .archive import array_in, read_archive, write_archive
 from .arrays import frozen, index_dtype, row_starts, unsigned, within_rows
 from .cuda import (
     INDEX,
@@ -54,6 +54,7 @@ __all__ = [
     "allocated",
     "announce",
     "announced_where_long",
+    "array_in",
     "backend",
     "blocks",
     "c_type",

@@ -56,3 +56,29 @@ def read_archive(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     if stored_kind != kind:
         raise ValueError(f"{path} holds a {stored_kind}, not a {kind}")
     return {**header, **content}
+
+
+def array_in(
+    content: Mapping[str, Any], name: str, *, kinds: str = "i", size: int | None = None, stop: int | None = None
+) -> np.ndarray:
+    """An array of one axis among an archive's content, of dtypes of these kinds.
+
+    Raises
+    ------
+    ValueError
+        Where there is none, it has another size, or an element is not from 0 to before `stop`.
+
+    Examples
+    --------
+    >>> array_in({"columns": np.array([0, 2])}, "columns", stop=2)
+    Traceback (most recent call last):
+    ValueError: columns does not run from 0 to 1
+    """
+    array = content.get(name)
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype.kind not in kinds:
+        raise ValueError(f"{name} is no array of numbers")
+    if size is not None and len(array) != size:
+        raise ValueError(f"{name} has {len(array)} elements; expected {size}")
+    if stop is not None and len(array) and not 0 <= array.min() <= array.max() < stop:
+        raise ValueError(f"{name} does not run from 0 to {stop - 1}")
+    return array

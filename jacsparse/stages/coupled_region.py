@@ -124,9 +124,5 @@ def factor_of(record: Record, patterns: Sequence[Pattern] | None = None) -> Patt
     stage = record.stage
     if not stage.couples:
         return stage.factor(patterns)
-    if patterns is None:
-        patterns = [edge.transposed_pattern for edge in stage.edges]
-    edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(stage.edges, patterns, strict=True)]
     coupling = {n: edge.multiply_adds for n, edge in enumerate(stage.edges) if isinstance(edge, CoupledEdge)}
-    shape = (math.prod(stage.in_shape), math.prod(stage.out_shape))
-    return CoupledRegion(shape, edges, stage.start, stage.stop, coupling)
+    return CoupledRegion(*stage.region(patterns), coupling)

@@ -88,7 +88,7 @@ def walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> l
 
 
 def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
-    targets = {_pair(edge): number for number, (edge, _) in enumerate(ends)}
+    targets = {edge[:2]: number for number, (edge, _) in enumerate(ends)}
 
     def followed(node: Any) -> list[Any]:
         """The nodes of operators that a node passes gradients to, up to the ends of the walk."""
@@ -121,7 +121,7 @@ def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> 
         term, total = term.sum_to_size(shape), sums[number]
         sums[number] = term if total is None else total + term
 
-    add(_pair(output), gradient)
+    add(output[:2], gradient)
     ready = [output.node]
     while ready:
         node = ready.pop()
@@ -134,7 +134,3 @@ def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> 
             if not users[behind]:
                 ready.append(behind)
     return gradients
-
-
-def _pair(edge: GradientEdge) -> tuple[Any, int]:
-    return edge.node, edge.output_nr

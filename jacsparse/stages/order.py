@@ -70,7 +70,8 @@ class _Estimates:
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         n = len(stages)
-        sizes = np.array([math.prod(stages[0].in_shape), *(math.prod(stage.out_shape) for stage in stages)])
+        self._stages = stages
+        self._sizes = np.array([math.prod(stages[0].in_shape), *(math.prod(stage.out_shape) for stage in stages)])
         # Entries of each interval, by its first and last stage; multiply-adds of a stage's operators, one by one, with
         # the interval on their right, by the stage and the last one; and on their left, by the stage and the first one.
         self.entries, self.through, self.onward = np.zeros((3, n, n))
@@ -78,46 +79,57 @@ class _Estimates:
         width = max(1, AT_ONCE // max(1, 4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
         # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
-        ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(sizes)]
+        ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(self._sizes)]
         for chunk in chunks:
-            keys = np.empty((sizes[chunk[-1] + 1], 0), dtype=np.float32)
-            for number in reversed(range(chunk[-1] + 1)):
-                later = range(max(number, chunk[0]), chunk[-1] + 1)
-                if number in chunk:
-                    keys = np.hstack([fresh_keys(int(sizes[number + 1]), number), keys])
-                columns = sizes[1:][later.start : later.stop]
-                for vertex, vertex_keys in _passed_keys(stages[number], keys, backwards=True):
-                    part, scale = _sampled(len(vertex_keys))
-                    reached = counts(vertex_keys[part], columns)
-                    for edge in stages[number].edges:
-                        if edge.target == vertex:
-                            work = edge.transposed_pattern.structure.column_counts()[part] @ reached
-                            self.through[number, later.start : later.stop] += scale * work
-                    if vertex == stages[number].start:
-                        following = vertex_keys
-                        self.entries[number, later.start : later.stop] = scale * reached.sum(axis=0)
-                        ahead[number][:, later.start - number : later.stop - number] = reached
-                keys = following
+            for number, later, scale, reached in self._passed(chunk, self.through, backwards=True):
+                self.entries[number, later] = scale * reached.sum(axis=0)
+                ahead[number][:, later.start - number : later.stop - number] = reached
         # Multiply-adds of the product of two intervals that meet behind each stage, by the first and the last stage.
         self.meets = [np.zeros((number + 1, n - number - 1)) for number in range(n)]
         for chunk in chunks:
-            keys = np.empty((sizes[chunk[0]], 0), dtype=np.float32)
-            for number in range(chunk[0], n):
-                sooner = slice(chunk[0], min(number, chunk[-1]) + 1)
-                if number in chunk:
-                    keys = np.hstack([keys, fresh_keys(int(sizes[number]), n + number)])
-                for vertex, vertex_keys in _passed_keys(stages[number], keys, backwards=False):
-                    part, scale = _sampled(len(vertex_keys))
-                    # The number of elements of each earlier stage's input that an element depends on.
-                    reached = counts(vertex_keys[part], sizes[sooner])
-                    for edge in stages[number].edges:
-                        if edge.source == vertex:
-                            work = edge.transposed_pattern.structure.row_counts()[part] @ reached
-                            self.onward[number, sooner] += scale * work
-                    if vertex == stages[number].stop:
-                        following = vertex_keys
-                        self.meets[number][sooner] = scale * (reached.T @ ahead[number + 1])
-                keys = following
+            # The number of elements of each earlier stage's input that an element depends on.
+            for number, sooner, scale, reached in self._passed(chunk, self.onward, backwards=False):
+                self.meets[number][sooner] = scale * (reached.T @ ahead[number + 1])
+
+    def _passed(
+        self, chunk: range, work: np.ndarray, *, backwards: bool
+    ) -> Iterator[tuple[int, slice, float, np.ndarray]]:
+        """Pass keys from the outputs of a chunk of stages to the chain's input, or from their inputs to its output.
+
+        Each stage on the way yields its number, the stages of the chunk whose keys have passed it, and for a sample of
+        the elements at its far end how many elements of each of these stages depend on them, after how many elements
+        one of the sample stands for. The stage's multiply-adds with these intervals are added to `work`.
+        """
+        stages, sizes, n = self._stages, self._sizes, len(self._stages)
+        # Where keys begin.
+        begins = sizes[1:] if backwards else sizes[:-1]
+        numbers = range(chunk[-1], -1, -1) if backwards else range(chunk[0], n)
+        keys = np.empty((begins[numbers[0]], 0), dtype=np.float32)
+        for number in numbers:
+            if number in chunk:
+                fresh = fresh_keys(int(begins[number]), number if backwards else n + number)
+                keys = np.hstack([fresh, keys] if backwards else [keys, fresh])
+            first, stop = (max(number, chunk[0]), chunk[-1]) if backwards else (chunk[0], min(number, chunk[-1]))
+            passed, stage = slice(first, stop + 1), stages[number]
+            edges = [(e.target, e.source, e.transposed_pattern) for e in reversed(stage.edges)]
+            start, end = stage.stop, stage.start
+            if not backwards:
+                edges = [(e.source, e.target, e.pattern) for e in stage.edges]
+                start, end = end, start
+            following = None
+            for vertex, vertex_keys in spread(edges, start, keys):
+                part, scale = _sampled(len(vertex_keys))
+                reached = counts(vertex_keys[part], begins[passed])
+                for source, _, pattern in edges:
+                    if source == vertex:
+                        work[number, passed] += scale * (pattern.structure.column_counts()[part] @ reached)
+                if vertex == end:
+                    following = vertex_keys
+                    yield number, passed, scale, reached
+            if following is None:
+                # No path: infinite keys, which reach nothing.
+                following = np.full((sizes[number + (not backwards)], keys.shape[1]), np.inf, dtype=np.float32)
+            keys = following
 
 
 def _sampled(size: int) -> tuple[Any, float]:
@@ -125,25 +137,6 @@ def _sampled(size: int) -> tuple[Any, float]:
     if size <= SAMPLED:
         return slice(None), 1.0
     return np.sort(np.random.default_rng(size).choice(size, SAMPLED, replace=False)), size / SAMPLED
-
-
-def _passed_keys(stage: Stage, keys: np.ndarray, *, backwards: bool) -> Iterator[tuple[Any, np.ndarray]]:
-    """Each vertex of a stage with the keys passed to it from one end; infinite keys at the other end without a path."""
-    if backwards:
-        first, last, edges = (
-            stage.stop,
-            stage.start,
-            [(e.target, e.source, e.transposed_pattern) for e in reversed(stage.edges)],
-        )
-    else:
-        first, last, edges = stage.start, stage.stop, [(e.source, e.target, e.pattern) for e in stage.edges]
-    arrived = False
-    for vertex, vertex_keys in spread(edges, first, keys):
-        arrived |= vertex == last
-        yield vertex, vertex_keys
-    if not arrived:
-        size = math.prod(stage.in_shape if backwards else stage.out_shape)
-        yield last, np.full((size, keys.shape[1]), np.inf, dtype=np.float32)
 
 
 def best_order(stages: Sequence[Stage]) -> Order:

@@ -13,7 +13,7 @@ import torch
 
 from ..patterns import Call, Diagonal, Identity, Layout, Pattern
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import Node, Operation, PrunedWeight, StaleError, Trace, Value
+from ..tracing import Operation, PrunedWeight, StaleError, Trace, Value
 from .call_derivative import CallDerivative
 from .stage import Edge, Stage
 
@@ -45,15 +45,15 @@ class Record:
     #: The forward pass of the whole module.
     trace: Trace = field(repr=False)
 
-    def node(self, value: int) -> Node:
-        """The call that computed a value."""
-        return self.stage.program.operations[value].node
+    def operation(self, edge: Edge) -> Operation:
+        """The operation whose local Jacobian an edge is."""
+        return self.stage.program.operations[edge.target]
 
     def adapted(self) -> Record:
         """The same record with patterns that omit only elements that are zero in this forward's weights."""
         replaced: dict[Edge, Edge] = {}
         for edge in self.stage.edges:
-            arguments = self.node(edge.target).arguments
+            arguments = self.operation(edge).node.arguments
             # A tensor that was overwritten after the run does not tell which elements were zero.
             stale = {w.name for w in edge.pruned_weights if self.trace.is_stale(arguments[w.name].number)}
             if stale or not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
@@ -67,14 +67,14 @@ class Record:
 
     def weight(self, edge: Edge, name: str) -> torch.Tensor:
         """A weight of an edge in this forward."""
-        operation = self.stage.program.operations[edge.target]
-        return edge.weight(name, operation.of_sample(name, self.trace.argument(operation.node, name)))
+        operation = self.operation(edge)
+        return edge.weight(name, operation.of_sample(name, self.trace.read(operation.node.arguments[name])))
 
     @property
     def trained_zeros(self) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
         edges = self.stage.edges
-        pairs = ((self.node(edge.target).arguments[w.name], w) for edge in edges for w in edge.pruned_weights)
+        pairs = ((self.operation(edge).node.arguments[w.name], w) for edge in edges for w in edge.pruned_weights)
         return any(
             not weight.masked and self.trace.tensor(value.number).requires_grad and not bool(weight.mask.all())
             for value, weight in pairs
@@ -146,10 +146,8 @@ class Record:
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
         operator = self.stage.operator
-        if operator is None:
-            return self.transposed_jacobian().T
         pattern = self.stage.pattern
-        if not pattern.nnz:
+        if operator is None or not pattern.nnz:
             return self.transposed_jacobian().T
         call = self.call(operator)
         return self._jacobian(pattern, lambda: operator.rule.values(call, pattern))
@@ -236,7 +234,7 @@ class Record:
 
     def call(self, edge: Edge, samples: slice = slice(None)) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
-        operation, trace = self.stage.program.operations[edge.target], self.trace
+        operation, trace = self.operation(edge), self.trace
         path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
         whole = samples == slice(None)
 

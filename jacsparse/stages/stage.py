@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -145,12 +146,16 @@ class Stage:
     def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
         """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request."""
         self.check_matrix()
+        if self.operator is not None:
+            return self.operator.transposed_pattern if patterns is None else patterns[self.edges.index(self.operator)]
+        return Region(*self.region(patterns))
+
+    def region(self, patterns: Sequence[Pattern] | None) -> tuple[tuple[int, int], list[Any], int, int]:
+        """What a `Region` is made of: the shape of its matrix, its edges, and the vertices of its rows and columns."""
         if patterns is None:
             patterns = [edge.transposed_pattern for edge in self.edges]
-        if self.operator is not None:
-            return patterns[self.edges.index(self.operator)]
         edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, patterns, strict=True)]
-        return Region((math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop)
+        return (math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop
 
     def joined(self, accumulation: Accumulation, leaf: Callable[[Edge], int]) -> int | None:
         """Add the stage's matrix to an accumulation, from the leaves of its edges; None where it is zero."""

@@ -2,7 +2,7 @@
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
 from .calls import calls_of, in_graphs, with_constants
-from .graph import Form, Graph, Node, Operand, Scalar, Value, form_of, needed_calls, results_of
+from .graph import Form, Graph, Node, Operand, Scalar, Value, form_of, needed_calls, referred, results_of
 from .modules import (
     check_initialised,
     check_module,
@@ -61,6 +61,7 @@ __all__ = [
     "passed_by_all_paths",
     "program_of",
     "random_tensor",
+    "referred",
     "refresh_weights",
     "results_of",
     "samples_of",

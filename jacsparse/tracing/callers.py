@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 
@@ -15,19 +14,14 @@ from torch import nn
 _CALL = nn.Module._call_impl.__code__
 
 
-def _folders(package: str) -> list[str]:
-    spec = find_spec(package)
-    return [] if spec is None else list(spec.submodule_search_locations or [])
-
-
-_LIBRARY = __name__.partition(".")[0]
+_LIBRARY = sys.modules[__name__.partition(".")[0]]
 #: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout; and the file
 #: of contexts that decorate its functions.
 _FOREIGN = (
     Path(contextlib.__file__),
     Path(torch.__file__).parent,
     Path(__file__).parent.parent,
-    *(Path(folder) for name in ("patterns", "spgemm", "models") for folder in _folders(f"{_LIBRARY}.{name}")),
+    *(Path(folder, name) for folder in _LIBRARY.__path__ for name in ("patterns", "spgemm", "models")),
 )
 
 

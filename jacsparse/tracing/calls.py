@@ -22,7 +22,10 @@ aten = torch.ops.aten
 def calls_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     """The graph of the ATen calls that a function of tensors makes, of which only the values count."""
     inputs = [tensor.detach() for tensor in inputs]
-    return _with_contiguous_operands(_simplified(_traced(function, inputs)), inputs)
+    calls = _Calls(inputs)
+    with _FORWARD_MODE, calls:
+        output = function(*inputs)
+    return _with_contiguous_operands(_simplified(calls.finished(output)), inputs)
 
 
 class _Calls(DispatchMode):
@@ -52,7 +55,7 @@ class _Calls(DispatchMode):
             for place, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
                 if isinstance(part, torch.Tensor):
                     self.note(part, self.graph.call_function(operator.getitem, (node, place)))
-        if mutates(overload):
+        if any(map(is_written, overload._schema.arguments)):
             self.written |= _memories(tensors_in((args, *kwargs.values(), result)))
         return result
 
@@ -83,13 +86,6 @@ class _Calls(DispatchMode):
 _FORWARD_MODE = threading.RLock()
 
 
-def _traced(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    calls = _Calls(inputs)
-    with _FORWARD_MODE, calls:
-        output = function(*inputs)
-    return calls.finished(output)
-
-
 def _memories(tensors: Iterable[torch.Tensor]) -> set[int]:
     return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
 
@@ -98,11 +94,6 @@ def returns_one_tensor(overload: Any) -> bool:
     """Whether an operator returns a tensor, and no list or tuple."""
     returns = overload._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-
-
-def mutates(overload: Any) -> bool:
-    """Whether an operator writes to an argument."""
-    return any(map(is_written, overload._schema.arguments))
 
 
 def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
@@ -214,8 +205,9 @@ def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
         return None
     if node.target in _COPIES and not node.meta.get("written") and not first.meta.get("written"):
         return first
-    if node.target in _SAME and _form(first) == _form(node) and not _moves(node):
-        return first
+    if node.target in _SAME and _form(first) == _form(node):
+        axes: Any = node.args[1] if node.target == aten.permute.default else ()
+        return first if list(axes) == list(range(len(axes))) else None
     if node.target == aten.mul.Tensor:
         for one, other in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
             if isinstance(other, fx.Node) and isinstance(one, fx.Node) and one.target in _ONES:
@@ -270,10 +262,6 @@ def _is_fresh(node: fx.Node) -> bool:
     if node.op != "call_function" or torch.Tag.pointwise not in getattr(overload, "tags", ()):
         return False
     return all(argument.alias_info is None for argument in overload._schema.arguments)
-
-
-def _moves(node: fx.Node) -> bool:
-    return node.target == aten.permute.default and list(node.args[1]) != list(range(len(node.args[1])))  # type: ignore[arg-type]
 
 
 def _expanded(graph: fx.Graph, node: fx.Node, other: fx.Node) -> fx.Node | None:

@@ -47,6 +47,13 @@ class Scalar:
         return int in self.types
 
 
+def referred(argument: Any, value: Callable[[int], Any], scalars: Sequence[Any]) -> Any:
+    """What an argument of a call refers to, of some values and numbers; an argument that is no reference as it is."""
+    if type(argument) is Value:
+        return value(argument.number)
+    return scalars[argument.place] if type(argument) is Scalar else argument
+
+
 class Operand(NamedTuple):
     """A tensor argument that depends on the input."""
 
@@ -275,9 +282,7 @@ class Graph:
     def info(self, node: Node, dependent: bool) -> Info:
         """What is known of the results of a call."""
         infos = [self.infos[value] for _, value in node.tensors]
-        inactive = {operand.value for operand in node.operands if not operand.active}
-        sources = [self.infos[value].externals for _, value in node.tensors if value not in inactive]
-        externals = frozenset[int]().union(*sources) if node.operands or node.seen else frozenset[int]()
+        externals = self.externals_of(node) if node.operands or node.seen else frozenset[int]()
         drawn = any(info.drawn for info in infos) or (node.facts is not None and node.facts.random)
         of_shape = node.facts is not None and node.facts.of_shape
         has_scalars = any(type(value) is Scalar for value in node.arguments.values())

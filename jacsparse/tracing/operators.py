@@ -68,7 +68,11 @@ def facts_of(overload: Any) -> Facts:
 
 def _new_facts(overload: Any) -> Facts:
     parameters, tags, name = overload._schema.arguments, overload.tags, operator_name(overload)
-    rule, random = rule_of(name), torch.Tag.nondeterministic_seeded in tags
+    rule, random, parts = rule_of(name), torch.Tag.nondeterministic_seeded in tags, None
+    # The parts of a random operator would draw other numbers.
+    if rule is None and name not in CONSTANT and not random:
+        is_scatter = overload == torch.ops.prims.as_strided_scatter.default
+        parts = _as_strided_scatter if is_scatter else decomposition(overload)
     return Facts(
         name=name,
         rule=rule,
@@ -81,8 +85,7 @@ def _new_facts(overload: Any) -> Facts:
         dynamic=torch.Tag.dynamic_output_shape in tags,
         of_shape=name in _OF_SHAPE,
         reshapes=torch.Tag.inplace_view in tags,
-        # The parts of a random operator would draw other numbers.
-        parts=_parts(overload) if rule is None and name not in CONSTANT and not random else None,
+        parts=parts,
         weighted=WEIGHTED.get(overload),
     )
 
@@ -125,11 +128,6 @@ def with_memory(overload: Any) -> Any:
 def is_written(parameter: Any) -> bool:
     """Whether an operator writes to a parameter."""
     return parameter.alias_info is not None and parameter.alias_info.is_write
-
-
-def _parts(overload: Any) -> Callable[..., Any] | None:
-    """An operator by others; None where it is not made of any."""
-    return _as_strided_scatter if overload == torch.ops.prims.as_strided_scatter.default else decomposition(overload)
 
 
 def _as_strided_scatter(

@@ -264,7 +264,7 @@ def _operation(
     """The operation that computes a value, and the layout of its result; None where it has none."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
-    arguments = {**defaults, **{name: trace.argument(node, name) for name in node.arguments}}
+    arguments = {**defaults, **{name: trace.read(argument) for name, argument in node.arguments.items()}}
     operands = [operand for operand in node.operands if operand.active and operand.value in program.shapes]
     if node.changes_unseen:
         # The derivative is that of what was written to.
@@ -320,19 +320,11 @@ def _operation(
         for name, layout in layouts.items()
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
-    operation = Operation(
-        value,
-        node,
-        number,
-        overload,
-        active,
-        dependent,
-        {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()},
-        layouts,
-        alike,
-        placement.sources,
+    symbolic = {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()}
+    apart = replace(
+        coupling, arguments=symbolic, layouts=layouts, alike=alike, sources=placement.sources, couples=False
     )
-    return operation, placement.output
+    return apart, placement.output
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:

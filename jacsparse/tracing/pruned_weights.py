@@ -83,9 +83,8 @@ def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
         mask = mask_of(trace, node.arguments["self"].number)
         if mask is None:
             return None
-        return results_of(
-            node.overload, {name: trace.argument(node, name) for name in node.arguments} | {"self": mask}
-        )[0]
+        arguments = {name: trace.read(argument) for name, argument in node.arguments.items()}
+        return results_of(node.overload, arguments | {"self": mask})[0]
     if node.name != "aten.mul":
         return None
     for argument in ("self", "other"):

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Graph, Node, Scalar, Value, form_of, results_of
+from .graph import Graph, form_of, referred, results_of
 from .saved_tensors import version_of
 
 
@@ -132,15 +132,9 @@ class Trace:
                     self.copies |= call.by_value(results_of(call.overload, arguments))
         return self.copies[value]
 
-    def argument(self, node: Node, name: str) -> Any:
-        """An argument of a call: its elements, or the number, that it had in the run."""
-        return self.read(node.arguments[name])
-
     def read(self, argument: Any) -> Any:
-        """What an argument refers to in the run; an argument that is no reference as it is."""
-        if type(argument) is Value:
-            return self.value(argument.number)
-        return self.scalars[argument.place] if type(argument) is Scalar else argument
+        """What an argument refers to: the elements, or the number, of the run; what is no reference as it is."""
+        return referred(argument, self.value, self.scalars)
 
     def edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""

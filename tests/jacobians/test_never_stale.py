@@ -352,7 +352,7 @@ def test_places_of_writes_end_with_their_graphs() -> None:
 
     before = count_of("Overwrite")
     jacsparse.jacobian(f, drawn(5))
-    importlib.import_module("jacsparse.jacobians.recent")._RECENT.clear()
+    importlib.import_module("jacsparse.jacobians.recent")._cache_of.cache_clear()
     assert count_of("Overwrite") == before
 
 

@@ -785,6 +785,22 @@ def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> 
         PreparedJacobian.load(path, brusselator, x)
 
 
+@pytest.mark.parametrize(
+    ("field", "content", "message"),
+    [
+        ("columns", np.zeros(1, int), "columns has 1 elements"),
+        ("places", np.full(6, 10**6), "places does not run from"),
+    ],
+)
+def test_damaged_colourings(field: str, content: np.ndarray, message: str, tmp_path: Path) -> None:
+    x, path = drawn(4), tmp_path / "prepared.npz"
+    prepare_jacobian(lambda x: x[1:] * x[:-1], x, method="compressed").save(path)
+    saved = read_archive(path, "prepared Jacobian")
+    write_archive(path, "prepared Jacobian", saved | {field: content})
+    with pytest.raises(ValueError, match=message):
+        PreparedJacobian.load(path, lambda x: x[1:] * x[:-1], x)
+
+
 def test_is_not_pickled() -> None:
     prepared = prepare_jacobian(torch.sin, drawn(2, 3), batched=True)
     with pytest.raises(TypeError, match=r"PreparedJacobian.load\(path, f, \*args\)"):

@@ -87,6 +87,21 @@ def test_a_wrong_sample_is_named() -> None:
         del RULES["aten.tanh"]
 
 
+def test_wrong_values_at_zeros_are_found() -> None:
+    RULES["aten.exp"] = RULES["pointwise"]
+    try:
+        jacsparse.register_rule(
+            "aten.exp",
+            pattern=lambda call: Pattern.of(Diagonal(call.in_size)),
+            values=lambda call, pattern: 3 * call.output.flatten(1).T.contiguous(),
+            replace=True,
+        )
+        with pytest.raises(jacsparse.VerificationError, match="is 3, autograd 1"):
+            jacsparse.verify(torch.exp, torch.zeros(3, dtype=torch.float64))
+    finally:
+        del RULES["aten.exp"]
+
+
 def test_a_rule_without_parts_is_refused_beyond_the_limit() -> None:
     with pytest.raises(ValueError, match=r"^MaxPool2d: the Jacobian of .*, 4 × 16, takes .* makes no part of it"):
         jacsparse.verify(nn.MaxPool2d(2), torch.randn(1, 1, 4, 4), memory_limit=10)
