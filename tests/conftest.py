@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import warnings
@@ -17,6 +18,17 @@ if os.environ.get("JACSPARSE_TESTS") != "gpu":
     settings.register_profile("full", max_examples=1000, **_COMMON)
     settings.register_profile("portable", max_examples=25, derandomize=True, **_COMMON)
     settings.load_profile(os.environ.get("JACSPARSE_TESTS", "ci"))
+
+
+# Thousands of tests, and the packages that they import, stay until the end: the garbage collector is to leave them be.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Begin to collect garbage, of what tests leave."""
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
+    gc.enable()
 
 
 # What an earlier run kept on disk would hide what this one does.

@@ -13,7 +13,7 @@ from .draws import drawn, judged
 from .features import FEATURES
 from .subjects import SUBJECTS
 
-PARTS, FULL_PARTS = 10, 80
+PARTS, FULL_PARTS = 6, 80
 PER_PART, FULL_PER_PART = 25, 250
 
 

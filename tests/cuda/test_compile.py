@@ -15,8 +15,8 @@ except ImportError as error:
 
 #: Turing, Ampere and Hopper, which have the same registers and static shared memory.
 ARCHITECTURES = ("sm_90", *(pytest.param(name, marks=pytest.mark.full) for name in ("sm_75", "sm_80")))
-#: A minute for each architecture. The harness compiles these kernels for the CPU.
-LONG = {"recurrent.cu": pytest.mark.full}
+#: Up to a minute for each architecture. The harness compiles these kernels for the CPU.
+LONG = dict.fromkeys(("linear.cu", "recurrent.cu"), pytest.mark.full)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)

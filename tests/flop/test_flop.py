@@ -87,7 +87,11 @@ def random_chain(n: int) -> tuple[nn.Module, tuple[int, ...]]:
     return module, (2, 4, 4)
 
 
-@pytest.mark.parametrize("n", range(1, 41))
+#: The depths around powers of two, and of the networks of the papers; all others are for `make test-full`.
+DEPTHS = (*range(1, 10), 15, 16, 17, 21, 31, 33, 40)
+
+
+@pytest.mark.parametrize("n", [n if n in DEPTHS else pytest.param(n, marks=pytest.mark.full) for n in range(1, 41)])
 def test_every_step_equals_scipy(n: int) -> None:
     module, shape = random_chain(n)
     x = torch.randn(1, *shape)

@@ -20,7 +20,7 @@ from jacsparse import UnsupportedOperatorError
 
 FULL = os.environ.get("JACSPARSE_TESTS") == "full"
 #: Graphs, each with several changes; in as many tests as may run side by side.
-CASES, TESTS = (10_000, 50) if FULL else (150, 3)
+CASES, TESTS = (10_000, 50) if FULL else (90, 3)
 SIZE = 6
 OUTSIDE = {"scale": 1.5, "shift": 1}
 

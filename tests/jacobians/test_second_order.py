@@ -108,7 +108,7 @@ def test_hessian_equals_autograd(name: str, method: str, batch: int | None) -> N
         assert name not in ENTRIES or pattern.nnz == ENTRIES[name]
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     choices=st.lists(st.integers(0, 5), min_size=1, max_size=5), size=st.integers(1, 7), method=st.sampled_from(METHODS)
 )

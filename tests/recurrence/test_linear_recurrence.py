@@ -227,13 +227,15 @@ def solved_by_a_loop(
 
 
 @pytest.mark.parametrize(
-    "schedule",
+    ("where", "schedule"),
     [
-        *("chunked", "chunked:3", "blelloch", "relaxed:32"),
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("chunked:32", "chunked:256")),
+        *(("all", name) for name in ("chunked", "chunked:3", "blelloch", "relaxed:32")),
+        *(("last", name) for name in ("chunked", "blelloch")),
+        *(pytest.param("all", f"chunked:{steps}", marks=pytest.mark.full) for steps in (32, 256)),
+        *(pytest.param("last", f"chunked:{steps}", marks=pytest.mark.full) for steps in (3, 32, 256)),
+        pytest.param("last", "relaxed:32", marks=pytest.mark.full),
     ],
 )
-@pytest.mark.parametrize("where", ["all", "last"])
 @pytest.mark.parametrize(
     ("form", "kind"), [*(("dense", kind) for kind in EQUAL), ("scaled", "reflection"), ("sparse", "rotations")]
 )

@@ -33,7 +33,12 @@ def recurrent(layers: int, steps: int) -> BlockTriangular:
 
 
 @pytest.mark.parametrize(
-    ("layers", "steps"), [*itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8, 17, 33)), (2, 65), (4, 65)]
+    ("layers", "steps"),
+    [
+        *itertools.product((1, 2, 3, 4), (1, 2, 3, 5, 8, 17, 33)),
+        (2, 65),
+        pytest.param(4, 65, marks=pytest.mark.full),
+    ],
 )
 def test_levels_of_reduction_by_layers_and_steps(layers: int, steps: int) -> None:
     system = recurrent(layers, steps).on_meta()

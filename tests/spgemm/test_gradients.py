@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,9 +32,18 @@ def values_of(pattern: Pattern, batch: int) -> torch.Tensor:
     return torch.randn(pattern.nnz, batch, dtype=torch.float64, requires_grad=True)
 
 
-@pytest.mark.parametrize("left", PATTERNS)
-@pytest.mark.parametrize("right", PATTERNS)
-@pytest.mark.parametrize("batches", [(1, 1), (3, 1), (1, 3), (2, 2)])
+BATCHES = ((1, 1), (3, 1), (1, 3), (2, 2))
+
+
+def products() -> Iterator[Any]:
+    """Two kinds of factors and their batches; every second one, in which all pairs are, but for `make test-full`."""
+    for places in itertools.product(range(len(PATTERNS)), range(len(PATTERNS)), range(len(BATCHES))):
+        left, right, batches = places
+        marks = pytest.mark.full if sum(places) % 2 else ()
+        yield pytest.param([*PATTERNS][left], [*PATTERNS][right], BATCHES[batches], marks=marks)
+
+
+@pytest.mark.parametrize(("left", "right", "batches"), products())
 def test_products(left: str, right: str, batches: tuple[int, int]) -> None:
     a, b = PATTERNS[left](4, 4), PATTERNS[right](4, 4)
     plan = jacsparse.plan_product(a, b)
