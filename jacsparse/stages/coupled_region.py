@@ -125,4 +125,4 @@ def factor_of(record: Record, patterns: Sequence[Pattern] | None = None) -> Patt
     if not stage.couples:
         return stage.factor(patterns)
     coupling = {n: edge.multiply_adds for n, edge in enumerate(stage.edges) if isinstance(edge, CoupledEdge)}
-    return CoupledRegion(*stage.region(patterns), coupling)
+    return CoupledRegion(*stage._region(patterns), coupling)

@@ -148,9 +148,9 @@ class Stage:
         self.check_matrix()
         if self.operator is not None:
             return self.operator.transposed_pattern if patterns is None else patterns[self.edges.index(self.operator)]
-        return Region(*self.region(patterns))
+        return Region(*self._region(patterns))
 
-    def region(self, patterns: Sequence[Pattern] | None) -> tuple[tuple[int, int], list[Any], int, int]:
+    def _region(self, patterns: Sequence[Pattern] | None) -> tuple[tuple[int, int], list[Any], int, int]:
         """What a `Region` is made of: the shape of its matrix, its edges, and the vertices of its rows and columns."""
         if patterns is None:
             patterns = [edge.transposed_pattern for edge in self.edges]
