@@ -183,13 +183,10 @@ class Correlation:
 
     @functools.cached_property
     def _panel(self) -> int:
-        """How many tiles have inputs that fit the second-level cache."""
-        sizes = []
-        for axis, count in enumerate((self._tiles.rows, self._tiles.columns)):
-            offsets = [tap.offset[axis] for tap in self.reading.taps]
-            read = (count - 1) * self.reading.in_step[axis] + 1 + max(offsets) - min(offsets)
-            sizes.append(min(read, self.reading.in_size[axis]))
-        return max(1, _PANEL // max(1, self.entries.sources * sizes[0] * sizes[1] * self._position))
+        """How many tiles have inputs that fit the second-level cache; neighbours share most of theirs."""
+        rows, columns = self.reading.in_size
+        plane = self.entries.sources * rows * columns * self._position
+        return max(1, _PANEL * len(self._tiles.table) // max(1, plane))
 
 
 class Convolution:
@@ -224,24 +221,34 @@ class Convolution:
     def transposed(self) -> Correlation:
         return Correlation(*self._transposed)
 
+    # Where nothing is to be differentiated, as in most backward passes, autograd costs more than a small layer.
+
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
     ) -> torch.Tensor:
         """The convolution of blocks `x`, differentiable."""
         if torch.is_grad_enabled():
             return _Convolve.apply(x, values, bias, self, relu)  # type: ignore[no-any-return]
-        return self.forward(x, values.detach(), None if bias is None else bias.detach(), _floor(relu))
+        return self.forward(x, values, bias, 0.0 if relu else -np.inf)
 
+    def input_gradient(self, y: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The gradient of the input, where `y` is that of the output; differentiable."""
+        if torch.is_grad_enabled():
+            return _Transposed.apply(y, values, self)  # type: ignore[no-any-return]
+        return self.transposed(y, values.index_select(0, self.structure.order), None)
 
-def _floor(relu: bool) -> float:
-    return 0.0 if relu else -np.inf
+    def weight_gradients(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the values and of the bias, where `y` is that of the output; differentiable."""
+        if torch.is_grad_enabled():
+            return _Products.apply(x, y, self)  # type: ignore[no-any-return]
+        return self.forward.products(x, y)
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, relu: bool) -> torch.Tensor:
         ctx.convolution = convolution
-        y = convolution.forward(x, values, bias, _floor(relu))
+        y = convolution(x, values, bias, relu)
         ctx.save_for_backward(x, values, y if relu else None)
         return y
 
@@ -257,10 +264,11 @@ class _Convolve(torch.autograd.Function):
 def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, Any, Any]:
     """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
     needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
-    of_values = of_bias = None
+    of_x = of_values = of_bias = None
     if needs_values or needs_bias:
-        of_values, of_bias = _Products.apply(x, gradient, ctx.convolution)
-    of_x = _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None
+        of_values, of_bias = ctx.convolution.weight_gradients(x, gradient)
+    if needs_x:
+        of_x = ctx.convolution.input_gradient(gradient, values)
     return of_x, of_values if needs_values else None, of_bias if needs_bias else None
 
 
@@ -269,14 +277,14 @@ class _Transposed(torch.autograd.Function):
     def forward(ctx: Any, y: Any, values: Any, convolution: Convolution) -> torch.Tensor:
         ctx.convolution = convolution
         ctx.save_for_backward(y, values)
-        return convolution.transposed(y, values.index_select(0, convolution.structure.order), None)
+        return convolution.input_gradient(y, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         y, values = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_values, _ = _Products.apply(gradient, y, ctx.convolution)
-        return _Convolve.apply(gradient, values, None, ctx.convolution, False), of_values, None
+        of_values, _ = ctx.convolution.weight_gradients(gradient, y)
+        return ctx.convolution(gradient, values, None), of_values, None
 
 
 class _Products(torch.autograd.Function):
@@ -284,10 +292,11 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.convolution = convolution
         ctx.save_for_backward(x, y)
-        return convolution.forward.products(x, y)
+        return convolution.weight_gradients(x, y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any, bias_gradient: Any) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
-        of_x = _Transposed.apply(y, gradient, ctx.convolution)
-        return of_x, _Convolve.apply(x, gradient, bias_gradient, ctx.convolution, False), None
+        gradient, bias_gradient = gradient.contiguous(), bias_gradient.contiguous()
+        of_x = ctx.convolution.input_gradient(y, gradient)
+        return of_x, ctx.convolution(x, gradient, bias_gradient), None
