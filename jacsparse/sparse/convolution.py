@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, run_rows
+from ..runtime import MEMORY_POOL, SMALLEST, run_rows
 from .kernel_runs import run_kernel
 from .processor import columns_for, tile_positions
 from .vector_kernels import add_lanes, add_products, correlate, correlate_tile, multiply
@@ -21,10 +22,14 @@ from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_re
 _PANEL = 2**19
 #: Vectors that a kernel multiplies and adds in the time of one elementary operation.
 _VECTORS = 2
+#: How many weights take the time in which a tile is begun and ended.
+_CALL = 8
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, in memory of an earlier one where it is large."""
+    """An uninitialised tensor that begins at a cache line, in memory of an earlier one where it is large."""
+    if math.prod(shape) * dtype.itemsize < SMALLEST:
+        return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(MEMORY_POOL.empty(shape, _numpy_dtype(dtype)))
 
 
@@ -102,7 +107,7 @@ class Correlation:
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         outputs: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
+        weights = _CALL + len(self.entries.source) // max(1, self.entries.channels)
         run_kernel(
             correlate,
             inputs[0].shape[0] * len(tiles.table) * self.entries.channels,
