@@ -61,7 +61,8 @@ class Correlation:
         self._tiles = tiles(reading, tile_positions(), along=self._along)
         rows, columns = reading.in_size
         distances = np.array([tap.offset[0] * columns + tap.offset[1] for tap in reading.taps], dtype=np.int32)
-        self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
+        self._offsets = torch.from_numpy(entries.source * np.int32(rows * columns) + distances[entries.tap])
+        self._no_bias = torch.zeros(entries.channels, dtype=dtype)
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
         self._pooled: dict[tuple[Pair, bool], tuple[Tiles, int]] = {}
@@ -108,11 +109,14 @@ class Correlation:
         outputs: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
         weights = _CALL + len(self.entries.source) // max(1, self.entries.channels)
+        x, *constants = inputs
+        # Parameters and gradients may be laid out in any way.
+        constants = [None if each is None else each.contiguous() for each in constants]
         run_kernel(
             correlate,
-            inputs[0].shape[0] * len(tiles.table) * self.entries.channels,
+            x.shape[0] * len(tiles.table) * self.entries.channels,
             functools.partial(self._arguments, function, tiles, floor),
-            inputs,
+            (x, *constants),
             outputs,
             lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
         )
@@ -128,18 +132,17 @@ class Correlation:
         y: torch.Tensor,
         winners: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        kind = _numpy_dtype(self.dtype)
         return (
             function,
             tiles.table,
-            tiles.groups,
-            self.entries.starts,
+            self.entries.starts_address,
             self._taps,
             self.entries.channels,
-            values.numpy(),
-            self._offsets,
-            np.zeros(self.entries.channels, kind) if bias is None else bias.numpy(),
-            kind(floor),
+            values.data_ptr(),
+            self._offsets.data_ptr(),
+            (self._no_bias if bias is None else bias).data_ptr(),
+            self.dtype.itemsize,
+            _numpy_dtype(self.dtype)(floor),
             0 if winners is None else winners.data_ptr(),
             *self._steps(x, y),
         )
@@ -149,19 +152,16 @@ class Correlation:
         kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
         gradient, bias_gradient = np.zeros(len(self.entries.source), kind), np.zeros(self.entries.channels, kind)
         positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
-        # A channel without weights still has a bias.
-        work = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
         run_rows(
             multiply,
-            work,
+            self._work,
             add_products(self._tile),
             add_lanes(self._tile),
             self._tile.lanes,
             self._tiles.table,
-            self._tiles.groups,
             self.entries.starts,
             self._taps,
-            self._offsets,
+            self._offsets.data_ptr(),
             blocks,
             self._panel,
             *self._steps(x, y, gradient, bias_gradient),
@@ -185,6 +185,12 @@ class Correlation:
             out_step[1] * position,
             out_rows * out_columns * position,
         )
+
+    @functools.cached_property
+    def _work(self) -> np.ndarray:
+        """A running total of the channels' weights; a channel without any still has a bias."""
+        work: np.ndarray = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
+        return work
 
     @functools.cached_property
     def _panel(self) -> int:
@@ -302,6 +308,5 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any, bias_gradient: Any) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
-        gradient, bias_gradient = gradient.contiguous(), bias_gradient.contiguous()
         of_x = ctx.convolution.input_gradient(y, gradient)
         return of_x, ctx.convolution(x, gradient, bias_gradient), None
