@@ -73,7 +73,7 @@ class Structure:
             torch.from_numpy(output),
             _entries(out_channels, in_channels, taps, output, source, forward_tap),
             _entries(in_channels, out_channels, taps, source[back], output[back], transposed_tap[back]),
-            torch.from_numpy(back),
+            torch.from_numpy(back.astype(np.int32)),
         )
 
 
