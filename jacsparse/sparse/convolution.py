@@ -65,11 +65,18 @@ class Correlation:
         self._no_bias = torch.zeros(entries.channels, dtype=dtype)
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
-        self._pooled: dict[tuple[Pair, bool], tuple[Tiles, int]] = {}
+        self._pooled: dict[tuple[Pair, bool], tuple[Tiles, Tile]] = {}
         self._tile = self._tile_of(self._tiles)
 
     def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1), winners: bool = True) -> Tile:
         return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1, winners)
+
+    def _pooled_tiles(self, pool: Pair, winners: bool) -> tuple[Tiles, Tile]:
+        """Tiles of whole windows."""
+        if (pool, winners) not in self._pooled:
+            pooled = tiles(self.reading, tile_positions(), pool, self._along)
+            self._pooled[pool, winners] = pooled, self._tile_of(pooled, pool, winners)
+        return self._pooled[pool, winners]
 
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
@@ -90,14 +97,11 @@ class Correlation:
 
         The windows cover each output position once. The winners are None where they are not to be kept.
         """
-        if (pool, keep) not in self._pooled:
-            pooled_tiles = tiles(self.reading, tile_positions(), pool, self._along)
-            self._pooled[pool, keep] = pooled_tiles, correlate_tile(self._tile_of(pooled_tiles, pool, keep))
-        pooled_tiles, function = self._pooled[pool, keep]
+        pooled_tiles, tile = self._pooled_tiles(pool, keep)
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
         winners = torch.empty(y.shape, dtype=torch.uint8) if keep else None
-        self._add_up(function, pooled_tiles, 0.0, (x, values, bias), (y, winners))
+        self._add_up(correlate_tile(tile), pooled_tiles, 0.0, (x, values, bias), (y, winners))
         return y, winners
 
     def _add_up(
@@ -147,23 +151,34 @@ class Correlation:
             *self._steps(x, y),
         )
 
-    def products(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`."""
+    def reads_winners(self) -> bool:
+        """Whether `products` takes windows' gradients."""
+        return self._along == 1
+
+    def products(
+        self, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor | None = None, pool: Pair = (1, 1)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`.
+
+        With winners, `y` has an element for each window, which stands where its winner is.
+        """
+        of_tiles, tile = (self._tiles, self._tile) if winners is None else self._pooled_tiles(pool, True)
         kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
         gradient, bias_gradient = np.zeros(len(self.entries.source), kind), np.zeros(self.entries.channels, kind)
         positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
         run_rows(
             multiply,
             self._work,
-            add_products(self._tile),
+            add_products(tile),
             add_lanes(self._tile),
-            self._tile.lanes,
-            self._tiles.table,
+            tile.lanes,
+            of_tiles.table,
             self.entries.starts,
             self._taps,
             self._offsets.data_ptr(),
+            0 if winners is None else winners.data_ptr(),
             blocks,
-            self._panel,
+            self._panel(of_tiles),
             *self._steps(x, y, gradient, bias_gradient),
             lanes=1 + positions // _VECTORS,
         )
@@ -186,18 +201,17 @@ class Correlation:
             out_rows * out_columns * position,
         )
 
+    def _panel(self, of_tiles: Tiles) -> int:
+        """How many tiles have inputs that fit the second-level cache; neighbours share most of theirs."""
+        rows, columns = self.reading.in_size
+        plane = self.entries.sources * rows * columns * self._position
+        return max(1, _PANEL * len(of_tiles.table) // max(1, plane))
+
     @functools.cached_property
     def _work(self) -> np.ndarray:
         """A running total of the channels' weights; a channel without any still has a bias."""
         work: np.ndarray = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
         return work
-
-    @functools.cached_property
-    def _panel(self) -> int:
-        """How many tiles have inputs that fit the second-level cache; neighbours share most of theirs."""
-        rows, columns = self.reading.in_size
-        plane = self.entries.sources * rows * columns * self._position
-        return max(1, _PANEL * len(self._tiles.table) // max(1, plane))
 
 
 class Convolution:

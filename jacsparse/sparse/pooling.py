@@ -166,6 +166,10 @@ class _ConvolveAndPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, values, winners = ctx.saved_tensors
+        gradient, forward = gradient.contiguous(), ctx.convolution.forward
+        if not (ctx.needs_input_grad[0] or torch.is_grad_enabled()) and forward.reads_winners():
+            # As of the first layer of a model, whose output is the largest.
+            return None, *forward.products(x, gradient, winners, ctx.pool.kernel), None, None
         shape = (x.shape[0], *ctx.convolution.out_shape)
-        gradient = ctx.pool.scattered(gradient.contiguous(), winners, shape)
+        gradient = ctx.pool.scattered(gradient, winners, shape)
         return *gradients(ctx, x, values, gradient), None, None

@@ -89,16 +89,26 @@ def correlate_tile(
             pooled.store(winner, builder.add(winners, distance))
 
 
-@on_tile(12)
-def add_products(write, x, x_row, y, y_row, y_column, offsets, starts, groups, count, shared, sums, total):
+@on_tile(14)
+def add_products(
+    write, x, x_row, y, y_row, y_column, y_start, winners, offsets, starts, groups, count, shared, sums, total
+):
     """``sums[k] += Σ_p y[p] * x[p + offsets[k]]`` and ``total += Σ_p y[p]``, for each lane by itself.
 
-    Both are over the positions of a tile, without the first columns that it shares with the tile before it.
+    Both are over the positions of a tile, without the first columns that it shares with the tile before it. With
+    pooling, `y` has an element for each window, which belongs to the position that has won, as `winners` say.
     """
     builder, compiled = write.builder, write.tile
+    window_rows, window_columns = compiled.pool
     factors = {}
     for row, column in compiled.positions:
-        factor = write.load(write.shifted(write.shifted(y, y_row, row), y_column, column))
+        place = write.shifted(write.shifted(y, y_row, row // window_rows), y_column, column // window_columns)
+        factor = write.load(place)
+        if compiled.pool != (1, 1):
+            distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
+            winner = write.widened(write.load(builder.add(winners, distance), write.bytes))
+            number = write.integer(row % window_rows * window_columns + column % window_columns)
+            factor = builder.select(builder.icmp_unsigned("==", winner, number), factor, write.zero)
         factors[row, column] = builder.select(write.before(column, shared), write.zero, factor)
     write.store(write.added([write.load(total), *factors.values()]), total)
     rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
@@ -159,7 +169,7 @@ def correlate(
 
 @kernel
 def multiply(
-    first, last, add_products, add_lanes, lanes, table, starts, taps, offsets, blocks, panel, position,
+    first, last, add_products, add_lanes, lanes, table, starts, taps, offsets, winners, blocks, panel, position,
     gradient, bias_gradient, x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
 ):  # fmt: skip
     """Weights' and biases' gradients by functions of a tile; rows are output channels.
@@ -188,6 +198,8 @@ def multiply(
                         y + block * y_block + table[number, 1] * position + channel * y_channel,
                         y_row,
                         y_column,
+                        y,
+                        winners,
                         offsets,
                         starts.ctypes.data + 4 * channel * taps,
                         table[number, 2],
