@@ -23,7 +23,7 @@ from .dynamo import uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
-from .memory_pool import MEMORY_POOL
+from .memory_pool import MEMORY_POOL, SMALLEST
 from .messages import a_type, announce, announced_where_long
 from .threads import SIMD, KernelRun, KernelSequence, on_this_thread, run_rows, split, thread_count
 from .torch_versions import (
@@ -42,6 +42,7 @@ __all__ = [
     "MEMORY_POOL",
     "REAL",
     "SIMD",
+    "SMALLEST",
     "SYMBOLIC",
     "THREADS",
     "DispatchMode",

@@ -66,7 +66,10 @@ class NativeCall:
     def _words(self, ends: np.ndarray, args: Sequence[Any]) -> list[int]:
         words = [0, len(ends) - 1, _begin(ends), 0, self._kernel]
         for write, argument in zip(self._writers, args, strict=True):
-            words.extend(write(argument))
+            if type(argument) is int:
+                words.append(argument)
+            else:
+                words.extend(write(argument))
         return words
 
     def _fail(self) -> None:
@@ -128,7 +131,8 @@ def native_call(kernel: Any, args: Sequence[Any]) -> NativeCall | None:
     flushes = dispatcher is not kernel
     if not isinstance(dispatcher, CPUDispatcher):
         return None
-    key = (dispatcher, flushes, *map(_kind, args))
+    # Most arguments are integers, and each call of a function takes as long as all else that is done for one.
+    key = (dispatcher, flushes, *[int if type(each) is int else _kind(each) for each in args])
     if key not in _CALLS:
         _CALLS[key] = _compiled(dispatcher, flushes, args)
     return _CALLS[key]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, run_rows
+from ..runtime import MEMORY_POOL, SMALLEST, run_rows
 from .kernel_runs import run_kernel
 from .processor import columns_for, tile_positions
 from .vector_kernels import add_lanes, add_products, correlate, correlate_tile, multiply
@@ -21,10 +22,14 @@ from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_re
 _PANEL = 2**19
 #: Vectors that a kernel multiplies and adds in the time of one elementary operation.
 _VECTORS = 2
+#: How many weights take the time in which a tile is begun and ended.
+_CALL = 8
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, in memory of an earlier one where it is large."""
+    """An uninitialised tensor that begins at a cache line, in memory of an earlier one where it is large."""
+    if math.prod(shape) * dtype.itemsize < SMALLEST:
+        return torch.empty(tuple(shape), dtype=dtype)
     return torch.from_numpy(MEMORY_POOL.empty(shape, _numpy_dtype(dtype)))
 
 
@@ -56,14 +61,22 @@ class Correlation:
         self._tiles = tiles(reading, tile_positions(), along=self._along)
         rows, columns = reading.in_size
         distances = np.array([tap.offset[0] * columns + tap.offset[1] for tap in reading.taps], dtype=np.int32)
-        self._offsets = entries.source * np.int32(rows * columns) + distances[entries.tap]
+        self._offsets = torch.from_numpy(entries.source * np.int32(rows * columns) + distances[entries.tap])
+        self._no_bias = torch.zeros(entries.channels, dtype=dtype)
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
-        self._pooled: dict[tuple[Pair, bool], tuple[Tiles, int]] = {}
+        self._pooled: dict[tuple[Pair, bool], tuple[Tiles, Tile]] = {}
         self._tile = self._tile_of(self._tiles)
 
     def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1), winners: bool = True) -> Tile:
         return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1, winners)
+
+    def _pooled_tiles(self, pool: Pair, winners: bool) -> tuple[Tiles, Tile]:
+        """Tiles of whole windows."""
+        if (pool, winners) not in self._pooled:
+            pooled = tiles(self.reading, tile_positions(), pool, self._along)
+            self._pooled[pool, winners] = pooled, self._tile_of(pooled, pool, winners)
+        return self._pooled[pool, winners]
 
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
@@ -84,14 +97,11 @@ class Correlation:
 
         The windows cover each output position once. The winners are None where they are not to be kept.
         """
-        if (pool, keep) not in self._pooled:
-            pooled_tiles = tiles(self.reading, tile_positions(), pool, self._along)
-            self._pooled[pool, keep] = pooled_tiles, correlate_tile(self._tile_of(pooled_tiles, pool, keep))
-        pooled_tiles, function = self._pooled[pool, keep]
+        pooled_tiles, tile = self._pooled_tiles(pool, keep)
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
         winners = torch.empty(y.shape, dtype=torch.uint8) if keep else None
-        self._add_up(function, pooled_tiles, 0.0, (x, values, bias), (y, winners))
+        self._add_up(correlate_tile(tile), pooled_tiles, 0.0, (x, values, bias), (y, winners))
         return y, winners
 
     def _add_up(
@@ -102,12 +112,15 @@ class Correlation:
         inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
         outputs: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
-        weights = 1 + len(self.entries.source) // max(1, self.entries.channels)
+        weights = _CALL + len(self.entries.source) // max(1, self.entries.channels)
+        x, *constants = inputs
+        # Parameters and gradients may be laid out in any way.
+        constants = [None if each is None else each.contiguous() for each in constants]
         run_kernel(
             correlate,
-            inputs[0].shape[0] * len(tiles.table) * self.entries.channels,
+            x.shape[0] * len(tiles.table) * self.entries.channels,
             functools.partial(self._arguments, function, tiles, floor),
-            inputs,
+            (x, *constants),
             outputs,
             lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
         )
@@ -123,42 +136,49 @@ class Correlation:
         y: torch.Tensor,
         winners: torch.Tensor | None,
     ) -> tuple[Any, ...]:
-        kind = _numpy_dtype(self.dtype)
         return (
             function,
             tiles.table,
-            tiles.groups,
-            self.entries.starts,
+            self.entries.starts_address,
             self._taps,
             self.entries.channels,
-            values.numpy(),
-            self._offsets,
-            np.zeros(self.entries.channels, kind) if bias is None else bias.numpy(),
-            kind(floor),
+            values.data_ptr(),
+            self._offsets.data_ptr(),
+            (self._no_bias if bias is None else bias).data_ptr(),
+            self.dtype.itemsize,
+            _numpy_dtype(self.dtype)(floor),
             0 if winners is None else winners.data_ptr(),
             *self._steps(x, y),
         )
 
-    def products(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`."""
+    def reads_winners(self) -> bool:
+        """Whether `products` takes windows' gradients."""
+        return self._along == 1
+
+    def products(
+        self, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor | None = None, pool: Pair = (1, 1)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """For each weight, the sum of its inputs `x` times its outputs `y`; and for each channel, the sum of `y`.
+
+        With winners, `y` has an element for each window, which stands where its winner is.
+        """
+        of_tiles, tile = (self._tiles, self._tile) if winners is None else self._pooled_tiles(pool, True)
         kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
         gradient, bias_gradient = np.zeros(len(self.entries.source), kind), np.zeros(self.entries.channels, kind)
         positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
-        # A channel without weights still has a bias.
-        work = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
         run_rows(
             multiply,
-            work,
-            add_products(self._tile),
+            self._work,
+            add_products(tile),
             add_lanes(self._tile),
-            self._tile.lanes,
-            self._tiles.table,
-            self._tiles.groups,
+            tile.lanes,
+            of_tiles.table,
             self.entries.starts,
             self._taps,
-            self._offsets,
+            self._offsets.data_ptr(),
+            0 if winners is None else winners.data_ptr(),
             blocks,
-            self._panel,
+            self._panel(of_tiles),
             *self._steps(x, y, gradient, bias_gradient),
             lanes=1 + positions // _VECTORS,
         )
@@ -181,15 +201,17 @@ class Correlation:
             out_rows * out_columns * position,
         )
 
+    def _panel(self, of_tiles: Tiles) -> int:
+        """How many tiles have inputs that fit the second-level cache; neighbours share most of theirs."""
+        rows, columns = self.reading.in_size
+        plane = self.entries.sources * rows * columns * self._position
+        return max(1, _PANEL * len(of_tiles.table) // max(1, plane))
+
     @functools.cached_property
-    def _panel(self) -> int:
-        """How many tiles have inputs that fit the second-level cache."""
-        sizes = []
-        for axis, count in enumerate((self._tiles.rows, self._tiles.columns)):
-            offsets = [tap.offset[axis] for tap in self.reading.taps]
-            read = (count - 1) * self.reading.in_step[axis] + 1 + max(offsets) - min(offsets)
-            sizes.append(min(read, self.reading.in_size[axis]))
-        return max(1, _PANEL // max(1, self.entries.sources * sizes[0] * sizes[1] * self._position))
+    def _work(self) -> np.ndarray:
+        """A running total of the channels' weights; a channel without any still has a bias."""
+        work: np.ndarray = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
+        return work
 
 
 class Convolution:
@@ -224,24 +246,34 @@ class Convolution:
     def transposed(self) -> Correlation:
         return Correlation(*self._transposed)
 
+    # Where nothing is to be differentiated, as in most backward passes, autograd costs more than a small layer.
+
     def __call__(
         self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
     ) -> torch.Tensor:
         """The convolution of blocks `x`, differentiable."""
         if torch.is_grad_enabled():
             return _Convolve.apply(x, values, bias, self, relu)  # type: ignore[no-any-return]
-        return self.forward(x, values.detach(), None if bias is None else bias.detach(), _floor(relu))
+        return self.forward(x, values, bias, 0.0 if relu else -np.inf)
 
+    def input_gradient(self, y: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        """The gradient of the input, where `y` is that of the output; differentiable."""
+        if torch.is_grad_enabled():
+            return _Transposed.apply(y, values, self)  # type: ignore[no-any-return]
+        return self.transposed(y, values.index_select(0, self.structure.order), None)
 
-def _floor(relu: bool) -> float:
-    return 0.0 if relu else -np.inf
+    def weight_gradients(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the values and of the bias, where `y` is that of the output; differentiable."""
+        if torch.is_grad_enabled():
+            return _Products.apply(x, y, self)  # type: ignore[no-any-return]
+        return self.forward.products(x, y)
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, relu: bool) -> torch.Tensor:
         ctx.convolution = convolution
-        y = convolution.forward(x, values, bias, _floor(relu))
+        y = convolution(x, values, bias, relu)
         ctx.save_for_backward(x, values, y if relu else None)
         return y
 
@@ -257,10 +289,11 @@ class _Convolve(torch.autograd.Function):
 def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, Any, Any]:
     """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
     needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
-    of_values = of_bias = None
+    of_x = of_values = of_bias = None
     if needs_values or needs_bias:
-        of_values, of_bias = _Products.apply(x, gradient, ctx.convolution)
-    of_x = _Transposed.apply(gradient, values, ctx.convolution) if needs_x else None
+        of_values, of_bias = ctx.convolution.weight_gradients(x, gradient)
+    if needs_x:
+        of_x = ctx.convolution.input_gradient(gradient, values)
     return of_x, of_values if needs_values else None, of_bias if needs_bias else None
 
 
@@ -269,14 +302,14 @@ class _Transposed(torch.autograd.Function):
     def forward(ctx: Any, y: Any, values: Any, convolution: Convolution) -> torch.Tensor:
         ctx.convolution = convolution
         ctx.save_for_backward(y, values)
-        return convolution.transposed(y, values.index_select(0, convolution.structure.order), None)
+        return convolution.input_gradient(y, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         y, values = ctx.saved_tensors
         gradient = gradient.contiguous()
-        of_values, _ = _Products.apply(gradient, y, ctx.convolution)
-        return _Convolve.apply(gradient, values, None, ctx.convolution, False), of_values, None
+        of_values, _ = ctx.convolution.weight_gradients(gradient, y)
+        return ctx.convolution(gradient, values, None), of_values, None
 
 
 class _Products(torch.autograd.Function):
@@ -284,10 +317,10 @@ class _Products(torch.autograd.Function):
     def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.convolution = convolution
         ctx.save_for_backward(x, y)
-        return convolution.forward.products(x, y)
+        return convolution.weight_gradients(x, y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any, bias_gradient: Any) -> tuple[Any, ...]:
         x, y = ctx.saved_tensors
-        of_x = _Transposed.apply(y, gradient, ctx.convolution)
-        return of_x, _Convolve.apply(x, gradient, bias_gradient, ctx.convolution, False), None
+        of_x = ctx.convolution.input_gradient(y, gradient)
+        return of_x, ctx.convolution(x, gradient, bias_gradient), None

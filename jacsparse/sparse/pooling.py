@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..runtime import run_rows
+from ..runtime import SIMD, run_rows
 from .convolution import Convolution, empty, gradients
 from .kernel_runs import run_kernel
 from .pooling_kernels import (
@@ -82,8 +82,19 @@ class Pool:
             x.shape[3],
             tile.lanes,
             tile.itemsize,
-            lanes=max(1, self.kernel[0] * x.shape[3]),
+            lanes=SIMD * self.kernel[0] * x.shape[3],
         )
+
+    def scattered(self, y: torch.Tensor, winners: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+        """Blocks of a shape with `y` where each window's maximum was, and zeros elsewhere; differentiable."""
+        if torch.is_grad_enabled():
+            return _Scatter.apply(y, winners, shape, self)  # type: ignore[no-any-return]
+        x = empty(shape, y.dtype)
+        if self.tiles((x.shape[2], x.shape[3])):
+            self.run_on_rows(set_winners, x, y, winners)
+        else:
+            self.run(add_to_winners, x.zero_(), y, winners)
+        return x
 
 
 def max_pool(x: torch.Tensor, pool: Pool) -> torch.Tensor:
@@ -97,8 +108,7 @@ def convolve_and_pool(
     """The maximum of each window of a convolution's output, then ReLU; the output itself is never stored."""
     if torch.is_grad_enabled():
         return _ConvolveAndPool.apply(x, values, bias, convolution, pool)  # type: ignore[no-any-return]
-    constant = None if bias is None else bias.detach()
-    return convolution.forward.pooled(x, values.detach(), constant, pool.kernel, keep=False)[0]
+    return convolution.forward.pooled(x, values, bias, pool.kernel, keep=False)[0]
 
 
 class _MaxPool(torch.autograd.Function):
@@ -114,7 +124,7 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (winners,) = ctx.saved_tensors
-        return _Scatter.apply(gradient.contiguous(), winners, ctx.shape, ctx.pool), None
+        return ctx.pool.scattered(gradient.contiguous(), winners, ctx.shape), None
 
 
 class _Scatter(torch.autograd.Function):
@@ -122,12 +132,7 @@ class _Scatter(torch.autograd.Function):
     def forward(ctx: Any, y: Any, winners: Any, shape: Any, pool: Pool) -> torch.Tensor:
         ctx.pool = pool
         ctx.save_for_backward(winners)
-        x = empty(shape, y.dtype)
-        if pool.tiles((x.shape[2], x.shape[3])):
-            pool.run_on_rows(set_winners, x, y, winners)
-        else:
-            pool.run(add_to_winners, x.zero_(), y, winners)
-        return x
+        return pool.scattered(y, winners, shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
@@ -147,7 +152,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (winners,) = ctx.saved_tensors
-        return _Scatter.apply(gradient.contiguous(), winners, ctx.shape, ctx.pool), None, None
+        return ctx.pool.scattered(gradient.contiguous(), winners, ctx.shape), None, None
 
 
 class _ConvolveAndPool(torch.autograd.Function):
@@ -161,6 +166,10 @@ class _ConvolveAndPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, values, winners = ctx.saved_tensors
+        gradient, forward = gradient.contiguous(), ctx.convolution.forward
+        if not (ctx.needs_input_grad[0] or torch.is_grad_enabled()) and forward.reads_winners():
+            # As of the first layer of a model, whose output is the largest.
+            return None, *forward.products(x, gradient, winners, ctx.pool.kernel), None, None
         shape = (x.shape[0], *ctx.convolution.out_shape)
-        gradient = _Scatter.apply(gradient.contiguous(), winners, shape, ctx.pool)
+        gradient = ctx.pool.scattered(gradient, winners, shape)
         return *gradients(ctx, x, values, gradient), None, None

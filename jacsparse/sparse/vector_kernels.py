@@ -19,11 +19,11 @@ from ..runtime import kernel
 from .vectors import CHAINS, INT64, VectorWriter, call, on_tile
 
 
-@on_tile(12, 2)
+@on_tile(13, 1)
 def correlate_tile(
     write, x, x_row, y, y_row, y_column, y_start, winners, values, offsets, starts, groups, count, bias, floor
 ):
-    """``y[p] = max(floor, bias + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile.
+    """``y[p] = max(floor, bias[0] + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile.
 
     With pooling, `y` has the maximum of each window. `winners`, which the tile may leave alone, has a byte for each
     element of `y`: the place in the window where the maximum is, or one past the last place where it is the floor.
@@ -34,7 +34,7 @@ def correlate_tile(
         for side in range(compiled.unrolled)
         for position in compiled.positions
     }
-    start = write.filled(bias)
+    start = write.filled(write.load(bias, write.element))
     for (side, _), total in sums.items():
         builder.store(write.zero if side else start, total)
     rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
@@ -89,16 +89,26 @@ def correlate_tile(
             pooled.store(winner, builder.add(winners, distance))
 
 
-@on_tile(12)
-def add_products(write, x, x_row, y, y_row, y_column, offsets, starts, groups, count, shared, sums, total):
+@on_tile(14)
+def add_products(
+    write, x, x_row, y, y_row, y_column, y_start, winners, offsets, starts, groups, count, shared, sums, total
+):
     """``sums[k] += Σ_p y[p] * x[p + offsets[k]]`` and ``total += Σ_p y[p]``, for each lane by itself.
 
-    Both are over the positions of a tile, without the first columns that it shares with the tile before it.
+    Both are over the positions of a tile, without the first columns that it shares with the tile before it. With
+    pooling, `y` has an element for each window, which belongs to the position that has won, as `winners` say.
     """
     builder, compiled = write.builder, write.tile
+    window_rows, window_columns = compiled.pool
     factors = {}
     for row, column in compiled.positions:
-        factor = write.load(write.shifted(write.shifted(y, y_row, row), y_column, column))
+        place = write.shifted(write.shifted(y, y_row, row // window_rows), y_column, column // window_columns)
+        factor = write.load(place)
+        if compiled.pool != (1, 1):
+            distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
+            winner = write.widened(write.load(builder.add(winners, distance), write.bytes))
+            number = write.integer(row % window_rows * window_columns + column % window_columns)
+            factor = builder.select(builder.icmp_unsigned("==", winner, number), factor, write.zero)
         factors[row, column] = builder.select(write.before(column, shared), write.zero, factor)
     write.store(write.added([write.load(total), *factors.values()]), total)
     rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
@@ -127,7 +137,7 @@ def add_lanes(write, sums, out):
 
 @kernel
 def correlate(
-    first, last, correlate_tile, table, groups, starts, taps, channels, values, offsets, bias, floor, winners,
+    first, last, correlate_tile, table, starts, taps, channels, values, offsets, bias, itemsize, floor, winners,
     position, x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
 ):  # fmt: skip
     """Sums over weights by a function of a tile; rows are the output channels of each tile of each block of samples."""
@@ -146,12 +156,12 @@ def correlate(
                     y_column,
                     y,
                     winners,
-                    values.ctypes.data,
-                    offsets.ctypes.data,
-                    starts.ctypes.data + 4 * channel * taps,
-                    groups.ctypes.data + 12 * table[number, 2],
+                    values,
+                    offsets,
+                    starts + 4 * channel * taps,
+                    table[number, 2],
                     table[number, 3],
-                    bias[channel],
+                    bias + itemsize * channel,
                     floor,
                 ),
             )
@@ -159,7 +169,7 @@ def correlate(
 
 @kernel
 def multiply(
-    first, last, add_products, add_lanes, lanes, table, groups, starts, taps, offsets, blocks, panel, position,
+    first, last, add_products, add_lanes, lanes, table, starts, taps, offsets, winners, blocks, panel, position,
     gradient, bias_gradient, x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
 ):  # fmt: skip
     """Weights' and biases' gradients by functions of a tile; rows are output channels.
@@ -188,9 +198,11 @@ def multiply(
                         y + block * y_block + table[number, 1] * position + channel * y_channel,
                         y_row,
                         y_column,
-                        offsets.ctypes.data,
+                        y,
+                        winners,
+                        offsets,
                         starts.ctypes.data + 4 * channel * taps,
-                        groups.ctypes.data + 12 * table[number, 2],
+                        table[number, 2],
                         table[number, 3],
                         table[number, 4],
                         sums.ctypes.data,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,10 @@ class Entries:
     #: For each weight, the channel that it reads, and its tap.
     source: np.ndarray
     tap: np.ndarray
+
+    @functools.cached_property
+    def starts_address(self) -> int:
+        return int(self.starts.ctypes.data)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +73,7 @@ class Structure:
             torch.from_numpy(output),
             _entries(out_channels, in_channels, taps, output, source, forward_tap),
             _entries(in_channels, out_channels, taps, source[back], output[back], transposed_tap[back]),
-            torch.from_numpy(back),
+            torch.from_numpy(back.astype(np.int32)),
         )
 
 

@@ -62,8 +62,8 @@ class Tiles(NamedTuple):
     step: int
     #: Rectangles ``(first row, last row, first column, last column)``, the last ones exclusive.
     rectangles: tuple[tuple[int, int, int, int], ...]
-    #: For each tile: its first input position, first output position, first group, number of groups, and how many of
-    #: its columns are the tile's before it too.
+    #: For each tile: its first input position, first output position, the address of its first group, how many groups,
+    #: and how many of its columns are the tile's before it too.
     table: np.ndarray
     #: For each group: its first tap, its last one (exclusive), and its rectangle.
     groups: np.ndarray
@@ -137,14 +137,10 @@ def tiles(reading: Reading, most: int, pool: Pair = (1, 1), along: int = 1) -> T
             at_out += (phase[1] + corner[1] * reading.out_step[1]) // pool[1]
             table.append((at_in, at_out, len(groups), len(found), shared))
             groups += found
-    return Tiles(
-        rows,
-        columns,
-        reading.in_step[1],
-        tuple(rectangles),
-        frozen(np.array(table, dtype=np.int64).reshape(-1, 5)),
-        frozen(np.array(groups, dtype=np.int32).reshape(-1, 3)),
-    )
+    places, of_groups = (np.array(each, dtype=np.int64).reshape(-1, width) for each, width in ((table, 5), (groups, 3)))
+    of_groups = frozen(of_groups.astype(np.int32))
+    places[:, 2] = of_groups.ctypes.data + of_groups.strides[0] * places[:, 2]
+    return Tiles(rows, columns, reading.in_step[1], tuple(rectangles), frozen(places), of_groups)
 
 
 def _phase_size(reading: Reading, phase: Pair) -> Pair:

@@ -163,6 +163,17 @@ def test_second_derivatives() -> None:
     assert torch.autograd.gradgradcheck(output, (x, layer.values, layer.bias))
 
 
+def test_second_derivatives_from_one_number_for_all_weights() -> None:
+    dense = convolution(CONVOLUTIONS[0], torch.float64, 0.3)
+    layer, x = sparse(dense), torch.randn(2, 3, 4, 4, dtype=torch.float64, requires_grad=True)
+
+    def derivative(of: nn.Module, weight: torch.Tensor) -> torch.Tensor:
+        gradients = torch.autograd.grad(of(x).square().sum(), [weight, of.bias], create_graph=True)
+        return torch.autograd.grad(sum(each.sum() for each in gradients), x)[0]
+
+    close(derivative(layer, layer.values), derivative(dense, dense.weight_orig), 1e-12)
+
+
 def test_same_bits_for_any_number_of_threads() -> None:
     layer = sparse(masked(nn.Conv2d(32, 64, 3, padding=1), 0.1))
     x = torch.randn(33, 32, 8, 8, requires_grad=True)

@@ -114,6 +114,27 @@ def test_model(name: str, batch: int, training: bool) -> None:
         close(sparse(x), model(x), 1e-12)
 
 
+@pytest.mark.parametrize(("batch", "window"), [(1, (2, 2)), (3, (3, 2)), (16, (2, 4)), (21, (2, 2))])
+def test_weights_of_a_first_layer_that_is_pooled(batch: int, window: tuple[int, int]) -> None:
+    dense = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(window))
+    model, x = pruned(dense).double(), torch.randn(batch, 3, 12, 8, dtype=torch.float64)
+    sparse = sparsify(model, x, measure=False)
+    weights = torch.randn(model(x).shape, dtype=torch.float64)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 8):
+            torch.set_num_threads(threads)
+            results.append(torch.autograd.grad((sparse(x) * weights).sum(), list(sparse.parameters())))
+    finally:
+        torch.set_num_threads(before)
+    layer = model[0]
+    expected, of_bias = torch.autograd.grad((model(x) * weights).sum(), [layer.weight_orig, layer.bias])
+    for values, bias in results:
+        assert torch.equal(values, results[0][0]) and torch.equal(bias, results[0][1])
+        close(values, expected.flatten()[sparse.model[0]._structure.places], 1e-12)
+        close(bias, of_bias, 1e-12)
+
+
 def test_measured_choice_and_report() -> None:
     model = nn.Sequential(nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 64, 3, padding=1), nn.Conv2d(64, 2, 1))
     prune.l1_unstructured(model[1], "weight", 0.99)
