@@ -18,6 +18,7 @@ import jacsparse
 from ._asdex_peer import Asdex
 from ._calls import in_mode
 from ._context import Context, one_thread
+from ._equations import EQUATIONS
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Picture, times_picture
 from ._problems import PROBLEMS, Problem, elements
@@ -26,8 +27,6 @@ from ._programs import first_call
 __all__ = ["Case", "SparseJacobian"]
 
 _CHANGED = "prepared, another number at each call"
-#: The problems that are written in JAX too.
-_IN_JAX = ("brusselator", "burgers", "heat", "bundle", "graph_network")
 #: Those whose Jacobians SciPy estimates by differences of groups of columns.
 _EQUATIONS = ("brusselator", "burgers", "heat")
 #: Bytes of values from which the memory of a call has a target.
@@ -105,7 +104,7 @@ class SparseJacobian(Experiment):
                 functions["SciPy, differences by groups"] = _differences(prepared.pattern, problem)
         with tempfile.TemporaryDirectory() as folder:
             asdex = Asdex(case.problem, case.size, case.batch, "auto", Path(folder) / "values.npz")
-            if case.problem in _IN_JAX:
+            if case.problem in EQUATIONS:
                 functions["asdex"] = asdex
             try:
                 timings = context.under(rows.name).times(functions)
