@@ -16,8 +16,8 @@ import jacsparse
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._asdex_peer import Asdex, check_values
-from ._calls import in_mode
-from ._context import Context, one_thread
+from ._calls import in_mode, one_thread
+from ._context import Context
 from ._experiment import Comparison, Experiment, Group, Row, compare
 from ._figures import Line, Panel, Picture
 from ._problems import PROBLEMS

@@ -16,8 +16,8 @@ import torch
 import jacsparse
 
 from ._asdex_peer import Asdex
-from ._calls import in_mode
-from ._context import Context, one_thread
+from ._calls import in_mode, one_thread
+from ._context import Context
 from ._equations import EQUATIONS
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Picture, times_picture
