@@ -25,6 +25,11 @@ class Problem:
     argnums: int | tuple[int, ...] = 0
     batched: bool = False
 
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `jacobian`."""
+        return {"argnums": self.argnums, "batched": self.batched}
+
 
 def autoencoder(size: int, batch: int) -> Problem:
     """A convolutional autoencoder of images of size × size, from one input channel to one output channel."""
