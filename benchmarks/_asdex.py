@@ -8,7 +8,6 @@ import os
 import sys
 import time
 import timeit
-from collections.abc import Callable
 from typing import Any
 
 os.environ["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
@@ -17,96 +16,13 @@ import asdex
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _equations import EQUATIONS  # type: ignore[import-not-found]
-from _problem_data import field, graph, scene  # type: ignore[import-not-found]
+from _equations import EQUATIONS, Library  # type: ignore[import-not-found]
 
 jax.config.update("jax_enable_x64", True)
 
 #: The least seconds of a block of calls.
 BLOCK = 5e-4
-#: A function of a flat vector, and samples of it: JAX cannot number the elements of large matrices of grids.
-Flat = tuple[Callable[[Any], Any], Any]
-
-
-def brusselator(size: int, batch: int) -> Flat:
-    """The right-hand side on a size × size grid with periodic boundaries."""
-
-    def f(x: Any) -> Any:
-        u, v = x.reshape(2, size, size)
-        uuv = u * u * v
-
-        def laplacian(w: Any) -> Any:
-            near = jnp.roll(w, 1, 0) + jnp.roll(w, -1, 0) + jnp.roll(w, 1, 1) + jnp.roll(w, -1, 1)
-            return (near - 4 * w) * size**2
-
-        rows = [1 + uuv - 4.4 * u + 10.0 * laplacian(u), 3.4 * u - uuv + 10.0 * laplacian(v)]
-        return jnp.stack(rows).reshape(-1)
-
-    return f, _samples((2, size, size), batch)
-
-
-def burgers(size: int, batch: int) -> Flat:
-    """Central differences on a periodic line."""
-
-    def f(u: Any) -> Any:
-        ahead, behind = jnp.roll(u, -1), jnp.roll(u, 1)
-        return 0.01 * (ahead - 2 * u + behind) * size**2 - u * (ahead - behind) * (size / 2)
-
-    return f, _samples((size,), batch)
-
-
-def heat(size: int, batch: int) -> Flat:
-    """Heat in a square whose conductivity depends on the temperature; the border is at 0."""
-
-    def f(x: Any) -> Any:
-        u = jnp.pad(x.reshape(size, size), 1)
-        k = 1 + u * u
-        across = (k[1:-1, 1:] + k[1:-1, :-1]) * (u[1:-1, 1:] - u[1:-1, :-1])
-        along = (k[1:, 1:-1] + k[:-1, 1:-1]) * (u[1:, 1:-1] - u[:-1, 1:-1])
-        return (across[:, 1:] - across[:, :-1] + along[1:] - along[:-1]).reshape(-1)
-
-    return f, _samples((size, size), batch)
-
-
-def bundle(size: int, batch: int) -> Flat:
-    """Residuals of a bundle adjustment, of 4 observations of each point, by all cameras and points."""
-    data = scene(max(4, size // 25), size, 4)
-    camera_of, point_of, seen, count = data["camera_of"], data["point_of"], data["seen"], data["cameras"].size
-
-    def f(x: Any) -> Any:
-        camera, point = x[:count].reshape(-1, 7)[camera_of], x[count:].reshape(-1, 3)[point_of]
-        axis = camera[:, :3]
-        angle = jnp.sqrt((axis**2).sum(1, keepdims=True))
-        unit = axis / angle
-        turned = point * jnp.cos(angle) + jnp.cross(unit, point) * jnp.sin(angle)
-        turned = turned + unit * (unit * point).sum(1, keepdims=True) * (1 - jnp.cos(angle)) + camera[:, 3:6]
-        return (camera[:, 6:] * turned[:, :2] / turned[:, 2:] - seen).reshape(-1)
-
-    return f, jnp.asarray(np.concatenate([data["cameras"].reshape(-1), data["points"].reshape(-1)]))[None]
-
-
-def graph_network(size: int, batch: int) -> Flat:
-    """A layer of messages on a graph of four edges a node, 8 features each."""
-    data = graph(size, 4 * size, 8)
-    source, target, (own, sent) = data["source"], data["target"], data["weights"]
-
-    def f(x: Any) -> Any:
-        h = x.reshape(size, 8)
-        return h.at[target].add(jnp.tanh(h[target] @ own + h[source] @ sent)).reshape(-1)
-
-    return f, jnp.asarray(data["features"].reshape(1, -1))
-
-
-def _samples(shape: tuple[int, ...], batch: int) -> Any:
-    return jnp.asarray(np.stack([field(shape, sample) for sample in range(batch)]))
-
-
-def _discretised(name: str, size: int) -> Flat:
-    """An equation of `_equations` at its state."""
-    equation = EQUATIONS[name]
-    state = equation.state(size)
-    f = equation.function(jnp, size, lambda values, places, count: jnp.zeros(count).at[places].add(values))
-    return lambda x: f(x.reshape(state.shape)).reshape(-1), jnp.asarray(state.reshape(1, -1))
+JAX = Library(jnp, lambda x, places, values: x.at[places].add(values), lambda u: jnp.pad(u, 1))
 
 
 def main() -> None:
@@ -116,9 +32,16 @@ def main() -> None:
     call's values with the rows and columns of a sample.
     """
     name, size, batch, mode, path = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4], sys.argv[5]
-    problems = {function.__name__: function for function in (brusselator, burgers, heat, bundle, graph_network)}
-    f, x = problems[name](size, batch) if name in problems else _discretised(name, size)
-    x = x.reshape(len(x), -1)
+    equation = EQUATIONS[name]
+    f_of_arrays, samples = equation.on(JAX, size), [equation.arrays(size, sample) for sample in range(batch)]
+    ends = np.cumsum([array.size for array in samples[0]])
+
+    def f(x: Any) -> Any:
+        """The function of a flat vector: JAX cannot number the elements of large matrices of grids."""
+        arrays = zip(jnp.split(x, ends[:-1]), samples[0], strict=True)
+        return f_of_arrays(*(part.reshape(array.shape) for part, array in arrays), *equation.numbers).reshape(-1)
+
+    x = jnp.asarray(np.stack([np.concatenate([array.reshape(-1) for array in sample]) for sample in samples]))
     begin = time.perf_counter()
     coloring = asdex.jacobian_coloring(f, x[0], **({} if mode == "auto" else {"mode": mode}))
     of_one = asdex.jacobian_from_coloring(f, coloring)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
-__all__ = ["GRAPH", "MODES", "Call", "block_times", "captured", "full_precision", "in_mode", "labelled", "ready"]
+__all__ = [
+    "GRAPH",
+    "MODES",
+    "Call",
+    "block_times",
+    "captured",
+    "full_precision",
+    "in_mode",
+    "labelled",
+    "one_thread",
+    "ready",
+]
 
 Call: TypeAlias = Callable[[], object]
 
@@ -55,6 +67,17 @@ class _Deferred:
 
     def __call__(self) -> None:
         self._call()
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Run the body on one thread of PyTorch's, as each worker runs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def block_times(function: Call, seconds: float) -> tuple[list[float], int]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol, Self, runtime_checkable
 
@@ -20,7 +19,7 @@ from jacsparse.runtime import cupy_for
 from ._calls import block_times
 from ._experiment import reason
 
-__all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem", "one_thread"]
+__all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem"]
 
 
 @dataclass(frozen=True)
@@ -163,17 +162,6 @@ class Context:
             if timing.problem:
                 raise RuntimeError(timing.problem)
         return Limits(2 * source.nbytes / min(timings[copy].seconds), 2 * size**3 / min(timings[multiply].seconds))
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Run the body on one thread of PyTorch's, as each worker runs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def device_problem(device: str, devices: tuple[str, ...]) -> str | None:

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
+from ._calls import one_thread
 from ._memory import peak_memory
 
 if TYPE_CHECKING:
     from ._context import Context, Timing
     from ._figures import Picture
 
-__all__ = ["Comparison", "Experiment", "Group", "Row", "compare", "reason"]
+__all__ = ["Comparison", "Experiment", "Grid", "Group", "Row", "compare", "reason", "values_of", "where"]
 
 Role = Literal["ours", "peer", "reference"]
 
@@ -140,6 +142,19 @@ class Group:
         """Add a row without a figure."""
         return self.add(Row.missing(label, reason, **{**self._fields, **fields}))
 
+    def in_turns(
+        self,
+        context: Context,
+        functions: Mapping[str, Callable[[], object]],
+        *,
+        seconds: float | None = None,
+        pause: float = 0.0,
+        **fields: Callable[[str], Any],
+    ) -> None:
+        """Add a row of times for each function, which take turns; each field is a function of the row's label."""
+        for label, timing in context.under(self.name).times(functions, seconds=seconds, pause=pause).items():
+            self.timed(label, timing, **{name: of_label(label) for name, of_label in fields.items()})
+
     def memory(
         self,
         label: str,
@@ -161,6 +176,10 @@ class Group:
         """Add a row, or put it in the place of that with its label."""
         self._rows[row.label] = row
         return row
+
+    def beside(self, label: str, text: str, ratio: float, **targets: float | None) -> None:
+        """Add a ratio to a row."""
+        self.add(self._rows[label].beside(Comparison(text, ratio, **targets)))
 
     def compare(self, text: str, numerator: str, denominator: str, *, at: str = "", **targets: float | None) -> None:
         """Add the ratio of two rows, where both are there, to the denominator, or to the row that `at` names."""
@@ -226,3 +245,37 @@ class Experiment(ABC):
         if targets:
             parts.append(f"{sum(targets)} of {len(targets)} targets met")
         return ", ".join(parts)
+
+
+class Grid(Experiment):
+    """An experiment that measures each of its cases by itself."""
+
+    #: Whether everything runs on one thread of PyTorch's, which its limits are measured on, too.
+    single_thread: ClassVar[bool] = False
+
+    @abstractmethod
+    def cases(self, context: Context) -> Iterable[Any]:
+        """The settings, in the order in which they are measured."""
+
+    @abstractmethod
+    def measure(self, case: Any, context: Context) -> Iterable[Row]:
+        """Measure one of the settings; ImportError where its data cannot be read for want of a package."""
+
+    def run(self, context: Context) -> list[Row]:
+        """Measure all cases, and return their rows."""
+        context = replace(context) if self.single_thread else context
+        with one_thread() if self.single_thread else contextlib.nullcontext():
+            try:
+                return [row for case in self.cases(context) for row in self.measure(case, context)]
+            except ImportError as error:
+                return [Row.missing(self.title, str(error))]
+
+
+def where(rows: Iterable[Row], **data: Any) -> list[Row]:
+    """The rows whose data have these entries."""
+    return [row for row in rows if data.items() <= row.data.items()]
+
+
+def values_of(rows: Iterable[Row], name: str) -> list[Any]:
+    """The different values of an entry of the rows' data, in their order."""
+    return list(dict.fromkeys(row.data[name] for row in rows if name in row.data))

@@ -6,7 +6,6 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
@@ -17,13 +16,11 @@ from ._problems import PROBLEMS, Problem
 
 
 def _by_jacobian(problem: Problem) -> None:
-    jacobian(problem.f, *problem.args, argnums=problem.argnums, batched=problem.batched)
+    jacobian(problem.f, *problem.args, **problem.options)
 
 
 def _compiled(problem: Problem) -> None:
-    options: dict[str, Any] = {"argnums": problem.argnums, "batched": problem.batched}
-    prepared = prepare_jacobian(problem.f, *problem.args, **options, compile=True)
-    prepared.values(*problem.args)
+    prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True).values(*problem.args)
 
 
 #: The ways by name.

@@ -8,14 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jacsparse.models import build
 from torch import nn
 
-from examples import brusselator as equation
-
-from ._equations import EQUATIONS, Equation
-from ._problem_data import field, graph, scene
+from ._equations import EQUATIONS, Equation, Library, field
 
 
 @dataclass(frozen=True)
@@ -27,60 +25,10 @@ class Problem:
     argnums: int | tuple[int, ...] = 0
     batched: bool = False
 
-
-def brusselator(size: int, batch: int) -> Problem:
-    """The 2-D Brusselator on a periodic grid of size × size."""
-    return Problem(equation, (_field((2, size, size), batch),), batched=True)
-
-
-def burgers(size: int, batch: int) -> Problem:
-    """The viscous Burgers' equation on a periodic line, by central differences; the viscosity is an argument."""
-    return Problem(_burgers, (_field((size,), batch), 0.01), batched=True)
-
-
-def _burgers(u: torch.Tensor, viscosity: float) -> torch.Tensor:
-    ahead, behind, n = u.roll(-1, 1), u.roll(1, 1), u.shape[1]
-    return viscosity * (ahead - 2 * u + behind) * n**2 - u * (ahead - behind) * (n / 2)
-
-
-def heat(size: int, batch: int) -> Problem:
-    """Heat in a square whose conductivity depends on the temperature; the border is at 0."""
-    return Problem(_heat, (_field((size, size), batch),), batched=True)
-
-
-def _heat(u: torch.Tensor) -> torch.Tensor:
-    u = nn.functional.pad(u, (1, 1, 1, 1))
-    k = 1 + u * u
-    across = (k[:, 1:-1, 1:] + k[:, 1:-1, :-1]) * (u[:, 1:-1, 1:] - u[:, 1:-1, :-1])
-    along = (k[:, 1:, 1:-1] + k[:, :-1, 1:-1]) * (u[:, 1:, 1:-1] - u[:, :-1, 1:-1])
-    return across[:, :, 1:] - across[:, :, :-1] + along[:, 1:] - along[:, :-1]
-
-
-def bundle(size: int, batch: int) -> Problem:
-    """Residuals of a bundle adjustment, of 4 observations of each point, by all cameras and points."""
-    data = {name: torch.from_numpy(array) for name, array in scene(max(4, size // 25), size, 4).items()}
-    camera_of, point_of, seen = data["camera_of"], data["point_of"], data["seen"]
-
-    def residuals(cameras: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-        camera, point = cameras[camera_of], points[point_of]
-        axis, angle = camera[:, :3], (camera[:, :3] ** 2).sum(1, keepdim=True).sqrt()
-        unit = axis / angle
-        turned = point * angle.cos() + torch.linalg.cross(unit, point) * angle.sin()
-        turned = turned + unit * (unit * point).sum(1, keepdim=True) * (1 - angle.cos()) + camera[:, 3:6]
-        return camera[:, 6:] * turned[:, :2] / turned[:, 2:] - seen
-
-    return Problem(residuals, (data["cameras"], data["points"]), argnums=(0, 1))
-
-
-def graph_network(size: int, batch: int) -> Problem:
-    """A layer of messages on a graph of four edges a node, 8 features each."""
-    data = {name: torch.from_numpy(array) for name, array in graph(size, 4 * size, 8).items()}
-    source, target, (own, sent) = data["source"], data["target"], data["weights"]
-
-    def layer(h: torch.Tensor) -> torch.Tensor:
-        return h.index_add(0, target, torch.tanh(h[target] @ own + h[source] @ sent))
-
-    return Problem(layer, (data["features"],))
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `jacobian`."""
+        return {"argnums": self.argnums, "batched": self.batched}
 
 
 def autoencoder(size: int, batch: int) -> Problem:
@@ -90,36 +38,39 @@ def autoencoder(size: int, batch: int) -> Problem:
         nn.Conv2d(1, 8, 3, 2, 1), nn.Tanh(), nn.Conv2d(8, 16, 3, 2, 1), nn.Tanh(),
         nn.ConvTranspose2d(16, 8, 2, 2), nn.Tanh(), nn.ConvTranspose2d(8, 1, 2, 2),
     )  # fmt: skip
-    return Problem(module.double(), (_field((1, size, size), batch),), batched=True)
+    return Problem(module.double(), (_images(1, size, size, batch=batch),), batched=True)
 
 
 def resnet8(size: int, batch: int) -> Problem:
     """ResNet-8 in inference."""
     torch.manual_seed(0)
-    return Problem(build("resnet8").eval(), (_field((3, size, size), batch).float(),), batched=True)
+    return Problem(build("resnet8").eval(), (_images(3, size, size, batch=batch).float(),), batched=True)
 
 
-def _discretised(equation: Equation, size: int, batch: int) -> Problem:
-    """An equation of `_equations`, at one state whatever the batch."""
-    return Problem(equation.function(torch, size, _sum_at), (torch.from_numpy(equation.state(size)),))
+_TORCH = Library(
+    torch,
+    lambda x, places, values: x.index_add(0, places, values),
+    lambda u: nn.functional.pad(u, (1, 1, 1, 1)),
+)
 
 
-def _sum_at(values: torch.Tensor, places: torch.Tensor, count: int) -> torch.Tensor:
-    return values.new_zeros(count).index_add(0, places, values)
+def _of_equation(equation: Equation, size: int, batch: int) -> Problem:
+    """An equation at samples side by side, or at the first one."""
+    samples = zip(*(equation.arrays(size, sample) for sample in range(batch)), strict=True)
+    args = [torch.from_numpy(np.stack(arrays) if equation.batched else arrays[0]) for arrays in samples]
+    argnums = 0 if len(args) == 1 else tuple(range(len(args)))
+    return Problem(equation.on(_TORCH, size), (*args, *equation.numbers), argnums, equation.batched)
 
 
-def _field(shape: tuple[int, ...], batch: int) -> torch.Tensor:
-    samples = [torch.from_numpy(field(shape, sample)) for sample in range(batch)]
-    return torch.stack(samples).reshape(batch, *shape)
+def _images(*shape: int, batch: int) -> torch.Tensor:
+    return torch.from_numpy(np.stack([field(*shape, sample=sample) for sample in range(batch)]))
 
 
-#: Those by name; a size is a grid's side, or the number of points, nodes or pixels of a side.
+#: Those by name; a size is that of an equation, or the number of pixels of a side.
 PROBLEMS: dict[str, Callable[[int, int], Problem]] = {
-    **{
-        function.__name__: function
-        for function in (brusselator, burgers, heat, bundle, graph_network, autoencoder, resnet8)
-    },
-    **{name: functools.partial(_discretised, equation) for name, equation in EQUATIONS.items()},
+    **{name: functools.partial(_of_equation, equation) for name, equation in EQUATIONS.items()},
+    "autoencoder": autoencoder,
+    "resnet8": resnet8,
 }
 
 

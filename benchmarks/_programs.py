@@ -4,44 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
-import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from ._experiment import reason
+__all__ = ["JsonProgram"]
 
-__all__ = ["JsonProgram", "first_call", "json_of"]
-
-#: The most seconds of a program, and of one answer of a running one.
-LIMIT, ANSWER = 600.0, 180.0
-
-
-def json_of(
-    command: Sequence[str], *arguments: object, environment: Mapping[str, str] | None = None
-) -> tuple[dict[str, Any] | None, str]:
-    """What a program's last line says in JSON, or None and why; the environment is added to this process's."""
-    try:
-        run = subprocess.run(
-            [*command, *map(str, arguments)],
-            capture_output=True,
-            encoding="utf-8",
-            check=True,
-            timeout=LIMIT,
-            env={**os.environ, **(environment or {})},
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return None, reason(error)
-    return json.loads(run.stdout.splitlines()[-1]), ""
-
-
-def first_call(problem: str, size: int, batch: int, way: str) -> tuple[float | None, str]:
-    """Seconds of the first call in a new process by one of the ways of `_first_call`, or None and why."""
-    command = [sys.executable, "-m", f"{__package__}._first_call"]
-    answer, why_not = json_of(command, problem, size, batch, way)
-    return (None, why_not) if answer is None else (answer["first"], "")
+#: The most seconds of an answer.
+ANSWER = 180.0
 
 
 class JsonProgram:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -16,11 +18,22 @@ from torch.nn import functional
 
 from jacsparse import nn as scanned
 
-from ._calls import MODES, Call, in_mode, labelled
+from ._calls import MODES, Call, in_mode, labelled, one_thread
 from ._context import Context, Limits, Timing
-from ._experiment import Comparison, Row, compare, reason
+from ._experiment import Grid, Row, compare, reason, values_of, where
 
-__all__ = ["GATES", "OURS", "PEER", "SCANS", "Layer", "Measurements", "RecurrentWorkload", "shown"]
+__all__ = [
+    "GATES",
+    "OURS",
+    "PEER",
+    "SCANS",
+    "Layer",
+    "Measurements",
+    "RecurrentCase",
+    "RecurrentGrid",
+    "RecurrentWorkload",
+    "shown",
+]
 
 
 @dataclass(frozen=True)
@@ -94,12 +107,17 @@ class RecurrentWorkload:
         problems, solutions = self._checked(context, layers)
         keys = [(layer, part, mode) for mode in MODES[context.device] for part in parts for layer in layers]
         functions = {
-            _label(layer, part, mode): in_mode(functools.partial(self.function, layer, part, context.place), mode)
+            labelled(f"{part}, {layer.name}", mode): in_mode(
+                functools.partial(self.function, layer, part, context.place), mode
+            )
             for layer, part, mode in keys
             if not problems[layer]
         }
         by_label = context.times(functions)
-        timings = {key: by_label.get(_label(*key), Timing([], 0, problems[key[0]])) for key in keys}
+        timings = {
+            (layer, part, mode): by_label.get(labelled(f"{part}, {layer.name}", mode), Timing([], 0, problems[layer]))
+            for layer, part, mode in keys
+        }
         return Measurements(self, timings, solutions)
 
     def _classifier(self, layer: Layer, device: str) -> tuple[SequenceClassifier, torch.Tensor, torch.Tensor]:
@@ -199,8 +217,9 @@ class Measurements:
             peer = timed.pop(PEER)
             fastest = _fastest(timed)
             for layer, row in timed.items():
-                family_targets = (targets or {}).get(layer.family, ()) if layer in fastest else ()
-                compared = _compared(peer, row, f"{PEER.name} / {layer.name}", family_targets)
+                family_targets = (targets or {}).get(layer.family, (None,)) if layer in fastest else (None,)
+                ratios = (compare(f"{PEER.name} / {layer.name}", peer, row, at_least=each) for each in family_targets)
+                compared = tuple(itertools.chain(*ratios))
                 if base not in (None, layer):
                     compared += compare(f"{base.name} / {layer.name}", timed[base], row)
                 note = "; ".join(text for name, text in self.solutions[layer].items() if part in (name, "step"))
@@ -216,7 +235,53 @@ class Measurements:
     def row(self, label: str, timing: Timing, layer: Layer, mode: str, *, group: str = "") -> Row:
         """A row with a layer's times."""
         role = "peer" if layer == PEER else "ours"
-        return Row.timed(_label(layer, label, mode), timing, group=group or self.workload.name, role=role)
+        return Row.timed(labelled(f"{label}, {layer.name}", mode), timing, group=group or self.workload.name, role=role)
+
+
+@dataclass(frozen=True)
+class RecurrentCase:
+    """A workload with what is timed of it, and what its rows say."""
+
+    workload: RecurrentWorkload
+    #: Parts whose functions take turns, and the layers.
+    turns: Sequence[tuple[Sequence[str], Sequence[Layer]]]
+    #: The labels of our rows and of PyTorch's by part; a part without is timed to be subtracted.
+    labels: Mapping[str, tuple[str, str]]
+    data: Mapping[str, Any]
+    #: The rows' heading, or the workload's name.
+    group: str = ""
+    #: By part and family, how many times as fast as PyTorch's the fastest layer should be.
+    targets: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
+    #: A layer of ours that others are compared with, too.
+    base: Layer | None = None
+    #: Whether one thread alone runs it; limits, and so floors, are those of all threads.
+    single_thread: bool = False
+
+
+class RecurrentGrid(Grid):
+    """Parts of training with recurrent layers, ours against PyTorch's."""
+
+    devices = ("cpu", "cuda")
+
+    @abstractmethod
+    def cases(self, context: Context) -> Iterable[RecurrentCase]:
+        """The cases; on CUDA those with targets come first, as time may run out."""
+
+    def measure(self, case: RecurrentCase, context: Context) -> list[Row]:
+        rows = list[Row]()
+        for parts, layers in case.turns:
+            with one_thread() if case.single_thread else contextlib.nullcontext():
+                measured = case.workload.times(context, parts, layers)
+            for part in parts:
+                if part in case.labels:
+                    options: Any = {"targets": case.targets.get(part), "base": case.base, "data": case.data}
+                    rows += measured.rows(part, case.labels[part], context.limits, group=case.group, **options)
+            rows += self.differences(case, measured) if "rest" in parts else []
+        return [replace(row, floor=None) for row in rows] if case.single_thread else rows
+
+    def differences(self, case: RecurrentCase, measured: Measurements) -> list[Row]:
+        """Rows of times less the median of a step without its backward pass, as the thesis takes them."""
+        return []
 
 
 def _fastest(rows: Mapping[Layer, Row]) -> set[Layer]:
@@ -226,25 +291,15 @@ def _fastest(rows: Mapping[Layer, Row]) -> set[Layer]:
     return set({layer.family: layer for layer in order}.values())
 
 
-def _compared(peer: Row, row: Row, text: str, targets: Sequence[float]) -> tuple[Comparison, ...]:
-    if not targets:
-        return compare(text, peer, row)
-    return tuple(itertools.chain(*(compare(text, peer, row, at_least=target) for target in targets)))
-
-
 def shown(rows: Sequence[Row]) -> list[Row]:
     """The rows that a picture shows: those of graphs if all were captured, else those of single calls."""
     timed = [row for row in rows if "part" in row.data]
-    modes = list(dict.fromkeys(row.data.get("mode", "") for row in timed))
+    modes = values_of(timed, "mode")
     for mode in reversed(modes):
-        of_mode = [row for row in timed if row.data.get("mode", "") == mode]
+        of_mode = where(timed, mode=mode)
         if mode == modes[0] or all(row.median is not None for row in of_mode):
             return [row for row in of_mode if row.median is not None]
     return []
-
-
-def _label(layer: Layer, part: str, mode: str) -> str:
-    return labelled(f"{part}, {layer.name}", mode)
 
 
 def _solution(report: Any) -> tuple[str, str]:
@@ -272,17 +327,11 @@ def _forward(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -
     return lambda: model.rnn(steps)
 
 
-def _backward(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
-    _, last = model.rnn(x.permute(2, 0, 1).contiguous())
-    hidden = last[0] if isinstance(last, tuple) else last
-    weights, gradient = list(model.rnn.parameters()), torch.ones_like(hidden)
-    return lambda: torch.autograd.grad(hidden, weights, gradient, retain_graph=True)
-
-
-def _backward_of_all(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
-    output, _ = model.rnn(x.permute(2, 0, 1).contiguous())
-    weights, gradient = list(model.rnn.parameters()), torch.ones_like(output)
-    return lambda: torch.autograd.grad(output, weights, gradient, retain_graph=True)
+def _backward(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor, *, of_all: bool = False) -> Call:
+    output, last = model.rnn(x.permute(2, 0, 1).contiguous())
+    result = output if of_all else last[0] if isinstance(last, tuple) else last
+    weights, gradient = list(model.rnn.parameters()), torch.ones_like(result)
+    return lambda: torch.autograd.grad(result, weights, gradient, retain_graph=True)
 
 
 def _step(model: SequenceClassifier, x: torch.Tensor, labels: torch.Tensor) -> Call:
@@ -319,7 +368,7 @@ def _optimizer(model: nn.Module, x: torch.Tensor) -> torch.optim.Optimizer:
 _PARTS: dict[str, Callable[[SequenceClassifier, torch.Tensor, torch.Tensor], Call]] = {
     "forward": _forward,
     "backward": _backward,
-    "backward of all": _backward_of_all,
+    "backward of all": functools.partial(_backward, of_all=True),
     "step": _step,
     "rest": _rest,
 }

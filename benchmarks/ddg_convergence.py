@@ -13,7 +13,8 @@ from jacsparse.models import Progress, TrainSettings, default_settings, evaluate
 from jacsparse.distributed import RankError
 from jacsparse.figures import BLUE, GREEN, ORANGE
 
-from ._context import Context, Timing, one_thread
+from ._calls import one_thread
+from ._context import Context, Timing
 from ._curves import averaged
 from ._environment import cores
 from ._experiment import Experiment, Group, Row, compare

@@ -12,7 +12,8 @@ import torch
 from jacsparse.figures import BLUE, GREEN
 from jacsparse.training import gradient_bound
 
-from ._context import Context, one_thread
+from ._calls import one_thread
+from ._context import Context
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture
 

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ._context import Context
-from ._experiment import Experiment, Row
+from ._experiment import Row
 from ._figures import Bars, Panel, Picture
-from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
 from ._text import amount
 
 __all__ = ["GruBreakdown"]
 
 #: Targets on CUDA, with set L in batches of 16: the thesis' speed-ups, and three times these.
 _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
+#: Labels of our rows and of PyTorch's.
+_LABELS = {
+    "forward": ("FP + FO: forward", "FP: forward"),
+    "backward": ("backward", "BP: backward"),
+    "step": ("step",) * 2,
+}
 
 
 @dataclass(frozen=True)
-class GruBreakdown(Experiment):
+class GruBreakdown(RecurrentGrid):
     """Forward and backward passes over sequences as long and as wide as the thesis' three sets of features.
 
     In its words: FP is `torch.nn`'s forward pass; FO is the additional time of ours, which in the thesis computes again
@@ -35,16 +41,29 @@ class GruBreakdown(Experiment):
     name = "gru_breakdown"
     title = "Training the GRU on instruments: forward and backward passes"
     source = "thesis, Figure 5.4 (published, on GPUs: backward at most 13.45 times as fast, overall 2.11)"
-    devices = ("cpu", "cuda")
 
-    def run(self, context: Context) -> list[Row]:
+    def cases(self, context: Context) -> Iterable[RecurrentCase]:
         # The longest sequences come first, as time may run out on CUDA.
-        return [
-            row
-            for name, time, features in reversed(self.sets)
-            for batch in self.batches
-            for row in _rows(name, RecurrentWorkload("GRU", time, batch, features), context)
-        ]
+        for (name, time, features), batch in itertools.product(reversed(self.sets), self.batches):
+            workload = RecurrentWorkload("GRU", time, batch, features)
+            yield RecurrentCase(
+                workload,
+                [(("forward", "backward", "rest", "step"), (OURS, *map(Layer.by, SCANS), PEER))],
+                _LABELS,
+                {"set": name, "batch": batch},
+                f"set {name}: {workload.name}",
+                _TARGETS if (context.device, name, batch) == ("cuda", "L", 16) else {},
+            )
+
+    def differences(self, case: RecurrentCase, measured: Measurements) -> list[Row]:
+        # The thesis subtracts the times of steps without their backward pass.
+        label, note = "FO: beyond FP, by subtraction", "below zero: there is none, for gates are kept on the way"
+        overheads = {
+            mode: measured.timings[OURS, "rest", mode].less(measured.timings[PEER, "rest", mode])
+            for mode in measured.modes()
+        }
+        rows = (measured.row(label, overhead, OURS, mode, group=case.group) for mode, overhead in overheads.items())
+        return [replace(row, note=note) for row in rows]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         # The seconds of both passes, by set, layer and batch.
@@ -76,26 +95,3 @@ class GruBreakdown(Experiment):
 
 #: The height at which bars are cut off, in units of torch.nn's forward and backward passes.
 _HIGHEST = 3.0
-
-
-def _rows(name: str, workload: RecurrentWorkload, context: Context) -> list[Row]:
-    rows: list[Row] = []
-    group, targeted = f"set {name}: {workload.name}", (context.device, name, workload.batch) == ("cuda", "L", 16)
-    measured = workload.times(context, ("forward", "backward", "rest", "step"), (OURS, *map(Layer.by, SCANS), PEER))
-    for part, terms in (("forward", ("FP + FO: ", "FP: ")), ("backward", ("", "BP: ")), ("step", ("", ""))):
-        rows += measured.rows(
-            part,
-            (f"{terms[0]}{part}", f"{terms[1]}{part}"),
-            context.limits,
-            targets=_TARGETS.get(part) if targeted else None,
-            group=group,
-            data={"set": name, "batch": workload.batch},
-        )
-        if part == "forward":
-            # The thesis subtracts the times of steps without their backward pass.
-            for mode in measured.modes():
-                overhead = measured.timings[OURS, "rest", mode].less(measured.timings[PEER, "rest", mode])
-                note = "below zero: there is none, for gates are kept on the way"
-                row = measured.row("FO: beyond FP, by subtraction", overhead, OURS, mode, group=group)
-                rows.append(replace(row, note=note))
-    return rows

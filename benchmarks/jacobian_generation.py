@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context, Timing
-from ._experiment import Experiment, Group, Row, reason
+from ._experiment import Grid, Group, Row, reason
 from ._text import amount
 
 __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
@@ -54,7 +54,7 @@ _OPERATORS = (
 
 
 @dataclass(frozen=True)
-class JacobianGeneration(Experiment):
+class JacobianGeneration(Grid):
     """VGG-11's first convolution, ReLU and max-pooling: batch 1, float32."""
 
     #: Height and width of the operators' input.
@@ -67,24 +67,20 @@ class JacobianGeneration(Experiment):
     source = "thesis, Table 3.1"
     devices = ("cpu", "cuda")
 
-    def run(self, context: Context) -> list[Row]:
+    def cases(self, context: Context) -> Iterable[_Operator]:
         torch.manual_seed(0)
-        rows: list[Row] = []
-        for operator in _OPERATORS:
-            try:
-                rows += self._operator(operator, context)
-            except (RuntimeError, ValueError) as error:
-                rows.append(Row.missing("transposed Jacobian", reason(error), group=operator.name))
-        return rows
+        return _OPERATORS
 
-    def _operator(self, operator: _Operator, context: Context) -> list[Row]:
-        shape, device = (operator.channels, self.size, self.size), context.device
-        module = operator.build().to(context.place)
-        (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.place))
-        columns = _Columns(record.input, record.output, self.columns)
-        columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
-        timings = context.under(operator.name).times(_functions(module, record, columns, device))
-        return _rows(operator, record.stage.transposed_pattern, columns, timings, MODES[device][-1])
+    def measure(self, case: _Operator, context: Context) -> list[Row]:
+        shape, device, module = (case.channels, self.size, self.size), context.device, case.build().to(context.place)
+        try:
+            (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.place))
+            columns = _Columns(record.input, record.output, self.columns)
+            columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
+            timings = context.under(case.name).times(_functions(module, record, columns, device))
+        except (RuntimeError, ValueError) as error:
+            return [Row.missing("transposed Jacobian", reason(error), group=case.name)]
+        return _rows(case, record.stage.transposed_pattern, columns, timings, MODES[device][-1])
 
 
 def _functions(module: nn.Module, record: Record, columns: _Columns, device: str) -> dict[str, Call]:

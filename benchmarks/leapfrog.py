@@ -16,7 +16,8 @@ from torch import nn
 import jacsparse
 from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
 
-from ._context import Context, one_thread
+from ._calls import one_thread
+from ._context import Context
 from ._environment import cores
 from ._experiment import Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture, Rule

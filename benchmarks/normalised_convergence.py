@@ -13,7 +13,8 @@ from torch import nn
 from examples.ways_back import WAYS, ResNet, ResNet20, Training, digits, train, vgg11
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
-from ._context import Context, one_thread
+from ._calls import one_thread
+from ._context import Context
 from ._curves import averaged
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Line, Panel, Picture

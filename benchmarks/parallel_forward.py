@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from jacsparse.figures import BLUE, GREEN, ORANGE
 
 from ._context import Context
-from ._experiment import Experiment, Row
+from ._experiment import Row, values_of, where
 from ._figures import Line, Panel, Picture
-from ._recurrent import PEER, Layer, RecurrentWorkload, shown
+from ._recurrent import PEER, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
 
 __all__ = ["ParallelForward"]
 
@@ -20,10 +21,15 @@ _SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON = (
 _BOTH_RELAXED = Layer("jacsparse parallel, backward relaxed", "relaxed", "parallel")
 #: The target for a training step of the RNN with the parallel forward pass on CUDA: times as fast as torch.nn's.
 _TARGETS = {30_000: {"parallel": (10.0,)}}
+_LABELS = {"forward": ("forward pass",) * 2, "step": ("training step",) * 2}
+_TURNS = (
+    (("forward",), (_SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON, PEER)),
+    (("step",), (_SEQUENTIAL, _PARALLEL, _BOTH_RELAXED, PEER)),
+)
 
 
 @dataclass(frozen=True)
-class ParallelForward(Experiment):
+class ParallelForward(RecurrentGrid):
     """All ways to compute the hidden states; each returns those of `torch.nn` within rounding."""
 
     #: Lengths of the sequences.
@@ -36,13 +42,14 @@ class ParallelForward(Experiment):
     name = "parallel_forward"
     title = "Forward passes of recurrent layers in parallel over time"
     source = "Naumov, section 3.4, and multiple shooting; the thesis computes forward passes step by step"
-    devices = ("cpu", "cuda")
 
-    def run(self, context: Context) -> list[Row]:
-        workloads = [
-            RecurrentWorkload(kind, time, self.batch, features) for kind, features in self.kinds for time in self.times
-        ]
-        return [row for workload in workloads for row in _rows(workload, context)]
+    def cases(self, context: Context) -> Iterable[RecurrentCase]:
+        for (kind, features), time in itertools.product(self.kinds, self.times):
+            targets = {"step": _TARGETS.get(time, {})} if (context.device, kind) == ("cuda", "RNN") else {}
+            yield RecurrentCase(
+                RecurrentWorkload(kind, time, self.batch, features), _TURNS, _LABELS, {"kind": kind, "time": time},
+                targets=targets, base=_SEQUENTIAL,
+            )  # fmt: skip
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         lines = (
@@ -53,33 +60,12 @@ class ParallelForward(Experiment):
             (_NEWTON, GREEN, "s--"),
         )
         panels = []
-        for kind in dict.fromkeys(row.data["kind"] for row in rows if row.data):
+        for kind in values_of(rows, "kind"):
             parts = []
             for layer, colour, style in lines:
-                line = {"kind": kind, "layer": layer.name, "part": "forward"}
-                line_rows = shown([row for row in rows if line.items() <= row.data.items()])
-                points = [(row.data["time"], 1e3 * (row.median or 0.0)) for row in line_rows]
+                of_line = shown(where(rows, kind=kind, layer=layer.name, part="forward"))
+                points = [(row.data["time"], 1e3 * (row.median or 0.0)) for row in of_line]
                 parts.append(Line.through(points, layer.name, colour, style))
             label = "milliseconds of a forward pass"
             panels.append(Panel(parts, kind, f"steps, batches of {self.batch}", label, "xy"))
         return Picture(self.title, panels)
-
-
-def _rows(workload: RecurrentWorkload, context: Context) -> list[Row]:
-    data = {"kind": workload.kind, "time": workload.time}
-    targets = _TARGETS.get(workload.time) if (context.device, workload.kind) == ("cuda", "RNN") else None
-    rows: list[Row] = []
-    for part, label, ours in (
-        ("forward", "forward pass", (_SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON)),
-        ("step", "training step", (_SEQUENTIAL, _PARALLEL, _BOTH_RELAXED)),
-    ):
-        measurements = workload.times(context, [part], [*ours, PEER])
-        rows += measurements.rows(
-            part,
-            (label, label),
-            context.limits,
-            targets=targets if part == "step" else None,
-            base=_SEQUENTIAL,
-            data=data,
-        )
-    return rows

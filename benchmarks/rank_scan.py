@@ -21,7 +21,8 @@ from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges
 from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
 
-from ._context import Context, Timing, one_thread
+from ._calls import one_thread
+from ._context import Context, Timing
 from ._environment import cores
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Bars, Line, Panel, Picture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -12,9 +12,9 @@ import torch
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
-from ._experiment import Experiment, Row, compare
+from ._experiment import Row, compare, values_of, where
 from ._figures import Line, Panel, Part, Picture, Rule
-from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
 
 __all__ = ["RnnSensitivity"]
 
@@ -53,7 +53,7 @@ _SCHEDULES = (
 
 
 @dataclass(frozen=True)
-class RnnSensitivity(Experiment):
+class RnnSensitivity(RecurrentGrid):
     """Backward passes and whole training steps against `torch.nn`'s, on random sequences.
 
     A loss on the last state has gradients that vanish after some hundred steps: our layers spend no time on the steps
@@ -77,19 +77,15 @@ class RnnSensitivity(Experiment):
     name = "rnn_sensitivity"
     title = "Training recurrent layers: speed against torch.nn's, by length and batch"
     source = "thesis, Figure 5.2 (published, on GPUs: backward at most 8.8 times as fast, overall 2.75)"
-    devices = ("cpu", "cuda")
 
-    def run(self, context: Context) -> list[Row]:
-        rows = [row for workload in self._workloads(context.device) for row in self._rows(workload, context)]
-        workers = torch.get_num_threads()
-        if context.device == "cuda" or workers == 1:
-            return rows
-        torch.set_num_threads(1)
-        try:
-            single = [RecurrentWorkload("RNN", time, 16, 1) for time in self.times if time in self.scheduled]
-            return rows + [row for workload in single for row in self._rows(workload, context, alone=True)]
-        finally:
-            torch.set_num_threads(workers)
+    def cases(self, context: Context) -> Iterable[RecurrentCase]:
+        """All workloads; on the CPU, those with schedules once more on one thread."""
+        for workload in self._workloads(context.device):
+            yield self._case(workload, context)
+        if context.device == "cpu" and torch.get_num_threads() > 1:
+            for time in self.times:
+                if time in self.scheduled:
+                    yield self._case(RecurrentWorkload("RNN", time, 16, 1), context, single_thread=True)
 
     def _workloads(self, device: str) -> list[RecurrentWorkload]:
         """All workloads; on CUDA, those with targets come first, as time may run out."""
@@ -108,33 +104,33 @@ class RnnSensitivity(Experiment):
         is_scanned = workload.kind == "RNN" and (workload.time, workload.batch) in product((self.time,), self.scanned)
         return self.scans if is_scanned or self._is_scheduled(workload) else ()
 
-    def _rows(self, workload: RecurrentWorkload, context: Context, *, alone: bool = False) -> list[Row]:
-        targets = {}
-        if workload.batch == 16 and not alone:
-            targets = _TARGETS[context.device].get((workload.kind, workload.time), {})
-        threads = torch.get_num_threads()
-        data = {"kind": workload.kind, "time": workload.time, "batch": workload.batch, "threads": threads}
-        group = workload.name if context.device == "cuda" else f"{workload.name}, {threads} thread(s)"
-        layers, parts = [OURS, PEER], ["step", "rest"]
-        schedules = self._schedules(workload, context.device)
-        layers[1:1] = map(Layer.by, schedules)
-        if context.device == "cuda":
-            # The backward pass by subtraction adds nothing here.
-            parts.remove("rest")
-        if alone:
-            every = workload.times(context, ["backward of all"], layers)
-            # The limits, and so the floor, are those of all threads.
-            return [replace(row, floor=None) for row in _named(every, "backward of all", context, group, data)]
-        backward, step = workload.times(context, ["backward"], layers), workload.times(context, parts)
-        measured = [(backward, "backward"), (step, "step")]
-        if schedules or (context.device == "cpu" and workload.kind != "RNN"):
-            measured.append((workload.times(context, ["backward of all"], layers), "backward of all"))
-        rows = [
-            row
-            for times, part in measured
-            for row in _named(times, part, context, group, data, targets=targets.get(part))
-        ]
-        return rows + (_by_subtraction(step, group) if "rest" in parts else [])
+    def _case(self, workload: RecurrentWorkload, context: Context, *, single_thread: bool = False) -> RecurrentCase:
+        on_cuda, schedules = context.device == "cuda", self._schedules(workload, context.device)
+        threads = 1 if single_thread else torch.get_num_threads()
+        every = (("backward of all",), (OURS, *map(Layer.by, schedules), PEER))
+        # On CUDA the backward pass by subtraction adds nothing.
+        turns = [(("backward",), every[1]), (("step",) if on_cuda else ("step", "rest"), (OURS, PEER))]
+        if schedules or not (on_cuda or workload.kind == "RNN"):
+            turns.append(every)
+        has_targets = workload.batch == 16 and not single_thread
+        return RecurrentCase(
+            workload,
+            [every] if single_thread else turns,
+            {part: (label, label) for part, label in _LABELS.items()},
+            {"kind": workload.kind, "time": workload.time, "batch": workload.batch, "threads": threads},
+            workload.name if on_cuda else f"{workload.name}, {threads} thread(s)",
+            _TARGETS[context.device].get((workload.kind, workload.time), {}) if has_targets else {},
+            single_thread=single_thread,
+        )
+
+    def differences(self, case: RecurrentCase, measured: Measurements) -> list[Row]:
+        times = {layer: measured.timings[layer, "step", ""].less(measured.timings[layer, "rest", ""])
+                 for layer in (OURS, PEER)}  # fmt: skip
+        ours, peer = (
+            measured.row("backward pass by subtraction", time, layer, "", group=case.group)
+            for layer, time in times.items()
+        )
+        return [replace(ours, comparisons=compare("torch.nn / jacsparse", peer, ours)), peer]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in shown(rows) if row.comparisons]
@@ -142,18 +138,18 @@ class RnnSensitivity(Experiment):
         labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
         lines: list[list[Part]] = [[], [], []]
         for number, place in enumerate(("time", "batch")):
-            of_panel = [row for row in drawn if row.data["threads"] == threads and _is_of_panel(row, place, self.time)]
+            fields: dict[str, Any] = {"batch": 16} if place == "time" else {"time": self.time, "kind": "RNN"}
+            of_panel = where(drawn, threads=threads, **fields)
             for kind, colour in zip(("RNN", "GRU", "LSTM"), (BLUE, ORANGE, GREEN), strict=True):
                 for part, style in (("backward", "o:"), ("backward of all", "D-"), ("step", "s--")):
-                    fields = {"kind": kind, "part": part, "layer": OURS.name}
-                    line = [row for row in of_panel if fields.items() <= row.data.items()]
+                    line = where(of_panel, kind=kind, part=part, layer=OURS.name)
                     lines[number] += _lines(line, place, style, colour, f"{kind}, {_LABELS[part]}: {_ran(line)}")
-        scans = [row for row in drawn if (row.data["kind"], row.data["part"]) == ("RNN", "backward of all")]
-        scans = [row for row in scans if row.data["batch"] == 16 and row.data["time"] in self.scheduled]
-        counts = list(dict.fromkeys(row.data["threads"] for row in scans))
-        for number, name in enumerate(dict.fromkeys(row.data["layer"] for row in scans)):
+        scans = where(drawn, kind="RNN", part="backward of all", batch=16)
+        scans = [row for row in scans if row.data["time"] in self.scheduled]
+        counts = values_of(scans, "threads")
+        for number, name in enumerate(values_of(scans, "layer")):
             for count in counts:
-                line = [row for row in scans if (row.data["layer"], row.data["threads"]) == (name, count)]
+                line = where(scans, layer=name, threads=count)
                 style = "osD"[number // 5 % 3] + ("-" if count == threads else ":")
                 label = f"RNN, {_LABELS['backward of all']}: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
                 lines[2] += _lines(line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
@@ -167,18 +163,6 @@ class RnnSensitivity(Experiment):
             for parts, label in zip(lines, labels, strict=True)
         ]
         return Picture(f"{self.title}; medians, with quartiles", panels, (13.0, 5.6))
-
-
-def _named(
-    measurements: Measurements, part: str, context: Context, group: str, data: dict[str, Any], **options: Any
-) -> list[Row]:
-    """Rows of a part with its label in this experiment."""
-    return measurements.rows(part, (_LABELS[part],) * 2, context.limits, group=group, data=data, **options)
-
-
-def _is_of_panel(row: Row, place: str, time: int) -> bool:
-    """Whether a row is in the panel over `place`, which is the length or the batch."""
-    return bool(row.data["batch"] == 16 if place == "time" else row.data["time"] == time and row.data["kind"] == "RNN")
 
 
 def _ran(rows: Sequence[Row]) -> str:
@@ -197,13 +181,3 @@ def _ratio(row: Row) -> tuple[float, float, float]:
     ratio = row.comparisons[0].ratio
     median, lower, upper = (seconds or 1.0 for seconds in (row.median, row.lower, row.upper))
     return ratio, ratio * median / upper, ratio * median / lower
-
-
-def _by_subtraction(measurements: Measurements, group: str) -> list[Row]:
-    """The backward pass as the thesis takes it: a step's time, less the median of a step without backward pass."""
-    timings = measurements.timings
-    times = {layer: timings[layer, "step", ""].less(timings[layer, "rest", ""]) for layer in (OURS, PEER)}
-    ours, peer = (
-        measurements.row("backward pass by subtraction", time, layer, "", group=group) for layer, time in times.items()
-    )
-    return [replace(ours, comparisons=compare("torch.nn / jacsparse", peer, ours)), peer]

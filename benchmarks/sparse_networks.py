@@ -2,32 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import io
+import itertools
 import tempfile
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import jacsparse
 
+from ._calls import Call
 from ._context import Context, Timing
-from ._experiment import Experiment, Group, Row, reason
+from ._experiment import Grid, Group, Row, reason, where
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
-from ._sparse_peers import (
-    DEEPSPARSE,
-    ONNX_RUNTIME,
-    SPARSEPROP,
-    deepsparse_call,
-    onnx_runtime_call,
-    sparseprop_model,
-)
 from ._workloads import pruned_resnet18, whole_pruned_vgg11
 
 __all__ = ["PrunedNetwork", "SparseCrossover", "SparseInference", "SparseTraining"]
 
+SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE = "SparseProp", "ONNX Runtime", "DeepSparse"
 _DENSE, _COMPILED = "PyTorch, dense with masks", "PyTorch, dense, torch.compile"
 _OURS, _FROZEN = "jacsparse.sparsify", "jacsparse.freeze"
 
@@ -46,28 +46,55 @@ class PrunedNetwork:
 
 
 @dataclass(frozen=True)
-class _Comparison(Experiment):
-    """Functions of one network and batch that take turns."""
+class _PrunedGrid(Grid):
+    """Calls of one network and batch that take turns."""
 
+    networks: tuple[PrunedNetwork, ...] = ()
     #: Whether torch.compile is a peer, which takes a minute to compile each network.
     compiled: bool = True
-    #: The rows of ours, the last of which has targets, and the peer for which there is one.
-    ours: tuple[str, ...] = (_OURS,)
-    peer: str = SPARSEPROP
 
-    def _timed(
-        self, network: PrunedNetwork, batch: int, prepare: dict[str, Callable[[], Callable[[], Any]]], context: Context
-    ) -> list[Row]:
+    #: Whether networks are trained.
+    training: ClassVar[bool]
+    #: The rows of ours, the last of which has targets, and the peer for which there is one.
+    ours: ClassVar[tuple[str, ...]]
+    peer: ClassVar[str]
+
+    def cases(self, context: Context) -> Iterable[tuple[PrunedNetwork, int]]:
+        return [(network, batch) for network in self.networks for batch in network.batches]
+
+    @abstractmethod
+    def call(self, model: Any, x: torch.Tensor) -> Call:
+        """What is timed of a model."""
+
+    @abstractmethod
+    def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
+        """Functions that prepare further calls, or raise the reason why there are none, by label."""
+
+    def measure(self, case: tuple[PrunedNetwork, int], context: Context) -> list[Row]:
         """A row for each function; those of our own model are compared with the others."""
-        group = f"{network.name}, batch {batch}"
-        calls, missing = {}, []
-        for label, prepared in prepare.items():
-            try:
-                calls[label] = prepared()
-            except Exception as error:
-                missing.append(Row.missing(label, reason(error), group=group, role="peer"))
-        rows = Group(group)
-        for label, timing in context.under(group).times(calls).items():
+        network, batch = case
+        torch.manual_seed(0)
+        x = torch.randn(batch, *network.input_shape)
+        rows, missing, calls = Group(f"{network.name}, batch {batch}"), list[Row](), dict[str, Call]()
+
+        def build() -> nn.Module:
+            return network.build().train(self.training)
+
+        with tempfile.TemporaryDirectory() as folder:
+            prepare: dict[str, Callable[[], Call]] = {
+                _DENSE: lambda: self.call(build(), x),
+                _OURS: lambda: self.call(jacsparse.sparsify(build(), x), x),
+                **self.others(build, x, folder),
+            }
+            if self.compiled:
+                prepare[_COMPILED] = lambda: self.call(torch.compile(build()), x)
+            for label, prepared in prepare.items():
+                try:
+                    calls[label] = prepared()
+                except Exception as error:
+                    missing.append(Row.missing(label, reason(error), group=rows.name, role="peer"))
+            timings = context.under(rows.name).times(calls)
+        for label, timing in timings.items():
             rows.timed(label, timing, role="ours" if label in self.ours else "peer", data=_tail(timing))
         best = rows.fastest((_DENSE, _COMPILED))
         for ours in self.ours:
@@ -78,7 +105,17 @@ class _Comparison(Experiment):
             for label in (SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE):
                 target = network.peer if has_targets and label == self.peer else None
                 rows.compare(f"{label} / {name}", label, ours, at_least=target)
-        return [*rows.rows(), *missing]
+        return [*rows.rows(), *missing, *(self._memory(rows.name, prepare) if self.training else ())]
+
+    def _memory(self, group: str, prepare: Mapping[str, Callable[[], Call]]) -> list[Row]:
+        """The memory of a dense and of a sparse step."""
+        peaks, quantity = Group(group), "peak memory of a step"
+        for label, role in ((_DENSE, "peer"), (_OURS, "ours")):
+            call = prepare[label]()
+            call()
+            peaks.memory(f"{label}: memory", call, runs=1, quantity=quantity, unit="B", role=role)
+        peaks.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
+        return peaks.rows()
 
 
 def _tail(timing: Timing) -> dict[str, Any]:
@@ -89,7 +126,7 @@ def _tail(timing: Timing) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class SparseTraining(_Comparison):
+class SparseTraining(_PrunedGrid):
     """A whole step: forward pass, loss, backward pass, and SGD with momentum."""
 
     networks: tuple[PrunedNetwork, ...] = (
@@ -97,54 +134,49 @@ class SparseTraining(_Comparison):
         PrunedNetwork("ResNet-18, 95 % pruned", pruned_resnet18, (64,), dense=3.0, peer=1.5),
     )
 
+    training, ours, peer = True, (_OURS,), SPARSEPROP
     name = "sparse_training"
     title = "A training step of a pruned network"
     source = "Nikdan et al., SparseProp (2023): training at the cost of the weights that are left"
 
-    def run(self, context: Context) -> list[Row]:
-        return [
-            row for network in self.networks for batch in network.batches for row in self._rows(network, batch, context)
-        ]
+    def call(self, model: Any, x: torch.Tensor) -> Call:
+        return _step(model, x)
 
-    def _rows(self, network: PrunedNetwork, batch: int, context: Context) -> list[Row]:
-        torch.manual_seed(0)
-        model = network.build().train()
-        x = torch.randn(batch, *network.input_shape)
-        targets = torch.randint(0, 2, (batch,))
-
-        def step(trained: nn.Module) -> Callable[[], Any]:
-            return _step(trained, x, targets)
-
-        prepare = {
-            _DENSE: lambda: step(network.build().train()),
-            _OURS: lambda: step(jacsparse.sparsify(model, x)),
-            SPARSEPROP: lambda: step(sparseprop_model(model, tuple(x.shape))),
-        }
-        if self.compiled:
-            prepare[_COMPILED] = lambda: step(torch.compile(network.build().train()))  # type: ignore[arg-type]
-        rows = self._timed(network, batch, prepare, context)
-        peaks, quantity = Group(rows[0].group), "peak memory of a step"
-        for label, role in ((_DENSE, "peer"), (_OURS, "ours")):
-            call = prepare[label]()
-            call()
-            peaks.memory(f"{label}: memory", call, runs=1, quantity=quantity, unit="B", role=role)
-        peaks.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
-        return [*rows, *peaks.rows()]
-
-
-def _step(model: nn.Module, x: torch.Tensor, targets: torch.Tensor) -> Callable[[], Any]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), targets).backward()
-        optimizer.step()
-
-    return step
+    def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
+        return {SPARSEPROP: lambda: _step(sparseprop_model(build(), tuple(x.shape)), x)}
 
 
 @dataclass(frozen=True)
-class SparseCrossover(Experiment):
+class SparseInference(_PrunedGrid):
+    """A forward pass in evaluation mode."""
+
+    networks: tuple[PrunedNetwork, ...] = (
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0, peer=0.5),
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
+    )
+
+    training, ours, peer = False, (_OURS, _FROZEN), DEEPSPARSE
+    name = "sparse_inference"
+    title = "Inference with a pruned network"
+    source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
+
+    def call(self, model: Any, x: torch.Tensor) -> Call:
+        def inference() -> object:
+            with torch.inference_mode():
+                return model(x)
+
+        return inference
+
+    def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
+        return {
+            _FROZEN: lambda: self.call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
+            ONNX_RUNTIME: lambda: onnx_runtime_call(build(), x, folder),
+            DEEPSPARSE: lambda: deepsparse_call(build(), x, folder),
+        }
+
+
+@dataclass(frozen=True)
+class SparseCrossover(Grid):
     """From which share of pruned weights on a step of sparse layers is faster, for small and large batches."""
 
     shares: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99)
@@ -158,81 +190,107 @@ class SparseCrossover(Experiment):
     title = "Training steps of VGG-11 by the share of pruned weights and by batch"
     source = "Nikdan et al., SparseProp (2023): from which sparsity on it is faster"
 
-    def run(self, context: Context) -> list[Row]:
-        return [row for batch in self.batches for share in self.shares for row in self._rows(share, batch, context)]
+    def cases(self, context: Context) -> Iterable[tuple[int, float]]:
+        return itertools.product(self.batches, self.shares)
 
-    def _rows(self, share: float, batch: int, context: Context) -> list[Row]:
-        group = f"batch {batch}, {100 * share:g} % pruned"
-        model, x = self.build(share).train(), torch.randn(batch, *self.input_shape)
-        targets = torch.randint(0, 2, (batch,))
-        calls = {
-            _DENSE: _step(self.build(share).train(), x, targets),
-            _OURS: _step(jacsparse.sparsify(model, x), x, targets),
-        }
-        rows, timings = Group(group), context.under(group).times(calls, seconds=self.seconds)
-        rows.timed(_OURS, timings[_OURS], data={"share": share, "batch": batch})
-        rows.timed(_DENSE, timings[_DENSE], role="peer")
+    def measure(self, case: tuple[int, float], context: Context) -> list[Row]:
+        batch, share = case
+        rows, x = Group(f"batch {batch}, {100 * share:g} % pruned"), torch.randn(batch, *self.input_shape)
+        data = {_OURS: {"share": share, "batch": batch}}
+        models = {_DENSE: self.build(share).train(), _OURS: jacsparse.sparsify(self.build(share).train(), x)}
+        rows.in_turns(
+            context,
+            {label: _step(model, x) for label, model in models.items()},
+            seconds=self.seconds,
+            role=lambda label: "ours" if label == _OURS else "peer",
+            data=lambda label: data.get(label, {}),
+        )
         rows.compare("dense / jacsparse", _DENSE, _OURS, at_least=0.95)
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         lines: list[Part] = [Rule(1.0)]
         for batch, colour in zip(self.batches, COLOURS, strict=False):
-            of_batch = [row for row in rows if row.data.get("batch") == batch and row.comparisons]
+            of_batch = [row for row in where(rows, batch=batch) if row.comparisons]
             points = [(100 * (1 - row.data["share"]), row.comparisons[0].ratio) for row in of_batch]
             lines.append(Line.through(points, f"batch {batch}", colour, "o-"))
         # From all weights on the left to few on the right.
-        left = [100 * (1 - share) for share in self.shares]
-        ticks = {"xlim": (1.15 * max(left), 0.87 * min(left)), "yticks": (1, 2, 5, 10, 20)}
-        names = {
-            "xticks": left,
-            "xticklabels": [f"{each:g}" for each in left],
-            "yticklabels": ("1", "2", "5", "10", "20"),
+        left, speeds = [100 * (1 - share) for share in self.shares], (1, 2, 5, 10, 20)
+        settings = {
+            **{"xlim": (1.15 * max(left), 0.87 * min(left)), "xticks": left, "xticklabels": [f"{e:g}" for e in left]},
+            **{"yticks": speeds, "yticklabels": [str(speed) for speed in speeds]},
         }
         x, y = "weights of the convolutions that are left, %", "times as fast as dense PyTorch with masks"
-        return Picture(self.title, [Panel(lines, "", x, y, "xy", settings={**ticks, **names})], (7.0, 4.4))
+        return Picture(self.title, [Panel(lines, "", x, y, "xy", settings=settings)], (7.0, 4.4))
 
 
-@dataclass(frozen=True)
-class SparseInference(_Comparison):
-    """A forward pass in evaluation mode."""
+def _step(model: nn.Module, x: torch.Tensor) -> Call:
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+    targets = torch.randint(0, 2, (len(x),))
 
-    networks: tuple[PrunedNetwork, ...] = (
-        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0, peer=0.5),
-        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
-    )
-    ours: tuple[str, ...] = (_OURS, _FROZEN)
-    peer: str = DEEPSPARSE
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), targets).backward()
+        optimizer.step()
 
-    name = "sparse_inference"
-    title = "Inference with a pruned network"
-    source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
+    return step
 
-    def run(self, context: Context) -> list[Row]:
-        return [
-            row for network in self.networks for batch in network.batches for row in self._rows(network, batch, context)
-        ]
 
-    def _rows(self, network: PrunedNetwork, batch: int, context: Context) -> list[Row]:
-        torch.manual_seed(0)
-        model = network.build().eval()
-        x = torch.randn(batch, *network.input_shape)
+# Peers that train or run pruned networks; each raises ImportError where it is not installed.
 
-        def inferred(module: Any) -> Callable[[], Any]:
-            def call() -> Any:
-                with torch.inference_mode():
-                    return module(x)
 
-            return call
+def _without_masks(model: nn.Module) -> nn.Module:
+    """A copy whose weights hold zeros where they are pruned."""
+    model = copy.deepcopy(model)
+    for part in model.modules():
+        if hasattr(part, "weight_mask"):
+            prune.remove(part, "weight")
+    return model
 
-        with tempfile.TemporaryDirectory() as folder:
-            prepare: dict[str, Callable[[], Callable[[], Any]]] = {
-                _DENSE: lambda: inferred(model),
-                _OURS: lambda: inferred(jacsparse.sparsify(model, x)),
-                _FROZEN: lambda: inferred(jacsparse.freeze(jacsparse.sparsify(model, x), x)),
-                ONNX_RUNTIME: lambda: onnx_runtime_call(model, x, folder),
-                DEEPSPARSE: lambda: deepsparse_call(model, x, folder),
-            }
-            if self.compiled:
-                prepare[_COMPILED] = lambda: inferred(torch.compile(network.build().eval()))
-            return self._timed(network, batch, prepare, context)
+
+def sparseprop_model(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
+    """The model with SparseProp's layers where these are faster, by its own choice, for a batch of that shape."""
+    try:
+        from sparseprop.utils import swap_modules_with_sparse
+    except ImportError as error:
+        raise ImportError("SparseProp is not installed: pip install sparseprop") from error
+    # It prints what it chooses.
+    with contextlib.redirect_stdout(io.StringIO()):
+        return swap_modules_with_sparse(_without_masks(model), shape)  # type: ignore[no-any-return]
+
+
+def onnx_runtime_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
+    """A run of the model by ONNX Runtime on as many threads as PyTorch uses, from a file in a folder."""
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError("ONNX Runtime is not installed: pip install onnx onnxruntime") from error
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    path = _exported(model, x, folder)
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    inputs = {session.get_inputs()[0].name: x.numpy()}
+    return lambda: session.run(None, inputs)
+
+
+def deepsparse_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
+    """A run of the model by DeepSparse, whose licence allows evaluation alone."""
+    try:
+        from deepsparse import compile_model
+    except ImportError as error:
+        raise ImportError("DeepSparse is not installed; it needs Python 3.11 and an environment of its own") from error
+    # It reads no newer set of operators.
+    path = _exported(model, x, folder, opset=13)
+    engine = compile_model(path, batch_size=len(x), num_cores=torch.get_num_threads())
+    inputs = [x.numpy()]
+    return lambda: engine.run(inputs)
+
+
+def _exported(model: nn.Module, x: torch.Tensor, folder: str, opset: int | None = None) -> str:
+    try:
+        import onnx  # noqa: F401
+    except ImportError as error:
+        raise ImportError("onnx is not installed: pip install onnx") from error
+    path = f"{folder}/model.onnx"
+    torch.onnx.export(_without_masks(model), (x,), path, dynamo=False, opset_version=opset)
+    return path

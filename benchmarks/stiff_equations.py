@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ import torch
 import jacsparse
 from examples import brusselator, initial_values
 
-from ._context import Context, one_thread
-from ._experiment import Experiment, Group, Row
+from ._context import Context
+from ._experiment import Grid, Group, Row
 
 __all__ = ["StiffEquations"]
 
@@ -25,7 +26,7 @@ _SLOWER, _FROM = 5.0, 32
 
 
 @dataclass(frozen=True)
-class StiffEquations(Experiment):
+class StiffEquations(Grid):
     """The 2-D Brusselator by ``solve_ivp(method="Radau")`` in float64, on one thread of PyTorch's."""
 
     #: Grids.
@@ -38,32 +39,33 @@ class StiffEquations(Experiment):
     name = "stiff_equations"
     title = "Radau on the 2-D Brusselator"
     source = "SciPy's solve_ivp, with jac, with jac_sparsity, and with neither"
+    single_thread = True
 
-    def run(self, context: Context) -> list[Row]:
-        with one_thread():
-            return [row for n in self.sizes for row in self._size(n, context)]
+    def cases(self, context: Context) -> Iterable[int]:
+        return self.sizes
 
-    def _size(self, n: int, context: Context) -> list[Row]:
-        group, start = f"N = {n}", initial_values(n)
+    def measure(self, case: int, context: Context) -> list[Row]:
+        rows, start = Group(f"N = {case}"), initial_values(case)
         prepared = jacsparse.prepare_jacobian(brusselator, start)
 
         def jacobian(t: float, y: np.ndarray) -> Any:
             return prepared(torch.from_numpy(y).reshape(start.shape)).to_scipy()
 
         options = {_OURS: {"jac": jacobian}, _GROUPS: {"jac_sparsity": prepared.pattern.to_scipy()}}
-        if n <= self.most:
+        if case <= self.most:
             options[_DENSE] = {"jac": None}
         solutions: dict[str, Any] = {}
         ways = {label: functools.partial(self._solve, start, label, each, solutions) for label, each in options.items()}
-        timings = context.under(group).times(ways)
-        rows = Group(group)
-        for label, timing in timings.items():
-            rows.timed(label, timing, role="ours" if label == _OURS else "peer", note=_counts(solutions.get(label)))
-        for label in timings:
-            if label != _OURS:
-                at_least = _SLOWER if label == _DENSE and n >= _FROM else None
-                rows.compare(f"{label.partition(':')[0]} / ours", label, _OURS, at_least=at_least)
-        if n > self.most:
+        rows.in_turns(
+            context,
+            ways,
+            role=lambda label: "ours" if label == _OURS else "peer",
+            note=lambda label: _counts(solutions.get(label)),
+        )
+        for label in (_GROUPS, _DENSE):
+            at_least = _SLOWER if label == _DENSE and case >= _FROM else None
+            rows.compare(f"{label.partition(':')[0]} / ours", label, _OURS, at_least=at_least)
+        if case > self.most:
             rows.missing(_DENSE, "dense factors take more than half an hour", role="peer")
         return rows.rows()
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,13 +17,12 @@ from jacsparse import solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
-from ._experiment import Experiment, Group, Row
+from ._experiment import Grid, Group, Row, where
 from ._figures import COLOURS, Cells, Line, Panel, Part, Picture
-from ._two_level import TwoLevel, solution_note
 
 __all__ = ["TriangularSolvers"]
 
-_PEER = "autograd"
+_PEER = "autograd, as one call"
 _METHODS: dict[str, solvers.TriangularSolver] = {
     "substitution": solvers.Substitution(),
     "scan": solvers.PrefixScan("blelloch"),
@@ -50,7 +51,101 @@ _LINES = (("#888888", "s"), ("#d95f02", "^"), ("#0072b2", "o"), ("#7570b3", "x")
 
 
 @dataclass(frozen=True)
-class TriangularSolvers(Experiment):
+class _Network:
+    """Equal layers with tanh; the weights dense, or pruned: back-propagation is equation 14."""
+
+    depth: int
+    width: int
+    batch: int
+    #: Share of pruned weights.
+    share: float = 0.0
+
+    methods = _METHODS
+    share_of_time = 1 / 8
+
+    def __str__(self) -> str:
+        return f"{self.depth} layers of {self.width} units"
+
+    @property
+    def group(self) -> str:
+        """The heading of its rows."""
+        return f"{self}, {f'{self.share:.0%} pruned' if self.share else 'dense'}, batch {self.batch}"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The data of its rows."""
+        return {"depth": self.depth, "width": self.width, "share": self.share}
+
+    def counts(self, solution: solvers.Solution) -> dict[str, Any]:
+        """What the data of a solution's row has besides."""
+        work = {name: getattr(solution.work, name) for name in ("steps", "multiply_adds", "entries")}
+        return work | {
+            "iterations": solution.iterations, "residual": solution.residual, "settled": solution.converged
+        }  # fmt: skip
+
+    def drawn(self) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+        """The module, its input and the gradient of its output."""
+        torch.manual_seed(0)
+        layers = [layer for _ in range(self.depth) for layer in (nn.Linear(self.width, self.width), nn.Tanh())]
+        for layer in layers[::2] if self.share else ():
+            prune.random_unstructured(layer, "weight", self.share)
+        return nn.Sequential(*layers), torch.randn(self.batch, self.width), torch.randn(self.batch, self.width)
+
+    def autograd(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
+        """The gradients of what each layer's matrix gives, by PyTorch."""
+        outputs, value = [], x.clone().requires_grad_()
+        leaf = value
+        for layer in module.children():
+            value = layer(value)
+            if isinstance(layer, nn.Linear):
+                outputs.append(value)
+        return partial(torch.autograd.grad, value, [leaf, *outputs], gradient, retain_graph=True)
+
+
+@dataclass(frozen=True)
+class _Recurrent:
+    """A stacked RNN over some steps: back-propagation is equation 24, the forward pass equation 23."""
+
+    layers: int
+    steps: int
+    units: int
+    batch: int
+
+    methods = _TWO_LEVEL
+    share_of_time = 1 / 4
+
+    def __str__(self) -> str:
+        return f"RNN of {self.layers} layers of {self.units} units, {self.steps} steps, batch {self.batch}"
+
+    @property
+    def group(self) -> str:
+        """The heading of its rows."""
+        return f"Equation 24: {self}"
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """The data of its rows."""
+        return {"layers": self.layers, "steps": self.steps}
+
+    def counts(self, solution: solvers.Solution) -> dict[str, Any]:
+        """What the data of a solution's row has besides."""
+        return {"products": solution.work.steps, "converged": solution.converged}
+
+    def drawn(self) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
+        """The module, its input and the gradient of its output."""
+        torch.manual_seed(0)
+        module = nn.RNN(self.units, self.units, self.layers)
+        return module, *torch.randn(2, self.steps, self.batch, self.units)
+
+    def autograd(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
+        """The gradients of the input and of the weights, by PyTorch."""
+        leaf = x.clone().requires_grad_()
+        output, _ = module(leaf)
+        return partial(torch.autograd.grad, output, [leaf, *module.parameters()], gradient, retain_graph=True)
+
+
+@dataclass(frozen=True)
+class TriangularSolvers(Grid):
     """Networks of equal layers with tanh; the weights dense, or pruned."""
 
     depths: tuple[int, ...] = (4, 16, 64, 256)
@@ -66,74 +161,64 @@ class TriangularSolvers(Experiment):
     title = "Back-propagation as a triangular system, by several solvers"
     source = "Naumov, sections 2 to 4: the paper has no measurements of its own"
 
-    def run(self, context: Context) -> list[Row]:
-        rows = []
-        for share in (0.0, self.pruned):
-            for depth in self.depths:
-                for width in self.widths:
-                    rows += self._rows(context, depth, width, share)
-        rows += _settled(rows)
-        rows += _mini_batch(context, depth=16, width=64, batch=self.batch)
-        rows += _approximate_forward(depth=16, width=64, batch=self.batch)
-        networks = [TwoLevel(*sizes, self.batch) for sizes in self.recurrent]
-        for network in networks:
-            context.say(f"{network}: each solver once")
-            rows += network.backward(context, _TWO_LEVEL, _WORKERS)
-        return [*rows, *(row for network in networks[:1] for row in network.forward(_TWO_LEVEL, iterations=6))]
+    def cases(self, context: Context) -> Iterable[_Network | _Recurrent]:
+        for share, depth, width in itertools.product((0.0, self.pruned), self.depths, self.widths):
+            yield _Network(depth, width, self.batch, share)
+        yield from (_Recurrent(*sizes, self.batch) for sizes in self.recurrent)
 
-    def _rows(self, context: Context, depth: int, width: int, share: float) -> list[Row]:
-        module, x, gradient = _network(depth, width, self.batch, share)
+    def measure(self, case: _Network | _Recurrent, context: Context) -> list[Row]:
+        module, x, gradient = case.drawn()
         system = solvers.propagation(module, x, gradient).system
         if not system.off_diagonal.entries:
             return []
-        counted = dict[str, solvers.Solution]()
-        for name, method in _METHODS.items():
-            context.say(f"{depth} layers of {width} units, {share:.0%} pruned: {name} once")
-            if name != "gmres" or (depth + 2) * self.batch * sum(system.sizes) <= _VECTORS:
-                counted[name] = _solution(method, system)
-        work = {name: solution.work for name, solution in counted.items()}
+        rows, solutions, too_large = Group(case.group, data=case.sizes), dict[str, solvers.Solution](), dict[str, str]()
+        vectors = (len(system.sizes) + 1) * self.batch * sum(system.sizes)
+        for name, method in case.methods.items():
+            context.under(rows.name).say(f"{name} once")
+            if name == "gmres" and vectors > _VECTORS:
+                too_large[name] = f"its {len(system.sizes) + 1} vectors would take {4 * vectors / 2**30:.2g} GiB"
+            else:
+                solutions[name] = _solution(method, system)
         functions: dict[str, Callable[[], Any]] = {
-            name: partial(method.solve, system)
-            for name, method in _METHODS.items()
-            if name in counted and work[name].multiply_adds <= _MOST and counted[name].converged
+            name: partial(case.methods[name].solve, system)
+            for name, each in solutions.items()
+            if each.work.multiply_adds <= _MOST and each.converged
         }
-        functions[_PEER] = _autograd(module, x, gradient)
-        timings = context.times(functions, seconds=context.seconds / 8)
-        pruned = f"{share:.0%} pruned" if share else "dense"
-        rows = Group(f"{depth} layers of {width} units, {pruned}, batch {self.batch}")
-        network: dict[str, Any] = {"depth": depth, "width": width, "share": share}
-        for name, method in _METHODS.items():
-            data = {**network, "method": name}
-            if name not in counted:
-                size = (depth + 2) * self.batch * sum(system.sizes) * 4 / 2**30
-                data["multiply_adds_until_done"] = None
-                rows.missing(name, f"its {depth + 2} vectors would take {size:.2g} GiB", data=data)
-                continue
-            solution, note = counted[name], solution_note(counted[name])
-            data |= {each: getattr(solution.work, each) for each in ("steps", "multiply_adds", "entries")}
-            data["multiply_adds_until_done"] = solution.work.time(_WORKERS) if solution.converged else None
-            data |= {"iterations": solution.iterations, "residual": solution.residual, "settled": solution.converged}
+        functions[_PEER] = case.autograd(module, x, gradient)
+        timings = context.under(rows.name).times(functions, seconds=context.seconds * case.share_of_time)
+        for name, solution in solutions.items():
+            note = _note(solution)
+            until_done = solution.work.time(_WORKERS) if solution.converged else None
+            data = {**case.sizes, "method": name, "multiply_adds_until_done": until_done, **case.counts(solution)}
             if name in timings:
                 rows.timed(name, timings[name], note=note, data=data)
             else:
-                unsolved = "its solution is not finite" if method.direct else "its residual did not settle"
-                reason = f"more than {_MOST:.0e} multiply-adds" if solution.converged else unsolved
-                rows.missing(name, reason, note=note, data=data)
-        peer = rows.timed(f"{_PEER}, as one call", timings[_PEER], role="peer", data=network).label
-        first, *others = _METHODS
-        rows.compare("autograd / substitution", peer, first)
+                unsolved = "its solution is not finite" if case.methods[name].direct else "its residual did not settle"
+                why_not = f"more than {_MOST:.0e} multiply-adds" if solution.converged else unsolved
+                rows.missing(name, why_not, note=note, data=data)
+        for name, why_not in too_large.items():
+            rows.missing(name, why_not, data={**case.sizes, "method": name, "multiply_adds_until_done": None})
+        rows.timed(_PEER, timings[_PEER], role="peer")
+        first, *others = solutions
+        rows.compare("autograd / substitution", _PEER, first)
         for name in others:
             rows.compare(f"substitution / {name}", first, name)
         return rows.rows()
 
+    def run(self, context: Context) -> list[Row]:
+        rows, network = super().run(context), _Network(16, 64, self.batch)
+        rows += [*_settled(rows), *_mini_batch(context, network), *_approximate_forward(network, "equation 13")]
+        first = [_Recurrent(*sizes, self.batch) for sizes in self.recurrent[:1]]
+        return rows + [row for each in first for row in _approximate_forward(each, "equations 23 and 25")]
+
     def picture(self, rows: Sequence[Row]) -> Picture:
         panels = []
         for share, name in ((0.0, "dense"), (self.pruned, "pruned")):
-            of_share = [row for row in rows if row.data.get("share") == share and "method" in row.data]
+            of_share = [row for row in where(rows, share=share) if "method" in row.data]
             counted = {id(row): row.data["multiply_adds_until_done"] for row in of_share}
             panels.append(self._map(of_share, {id(row): row.median for row in of_share}, f"{name}, measured here"))
             panels.append(self._map(of_share, counted, f"{name}, counted"))
-        panels.insert(2, self._products([row for row in rows if row.data.get("share") == 0.0]))
+        panels.insert(2, self._products(where(rows, share=0.0)))
         two_level = [row.data for row in rows if row.data.get("products")]
         panels += [_two_level_panel(two_level)] if two_level else []
         title = (
@@ -149,8 +234,8 @@ class TriangularSolvers(Experiment):
         iterative = [name for name, method in _METHODS.items() if not method.direct]
         parts = [Line(self.depths, self.depths, "l: a product reaches one row further")]
         for name, look in zip(iterative, _LINES, strict=True):
-            settled = [row.data for row in rows if row.data.get("method") == name and row.data.get("settled")]
-            parts.append(Line.through([(data["depth"], data["steps"]) for data in settled], name, *look))
+            settled = where(rows, method=name, settled=True)
+            parts.append(Line.through([(row.data["depth"], row.data["steps"]) for row in settled], name, *look))
         return Panel(parts, "until each block row has settled, dense", "layers l", "products in turn", "xy")
 
     def _map(self, rows: Sequence[Row], figures: Mapping[int, float | None], title: str) -> Panel:
@@ -159,7 +244,7 @@ class TriangularSolvers(Experiment):
         depths, cells, parts = self.depths[::-1], dict[tuple[int, int], tuple[str, Any, bool]](), list[Part]()
         for line, depth in enumerate(depths):
             for column, width in enumerate(self.widths):
-                here = [row for row in rows if (row.data["depth"], row.data["width"]) == (depth, width)]
+                here = where(rows, depth=depth, width=width)
                 known = {row.data["method"]: figure for row in here if (figure := figures[id(row)]) is not None}
                 if "substitution" in known:
                     best = min(known, key=known.__getitem__)
@@ -186,6 +271,14 @@ def _two_level_panel(lines: Sequence[dict[str, Any]]) -> Panel:
     return Panel(parts, "recurrent networks (equation 24)", "products in turn", "", "x", "below", settings=settings)
 
 
+def _note(solution: solvers.Solution) -> str:
+    """Products, and of an iterative solver iterations, up to the residual of each block row."""
+    products = f"{solution.work.steps} products in turn"
+    if solution.residual is None:
+        return products
+    return f"{solution.iterations} iterations, {products}, residual of each block row {solution.residual:.1e}"
+
+
 def _solution(method: solvers.TriangularSolver, system: solvers.BlockTriangular) -> solvers.Solution:
     """A solution; only its count where that is beyond the limit, which a direct solver tells before it runs."""
     if not method.direct:
@@ -194,32 +287,11 @@ def _solution(method: solvers.TriangularSolver, system: solvers.BlockTriangular)
     return count if count.work.multiply_adds > _MOST else method.solve(system)
 
 
-def _network(depth: int, width: int, batch: int, share: float) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    layers = [layer for _ in range(depth) for layer in (nn.Linear(width, width), nn.Tanh())]
-    module = nn.Sequential(*layers)
-    if share:
-        for layer in layers[::2]:
-            prune.random_unstructured(layer, "weight", share)
-    return module, torch.randn(batch, width), torch.randn(batch, width)
-
-
-def _autograd(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
-    """The gradients of what each layer's matrix gives, by PyTorch."""
-    outputs, value = [], x.clone().requires_grad_()
-    leaf = value
-    for layer in module.children():
-        value = layer(value)
-        if isinstance(layer, nn.Linear):
-            outputs.append(value)
-    return lambda: torch.autograd.grad(value, [leaf, *outputs], gradient, retain_graph=True)
-
-
 def _settled(rows: Sequence[Row]) -> list[Row]:
     """The number of systems on which each iterative solver settles each block row."""
     result = Group("Settled block by block")
     for name, method in _METHODS.items():
-        data = [row.data for row in rows if row.data.get("method") == name]
+        data = [row.data for row in where(rows, method=name) if "depth" in row.data]
         if not method.direct and data:
             left_out = sum("settled" not in each for each in data)
             note = f"of {len(data)}" + (f", {left_out} left out" if left_out else "")
@@ -227,28 +299,35 @@ def _settled(rows: Sequence[Row]) -> list[Row]:
     return result.rows()
 
 
-def _mini_batch(context: Context, depth: int, width: int, batch: int) -> list[Row]:
+def _mini_batch(context: Context, network: _Network) -> list[Row]:
     """BiCGStab with all samples in each product, against one solve for each."""
-    system = solvers.propagation(*_network(depth, width, batch, 0.0)).system
-    together, apart = solvers.BiCGStab(), solvers.BiCGStab(together=False)
-    timings = context.times({"together": lambda: together.solve(system), "apart": lambda: apart.solve(system)})
-    rows = Group(f"BiCGStab for a mini-batch of {batch}, {depth} layers of {width} units")
-    ours, apart_label = "all samples in each product, with coefficients of their own", "a solve for each sample"
-    rows.timed(ours, timings["together"])
-    rows.timed(apart_label, timings["apart"], role="reference")
-    rows.compare("apart / together", apart_label, ours)
+    system = solvers.propagation(*network.drawn()).system
+    rows = Group(f"BiCGStab for a mini-batch of {network.batch}, {network}")
+    ours, apart = "all samples in each product, with coefficients of their own", "a solve for each sample"
+    rows.in_turns(
+        context,
+        {label: partial(solvers.BiCGStab(together=label == ours).solve, system) for label in (ours, apart)},
+        role=lambda label: "ours" if label == ours else "reference",
+    )
+    rows.compare("apart / together", apart, ours)
     return rows.rows()
 
 
-def _approximate_forward(depth: int, width: int, batch: int) -> list[Row]:
-    """Errors of the approximate forward pass around the one before a step of training."""
-    module, x, _ = _network(depth, width, batch, 0.0)
-    scales = solvers.forward_scales(module, x)
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    module(x).square().mean().backward()
+def _approximate_forward(network: _Network | _Recurrent, equations: str) -> list[Row]:
+    """Errors of the approximate forward pass around the one before a step of SGD.
+
+    They are those over iterations by substitution, and of recurrent networks also after one by the other solvers.
+    """
+    module, x, _ = network.drawn()
+    scales, after = solvers.forward_scales(module, x), copy.deepcopy(module)
+    optimizer, output = torch.optim.SGD(after.parameters(), lr=0.1), after(x)
+    (output[0] if isinstance(output, tuple) else output).square().mean().backward()
     optimizer.step()
-    errors = solvers.approximate_forward(module, x, scales, iterations=6).errors
-    rows = Group(f"Approximate forward pass (equation 13) after a step of SGD, {depth} layers of {width} units")
-    for number, error in enumerate(errors, 1):
-        rows.value(f"{number} iteration{'s' if number > 1 else ''}", error, "largest error of the output")
+    rows = Group(f"Approximate forward pass ({equations}) after a step of SGD, {network}")
+    for number, error in enumerate(solvers.approximate_forward(after, x, scales, iterations=6).errors, 1):
+        rows.value(f"{number} iteration{'s' if number > 1 else ''}, substitution", error, "largest error")
+    for name, method in network.methods.items():
+        if isinstance(network, _Recurrent) and name != "substitution":
+            error = solvers.approximate_forward(after, x, scales, method=method).errors[0]
+            rows.value(f"1 iteration, {name}", error, "largest error")
     return rows.rows()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from jacsparse.stages import Chain, Pulled
 from jacsparse.stages import chain as chain_of
 
 from ._context import Context
-from ._experiment import Experiment, Group, Row
+from ._experiment import Grid, Group, Row
 from ._workloads import pruned_vgg11
 
 __all__ = ["Network", "WholeJacobian"]
@@ -67,7 +67,7 @@ _VGG = "pruned VGG-11 features, 512 × 3072"
 
 
 @dataclass(frozen=True)
-class WholeJacobian(Experiment):
+class WholeJacobian(Grid):
     """Calls of `jacobian` and of a prepared one; autograd computes as many rows at once as is fastest."""
 
     networks: tuple[Network, ...] = (
@@ -87,13 +87,13 @@ class WholeJacobian(Experiment):
     title = "Jacobians of whole networks"
     source = "thesis, section 3.4; torch.func.jacrev"
 
-    def run(self, context: Context) -> list[Row]:
-        return [row for network in self.networks for row in self._network(network, context)]
+    def cases(self, context: Context) -> Iterable[Network]:
+        return self.networks
 
-    def _network(self, network: Network, context: Context) -> list[Row]:
-        module = network.build().to(network.dtype)
-        shape, generator = (network.batch, *network.input_shape), torch.Generator().manual_seed(0)
-        x = torch.randn(shape, generator=generator, dtype=network.dtype)
+    def measure(self, case: Network, context: Context) -> list[Row]:
+        module = case.build().to(case.dtype)
+        shape, generator = (case.batch, *case.input_shape), torch.Generator().manual_seed(0)
+        x = torch.randn(shape, generator=generator, dtype=case.dtype)
         prepared = jacsparse.prepare_jacobian(module, x)
 
         def ours() -> torch.Tensor:
@@ -106,17 +106,15 @@ class WholeJacobian(Experiment):
 
         seconds = {}
         for chunk in self.chunks:
-            context.say(f"{network.label}: {PEER}, chunks of {chunk}")
+            context.say(f"{case.label}: {PEER}, chunks of {chunk}")
             begin = time.perf_counter()
             expected = autograd(chunk)()
             seconds[chunk] = time.perf_counter() - begin
         _check(jacsparse.jacobian(module, x), expected)
         chunk = min(seconds, key=seconds.__getitem__)
         label = f"{PEER}, chunks of {chunk}"
-        functions = {"ours": ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)}
         rounds = context.rounds if seconds[chunk] < _LONG else 1
-        timings = replace(context.under(network.label), rounds=rounds).times(functions)
-        rows, chain = Group(network.label), chain_of(module, network.input_shape)
+        rows, chain = Group(case.label), chain_of(module, case.input_shape)
         accumulation, backward = chain.accumulation, _backward_multiply_adds(chain)
         with FlopCounterMode(display=False) as forward:
             module(x)
@@ -126,13 +124,17 @@ class WholeJacobian(Experiment):
             f"order {chain.order}; multiply-adds: {accumulation.multiply_adds:,} in sparse products, some by zero, "
             f"{backward:,} in operators' own backward"
         )
-        rows.timed(_LATER, timings["ours"], floor=floor, note=note)
-        rows.timed(_PREPARED, timings[_PREPARED])
-        _first_calls(rows, network, x)
-        rows.timed(label, timings[label], role="peer")
-        rows.compare(f"{PEER}, the fastest / ours", label, _LATER, at_least=network.at_least)
+        rows.in_turns(
+            replace(context, rounds=rounds),
+            {_LATER: ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)},
+            floor={_LATER: floor}.get,
+            note=lambda each: note if each == _LATER else "",
+            role=lambda each: "peer" if each == label else "ours",
+        )
+        _first_calls(rows, case, x)
+        rows.compare(f"{PEER}, the fastest / ours", label, _LATER, at_least=case.at_least)
         rows.compare(f"{_PREPARED} / {_LATER}", _PREPARED, _LATER, at=_PREPARED, at_most=1.0)
-        memory = Group(f"{network.label}: memory")
+        memory = Group(f"{case.label}: memory")
         memory.memory(_LATER, ours, runs=rounds)
         memory.memory(label, autograd(chunk), runs=rounds, role="peer")
         memory.compare(f"{PEER} / ours", label, _LATER, at_least=1.0)

@@ -19,10 +19,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from benchmarks import _asdex_peer, _peers, _programs, spgemm, triangular_solvers
-from benchmarks._asdex_peer import ASDEX
+from benchmarks import _jacobians, _peers, _programs, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment, Row
+from benchmarks._jacobians import ASDEX, Case
 from benchmarks._peers import PEERS, Peer
 from benchmarks._problems import PROBLEMS
 from benchmarks._programs import JsonProgram
@@ -33,7 +33,7 @@ from benchmarks._workloads import Trained
 from benchmarks.ddg_convergence import DdgConvergence
 from benchmarks.ddg_scaling import DdgScaling
 from benchmarks.ddg_theory import DdgTheory
-from benchmarks.discretised_equations import DiscretisedEquations, SizedEquation
+from benchmarks.discretised_equations import DiscretisedEquations
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
@@ -48,7 +48,7 @@ from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.sparse_convergence import SparseConvergence
-from benchmarks.sparse_jacobian import Case, SparseJacobian
+from benchmarks.sparse_jacobian import SparseJacobian
 from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
@@ -93,12 +93,12 @@ SMALL: list[Experiment] = [
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
-    SparseJacobian(cases=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
+    SparseJacobian(problems=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
     SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     SparseConvergence(settings=small_training, seeds=(0,)),
-    DiscretisedEquations(cases=(SizedEquation("power_flow", 5, at_most=1.5),), compiled=False),
+    DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2, recurrent=((1, 3, 2), (2, 4, 3))),
     TriangularCosts(units=(2, 3), depths=(3, 5), samples=(1, 2, 3)),
@@ -284,7 +284,7 @@ def test_trainings_as_published() -> None:
     assert published.deep == ("resnet56", "resnet110") and published.augment
 
 
-SMALL_EQUATION = SizedEquation("oregonator", 4, at_most=1.5)
+SMALL_EQUATION = Case("oregonator", 4, at_most=1.5)
 #: A peer that takes a second, and whose values are in a file.
 MADE_UP_PEER = """
 import json, shutil, sys
@@ -303,10 +303,10 @@ def made_up_asdex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
     def put(factor: float) -> None:
         path = tmp_path / "peer.py"
         path.write_text(MADE_UP_PEER)
-        problem = PROBLEMS[SMALL_EQUATION.equation](SMALL_EQUATION.size, 1)
+        problem = PROBLEMS[SMALL_EQUATION.problem](SMALL_EQUATION.size, 1)
         matrix = jacsparse.jacobian(problem.f, *problem.args, batched=False).to_scipy().tocoo()
         np.savez(f"{path}.npz", rows=matrix.row, columns=matrix.col, values=factor * matrix.data)
-        monkeypatch.setattr(_asdex_peer, "_PROGRAM", str(path))
+        monkeypatch.setattr(_jacobians, "_PROGRAM", str(path))
         monkeypatch.setenv(ASDEX, sys.executable)
 
     return put
@@ -314,7 +314,7 @@ def made_up_asdex(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[
 
 def test_the_faster_mode_of_asdex_is_the_peer(context: Context, made_up_asdex: Callable[[float], None]) -> None:
     made_up_asdex(1 + 1e-12)
-    rows = DiscretisedEquations(cases=(SMALL_EQUATION,), compiled=False).run(context)
+    rows = DiscretisedEquations(problems=(SMALL_EQUATION,), compiled=False).run(context)
     assert [_named(rows, f"asdex, {mode} mode").median for mode in ("forward", "reverse")] == [1.0, 3.0]
     faster, eager, later = (
         _named(rows, label) for label in ("prepared, the faster of both", "prepared", "jacobian, later calls")
@@ -329,7 +329,7 @@ def test_the_faster_mode_of_asdex_is_the_peer(context: Context, made_up_asdex: C
 
 def test_a_peer_with_other_values_is_not_timed(context: Context, made_up_asdex: Callable[[float], None]) -> None:
     made_up_asdex(1 + 1e-8)
-    rows = DiscretisedEquations(cases=(SMALL_EQUATION,), compiled=False).run(context)
+    rows = DiscretisedEquations(problems=(SMALL_EQUATION,), compiled=False).run(context)
     row = _named(rows, "asdex, forward mode")
     assert (
         row.not_measured == "ValueError: its values differ from those of a prepared Jacobian by 1.0e-08 of the largest"

@@ -1,0 +1,175 @@
+"""Jacobians of problems in turns: prepared ones, their peers, and asdex in a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import tempfile
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import scipy.sparse
+
+import jacsparse
+
+from ._calls import Call
+from ._context import Context, Timing
+from ._equations import EQUATIONS
+from ._experiment import Grid, Group, Role, Row, reason
+from ._problems import PROBLEMS, Problem
+from ._programs import JsonProgram
+
+__all__ = ["ASDEX", "COMPILED", "PREPARED", "Asdex", "Case", "JacobianGrid", "check_values", "compiled", "first_call"]
+
+PREPARED, COMPILED = "prepared", "prepared, compiled"
+#: The variable that names a Python with asdex.
+ASDEX = "JACSPARSE_ASDEX_PYTHON"
+_PROGRAM = str(Path(__file__).with_name("_asdex.py"))
+#: The largest difference of values, as a share of the largest.
+_DIFFERENCE = 1e-9
+
+
+@dataclass(frozen=True)
+class Case:
+    """A problem of a size, and what its later calls should reach."""
+
+    problem: str
+    size: int
+    batch: int = 1
+    #: The least ratio of asdex's time to that of a prepared Jacobian, or the most of its inverse.
+    asdex: float | None = None
+    at_most: float | None = None
+    #: The most seconds of a prepared Jacobian.
+    seconds: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.problem}, {self.size}" + (f", batch {self.batch}" if self.batch > 1 else "")
+
+
+class Asdex:
+    """A Jacobian of asdex's in one mode; the first call starts its process, and later ones are timed in turns.
+
+    The values of the first call, which the process writes into a file, are compared with those expected, if any.
+    """
+
+    def __init__(self, case: Case, mode: str, path: Path, expected: scipy.sparse.csr_array | None) -> None:
+        self._arguments, self._expected = (case.problem, case.size, case.batch, mode, path), expected
+        self._program: JsonProgram | None = None
+        #: Seconds of the first call.
+        self.first: float | None = None
+        self.note = ""
+
+    def __call__(self) -> None:
+        python = os.environ.get(ASDEX)
+        if python is None:
+            raise ImportError(f"set {ASDEX} to a Python that has asdex")
+        program = self._program = JsonProgram([python, _PROGRAM], *self._arguments)
+        answer = program.answer()
+        if self._expected is not None:
+            with np.load(self._arguments[-1]) as content:
+                entries = content["values"], (content["rows"], content["columns"])
+                check_values(scipy.sparse.csr_array(entries, self._expected.shape), self._expected)
+        self.first, self.note = answer["first"], f"{answer['colors']} colours, {answer['versions']}"
+
+    def turn(self, seconds: float) -> Timing:
+        """The timing of runs for some seconds."""
+        assert self._program is not None
+        answer = self._program.answer(seconds)
+        return Timing(answer["times"], answer["runs"])
+
+    def close(self) -> None:
+        """End the process."""
+        if self._program is not None:
+            self._program.close()
+
+
+def check_values(actual: scipy.sparse.csr_array, expected: scipy.sparse.csr_array) -> None:
+    """Raise ValueError where values differ from those of the prepared Jacobian."""
+    scale = abs(expected).max()
+    difference = abs(actual - expected).max()
+    if not difference <= _DIFFERENCE * scale:
+        raise ValueError(
+            f"its values differ from those of a prepared Jacobian by {difference / scale:.1e} of the largest"
+        )
+
+
+def compiled(problem: Problem, expected: scipy.sparse.csr_array | None) -> Call:
+    """Calls of a compiled program, checked as asdex's; ValueError where it cannot be compiled."""
+    prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
+    if expected is not None:
+        check_values(prepared(*problem.args).to_scipy(), expected)
+    return functools.partial(prepared.values, *problem.args)
+
+
+def first_call(case: Case, way: str) -> tuple[float | None, str]:
+    """Seconds of the first call in a new process by one of the ways of `_first_call`, or None and why."""
+    command = [sys.executable, "-m", f"{__package__}._first_call"]
+    program = JsonProgram(command, case.problem, case.size, case.batch, way)
+    try:
+        return program.answer()["first"], ""
+    except (OSError, RuntimeError) as error:
+        return None, reason(error)
+    finally:
+        program.close()
+
+
+class JacobianGrid(Grid):
+    """Jacobians on one thread: later calls in turns, asdex's among them, and first calls in new processes."""
+
+    single_thread = True
+    #: The modes of asdex by their rows' labels.
+    modes: ClassVar[Mapping[str, str]]
+    #: The labels of our rows, of those with a floor, and of nobody's; all others are peers'.
+    ours: ClassVar[tuple[str, ...]]
+    floors: ClassVar[tuple[str, ...]] = ()
+    references: ClassVar[tuple[str, ...]]
+
+    @abstractmethod
+    def calls(
+        self,
+        case: Case,
+        problem: Problem,
+        prepared: jacsparse.PreparedJacobian,
+        expected: scipy.sparse.csr_array | None,
+    ) -> Mapping[str, Call]:
+        """The calls that are timed beside those of a prepared Jacobian, by label; without a batch, its values."""
+
+    @abstractmethod
+    def compared(self, case: Case, rows: Group, values: Call, first: Mapping[str, float | None]) -> Iterable[Row]:
+        """The rows with ratios and first calls; `first` has the seconds of asdex's by mode's label."""
+
+    def fields(self, case: Case, problem: Problem) -> dict[str, object]:
+        """The fields of all rows."""
+        return {}
+
+    def measure(self, case: Case, context: Context) -> Iterable[Row]:
+        problem = PROBLEMS[case.problem](case.size, case.batch)
+        prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options)
+        rows, values = Group(str(case), **self.fields(case, problem)), functools.partial(prepared.values, *problem.args)
+        expected = None if problem.batched else prepared(*problem.args).to_scipy()
+        calls, x = self.calls(case, problem, prepared, expected), problem.args[0]
+        nbytes = x.nbytes + x.element_size() * prepared.pattern.nnz
+        with tempfile.TemporaryDirectory() as folder:
+            modes = self.modes if case.problem in EQUATIONS else {}
+            peers = {label: Asdex(case, mode, Path(folder, f"{mode}.npz"), expected) for label, mode in modes.items()}
+            notes = {PREPARED: f"{prepared.method}, nnz {prepared.pattern.nnz:,}"}
+            try:
+                rows.in_turns(
+                    context,
+                    {PREPARED: values, **calls, **peers},
+                    role=self._role,
+                    note=lambda label: peers[label].note if label in peers else notes.get(label, ""),
+                    floor=lambda label: context.limits.floor(nbytes) if label in self.floors else None,
+                )
+            finally:
+                for peer in peers.values():
+                    peer.close()
+        return self.compared(case, rows, values, {label: peer.first for label, peer in peers.items()})
+
+    def _role(self, label: str) -> Role:
+        return "ours" if label in self.ours else "reference" if label in self.references else "peer"
