@@ -20,12 +20,19 @@ from jacsparse.runtime import intercept
 from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
-from ._context import Context, Timing
+from ._context import Context
 from ._experiment import Grid, Group, Row, reason
 from ._text import amount
 
 __all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
 
+#: The rows' labels; the first two are followed by the mode in which they run.
+_KERNEL, _COPY = "values, kernel alone", "copy of as many bytes"
+_CALL, _OVERHEAD = "call from tensors", "call from tensors, without its kernel"
+_OPERATOR, _BOTH = "PyTorch's operator, on 2 × 2 pixels", "pattern and values, from nothing"
+_GRAD, _BACKWARD = "autograd, grad() of each output", "autograd, backward() of each output"
+_STACKED, _EVERY = f"{_GRAD}, stacked to a dense matrix", f"{_GRAD}, none extrapolated"
+PRINTED = "thesis, Algorithms 2 to 4, in NumPy"
 #: The target for the time of a call from tensors without its kernel, as a multiple of PyTorch's operator.
 OVERHEAD = 4
 #: The most columns that autograd computes all of, once more than the sample from which it is extrapolated.
@@ -77,15 +84,39 @@ class JacobianGeneration(Grid):
             (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.place))
             columns = _Columns(record.input, record.output, self.columns)
             columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
-            timings = context.under(case.name).times(_functions(module, record, columns, device))
+            functions = _functions(module, record, columns, device)
         except (RuntimeError, ValueError) as error:
             return [Row.missing("transposed Jacobian", reason(error), group=case.name)]
-        return _rows(case, record.stage.transposed_pattern, columns, timings, MODES[device][-1])
+        rows, kernel, copy = Group(case.name), *(labelled(label, MODES[device][-1]) for label in (_KERNEL, _COPY))
+        _add_sizes(rows, record.stage.transposed_pattern)
+        extrapolated, peers = (_GRAD, _STACKED, _BACKWARD), (_GRAD, _STACKED, _BACKWARD, _EVERY, PRINTED)
+        rows.in_turns(
+            context,
+            functions,
+            per=lambda label: columns.count / columns.total if label in extrapolated else 1,
+            role=lambda label: "peer" if label in peers else "reference" if label in (_OPERATOR, copy) else "ours",
+        )
+        for label in (kernel, _CALL):
+            rows.add(replace(rows[label], floor=rows[copy].fastest))
+        for label in extrapolated:
+            time = amount((rows[label].median or 0.0) / columns.total, "s")
+            note = f"{columns.count} of {columns.total:,} columns, {time} each, the rest extrapolated"
+            rows.add(replace(rows[label], note=note))
+        rows.compare("kernel / copy", kernel, copy, at=kernel, at_most=4)
+        rows.compare("grad() / kernel", _GRAD, kernel)
+        rows.compare("stacked / kernel", _STACKED, kernel, published=case.published)
+        rows.compare("backward() / kernel", _BACKWARD, kernel)
+        rows.compare("all of grad() / kernel", _EVERY, kernel)
+        rows.compare("time / operator", _OVERHEAD, _OPERATOR, at=_OVERHEAD, at_most=OVERHEAD)
+        rows.compare("grad() / call", _GRAD, _CALL)
+        rows.compare("stacked / from nothing", _STACKED, _BOTH, published=case.published)
+        rows.compare("Algorithms 2 to 4 / from nothing", PRINTED, _BOTH)
+        return rows.rows()
 
 
 def _functions(module: nn.Module, record: Record, columns: _Columns, device: str) -> dict[str, Call]:
     """The functions that are timed: the parts of making the Jacobian, a copy of as many bytes, and autograd."""
-    stage = record.stage
+    stage, mode = record.stage, MODES[device][-1]
     (edge,) = stage.edges
     pattern, rule, prepared = stage.transposed_pattern, edge.rule, record.call(edge)
     runs = _kernel_runs(lambda: rule.transposed_values(prepared, pattern))
@@ -97,69 +128,26 @@ def _functions(module: nn.Module, record: Record, columns: _Columns, device: str
         _ = fresh.indices
         return fresh
 
+    def in_last_mode(call: Call) -> Call:
+        """A launch takes longer than a kernel of microseconds; a graph has no launches."""
+        return in_mode(ready(call), mode) if mode == GRAPH else call
+
     functions: dict[str, Call] = {
-        "pattern": fresh_pattern,
-        "kernel": lambda: [run() for run in runs],
-        "call": record.transposed_jacobian,
-        "overhead": _without_kernels(record.transposed_jacobian),
-        "operator": lambda: module(small_input),
-        "both": lambda: rule.transposed_values(prepared, fresh_pattern()),
-        "copy": lambda: target.copy_(source),
-        "autograd": columns.run,
-        "stacked": columns.run_stacked,
-        "backward": columns.run_backward,
+        "pattern, from nothing": fresh_pattern,
+        labelled(_KERNEL, mode): in_last_mode(lambda: [run() for run in runs]),
+        _OVERHEAD: _without_kernels(record.transposed_jacobian),
+        _OPERATOR: lambda: module(small_input),
+        _CALL: record.transposed_jacobian,
+        _BOTH: lambda: rule.transposed_values(prepared, fresh_pattern()),
+        labelled(_COPY, mode): in_last_mode(lambda: target.copy_(source)),
     }
-    if columns.total <= _ALL:
-        functions["all"] = _Columns(record.input, record.output, columns.total).run
     if isinstance(module, nn.Conv2d) and device == "cpu":
         weight, (_, height, width) = module.weight.detach().numpy(), record.stage.in_shape
-        functions["printed"] = functools.partial(printed_algorithms, weight, (height, width))
-    if device == "cuda":
-        # A launch takes longer than a kernel of microseconds; a graph has no launches.
-        for key in ("kernel", "copy"):
-            functions[key] = in_mode(ready(functions[key]), GRAPH)
+        functions[PRINTED] = functools.partial(printed_algorithms, weight, (height, width))
+    functions |= {_GRAD: columns.run, _STACKED: columns.run_stacked, _BACKWARD: columns.run_backward}
+    if columns.total <= _ALL:
+        functions[_EVERY] = _Columns(record.input, record.output, columns.total).run
     return functions
-
-
-def _rows(operator: _Operator, pattern: Pattern, columns: _Columns, timings: dict[str, Timing], mode: str) -> list[Row]:
-    rows, copy = Group(operator.name), labelled("copy of as many bytes", mode)
-    kernel, call = labelled("values, kernel alone", mode), "call from tensors"
-    overhead, operation = "call from tensors, without its kernel", "PyTorch's operator, on 2 × 2 pixels"
-    both, grad = "pattern and values, from nothing", "autograd, grad() of each output"
-    stacked, backward = f"{grad}, stacked to a dense matrix", "autograd, backward() of each output"
-    every, share = f"{grad}, none extrapolated", columns.count / columns.total
-    _add_sizes(rows, pattern)
-    floor = Row.timed(copy, timings["copy"]).fastest
-    rows.timed("pattern, from nothing", timings["pattern"])
-    rows.timed(kernel, timings["kernel"], floor=floor)
-    rows.timed(overhead, timings["overhead"])
-    rows.timed(operation, timings["operator"], role="reference")
-    rows.timed(call, timings["call"], floor=floor)
-    rows.timed(both, timings["both"])
-    rows.timed(copy, timings["copy"], role="reference")
-    if "printed" in timings:
-        rows.timed(PRINTED, timings["printed"], role="peer")
-    for label, key in ((grad, "autograd"), (stacked, "stacked"), (backward, "backward")):
-        row = rows.timed(label, timings[key], per=share, role="peer")
-        each = amount((row.median or 0.0) / columns.total, "s")
-        note = f"{columns.count} of {columns.total:,} columns, {each} each, the rest extrapolated"
-        rows.add(replace(row, note=note))
-    if "all" in timings:
-        rows.timed(every, timings["all"], role="peer")
-    rows.compare("kernel / copy", kernel, copy, at=kernel, at_most=4)
-    rows.compare("grad() / kernel", grad, kernel)
-    rows.compare("stacked / kernel", stacked, kernel, published=operator.published)
-    rows.compare("backward() / kernel", backward, kernel)
-    rows.compare("all of grad() / kernel", every, kernel)
-    rows.compare("time / operator", overhead, operation, at=overhead, at_most=OVERHEAD)
-    rows.compare("grad() / call", grad, call)
-    rows.compare("stacked / from nothing", stacked, both, published=operator.published)
-    rows.compare("Algorithms 2 to 4 / from nothing", PRINTED, both)
-    return rows.rows()
-
-
-#: The label of `printed_algorithms`.
-PRINTED = "thesis, Algorithms 2 to 4, in NumPy"
 
 
 def printed_algorithms(weight: np.ndarray, size: tuple[int, int]) -> scipy.sparse.csr_array:
