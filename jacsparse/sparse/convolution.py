@@ -62,6 +62,7 @@ class Correlation:
         rows, columns = reading.in_size
         distances = np.array([tap.offset[0] * columns + tap.offset[1] for tap in reading.taps], dtype=np.int32)
         self._offsets = torch.from_numpy(entries.source * np.int32(rows * columns) + distances[entries.tap])
+        self._starts = int(entries.starts.ctypes.data)
         self._no_bias = torch.zeros(entries.channels, dtype=dtype)
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
@@ -139,7 +140,7 @@ class Correlation:
         return (
             function,
             tiles.table,
-            self.entries.starts_address,
+            self._starts,
             self._taps,
             self.entries.channels,
             values.data_ptr(),
@@ -286,15 +287,19 @@ class _Convolve(torch.autograd.Function):
         return *gradients(ctx, x, values, gradient), None, None
 
 
-def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, Any, Any]:
+def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, ...]:
     """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
-    needs_x, needs_values, needs_bias, *_ = ctx.needs_input_grad
     of_x = of_values = of_bias = None
-    if needs_values or needs_bias:
+    if any(ctx.needs_input_grad[1:3]):
         of_values, of_bias = ctx.convolution.weight_gradients(x, gradient)
-    if needs_x:
+    if ctx.needs_input_grad[0]:
         of_x = ctx.convolution.input_gradient(gradient, values)
-    return of_x, of_values if needs_values else None, of_bias if needs_bias else None
+    return needed(ctx, of_x, of_values, of_bias)
+
+
+def needed(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+    """Those of the first inputs' gradients that `ctx` asks for, and None for the others."""
+    return tuple([each if asked else None for each, asked in zip(gradients, ctx.needs_input_grad, strict=False)])
 
 
 class _Transposed(torch.autograd.Function):

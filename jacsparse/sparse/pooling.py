@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..runtime import SIMD, run_rows
-from .convolution import Convolution, empty, gradients
+from .convolution import Convolution, empty, gradients, needed
 from .kernel_runs import run_kernel
 from .pooling_kernels import (
     add_to_winners,
@@ -169,7 +169,8 @@ class _ConvolveAndPool(torch.autograd.Function):
         gradient, forward = gradient.contiguous(), ctx.convolution.forward
         if not (ctx.needs_input_grad[0] or torch.is_grad_enabled()) and forward.reads_winners():
             # As of the first layer of a model, whose output is the largest.
-            return None, *forward.products(x, gradient, winners, ctx.pool.kernel), None, None
+            products = forward.products(x, gradient, winners, ctx.pool.kernel)
+            return *needed(ctx, None, *products), None, None
         shape = (x.shape[0], *ctx.convolution.out_shape)
         gradient = ctx.pool.scattered(gradient, winners, shape)
         return *gradients(ctx, x, values, gradient), None, None

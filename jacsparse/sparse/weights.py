@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,10 +23,6 @@ class Entries:
     #: For each weight, the channel that it reads, and its tap.
     source: np.ndarray
     tap: np.ndarray
-
-    @functools.cached_property
-    def starts_address(self) -> int:
-        return int(self.starts.ctypes.data)
 
 
 @dataclass(frozen=True, eq=False)

@@ -116,7 +116,7 @@ def test_model(name: str, batch: int, training: bool) -> None:
 
 @pytest.mark.parametrize(("batch", "window"), [(1, (2, 2)), (3, (3, 2)), (16, (2, 4)), (21, (2, 2))])
 def test_weights_of_a_first_layer_that_is_pooled(batch: int, window: tuple[int, int]) -> None:
-    dense = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(window))
+    dense = nn.Sequential(nn.Conv2d(3, 64, 3, padding=1, bias=window != (3, 2)), nn.ReLU(), nn.MaxPool2d(window))
     model, x = pruned(dense).double(), torch.randn(batch, 3, 12, 8, dtype=torch.float64)
     sparse = sparsify(model, x, measure=False)
     weights = torch.randn(model(x).shape, dtype=torch.float64)
@@ -128,11 +128,13 @@ def test_weights_of_a_first_layer_that_is_pooled(batch: int, window: tuple[int, 
     finally:
         torch.set_num_threads(before)
     layer = model[0]
-    expected, of_bias = torch.autograd.grad((model(x) * weights).sum(), [layer.weight_orig, layer.bias])
-    for values, bias in results:
-        assert torch.equal(values, results[0][0]) and torch.equal(bias, results[0][1])
-        close(values, expected.flatten()[sparse.model[0]._structure.places], 1e-12)
-        close(bias, of_bias, 1e-12)
+    leaves = [each for each in (layer.weight_orig, layer.bias) if each is not None]
+    expected, *of_bias = torch.autograd.grad((model(x) * weights).sum(), leaves)
+    for gradients in results:
+        assert all(map(torch.equal, gradients, results[0]))
+        close(gradients[0], expected.flatten()[sparse.model[0]._structure.places], 1e-12)
+        for actual, reference in zip(gradients[1:], of_bias, strict=True):
+            close(actual, reference, 1e-12)
 
 
 def test_measured_choice_and_report() -> None:
