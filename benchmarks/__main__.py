@@ -194,6 +194,9 @@ def _measured(experiment: Experiment, context: Context) -> tuple[Result, Excepti
                 full_precision()
             limits = context.limits
             rows = experiment.run(context)
+        except ImportError as error:
+            # Data need a package that is not installed.
+            problem = reason(error)
         except Exception as error:
             problem, failure = reason(error), error
     if problem is not None:

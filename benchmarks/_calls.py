@@ -1,15 +1,20 @@
-"""The calls that are timed: on CUDA devices by events, and as replays of graphs."""
+"""The calls that are measured: their times on CUDA devices, by events and as replays of graphs, and their memory."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeAlias
 
 import torch
+
+from jacsparse.runtime import MEMORY_POOL
 
 __all__ = [
     "GRAPH",
@@ -145,3 +150,26 @@ def full_precision() -> None:
     """Make all libraries compute in full float32: cuDNN would round the factors of its products to 10 bits."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def peak_memory(function: Callable[[], object]) -> int:
+    """Bytes by which resident memory rises while a function runs; OSError or AttributeError if the system hides it.
+
+    Linux with the GNU C library shows it, and lets a process reset its peak.
+    """
+    gc.collect()
+    # The function could use freed memory that the pool or the C library holds, which would not be counted.
+    MEMORY_POOL.clear()
+    ctypes.CDLL(None).malloc_trim(0)
+    _CLEAR.write_text("5", encoding="utf-8")
+    before = _kibibytes("VmRSS")
+    function()
+    return 1024 * max(0, _kibibytes("VmHWM") - before)
+
+
+def _kibibytes(name: str) -> int:
+    line = next(line for line in _STATUS.read_text(encoding="utf-8").splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1])

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy as np
 
-from ._calls import one_thread
-from ._memory import peak_memory
+from ._calls import one_thread, peak_memory
 
 if TYPE_CHECKING:
     from ._context import Context, Timing
@@ -217,7 +216,7 @@ class Experiment(ABC):
 
     @abstractmethod
     def run(self, context: Context) -> list[Row]:
-        """Measure, and return the rows."""
+        """Measure, and return the rows; ImportError where data need a package that is not installed."""
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         """What is drawn of the rows: without more words, their times as bars."""
@@ -259,16 +258,13 @@ class Grid(Experiment):
 
     @abstractmethod
     def measure(self, case: Any, context: Context) -> Iterable[Row]:
-        """Measure one of the settings; ImportError where its data cannot be read for want of a package."""
+        """Measure one of the settings, and return its rows."""
 
     def run(self, context: Context) -> list[Row]:
         """Measure all cases, and return their rows."""
         context = replace(context) if self.single_thread else context
         with one_thread() if self.single_thread else contextlib.nullcontext():
-            try:
-                return [row for case in self.cases(context) for row in self.measure(case, context)]
-            except ImportError as error:
-                return [Row.missing(self.title, str(error))]
+            return [row for case in self.cases(context) for row in self.measure(case, context)]
 
 
 def where(rows: Iterable[Row], **data: Any) -> list[Row]:

@@ -127,10 +127,7 @@ class DdgConvergence(Experiment):
         )
 
     def run(self, context: Context) -> list[Row]:
-        try:
-            source = load_data(self.data).source
-        except ImportError as error:
-            return [Row.missing(self.title, str(error))]
+        source = load_data(self.data).source
         where = f"{_IMAGES.get(source, source)}, {self.side} × {self.side}, batch {self.batch}"
         rows = self._shallow(context, f"{self.epochs} epochs of {where}")
         for network in self.deep:

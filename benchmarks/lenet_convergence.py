@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,7 +13,7 @@ from jacsparse.nn import Scan
 
 from ._context import Context
 from ._curves import BASELINE, REORDERED, TEST_EVERY, Curve, curve_rows, train_side_by_side
-from ._experiment import Experiment, Row
+from ._experiment import Grid, Row
 from ._figures import Line, Panel, Picture
 from ._workloads import published_iterations
 
@@ -48,7 +48,7 @@ def loss_curves(
 
 
 @dataclass(frozen=True)
-class LenetConvergence(Experiment):
+class LenetConvergence(Grid):
     """Losses of both trainings, in float32 and in float64."""
 
     data: str = "digits"
@@ -64,20 +64,17 @@ class LenetConvergence(Experiment):
     def on(self, data: str) -> LenetConvergence:
         return replace(self, data=data, iterations=None)
 
-    def run(self, context: Context) -> list[Row]:
-        try:
-            data = load_data(self.data)
-        except ImportError as error:
-            return [Row.missing("losses", str(error))]
+    def cases(self, context: Context) -> Iterable[tuple[torch.dtype, float]]:
+        return ((torch.float32, 1e-3), (torch.float64, 1e-9))
+
+    def measure(self, case: tuple[torch.dtype, float], context: Context) -> list[Row]:
+        dtype, tolerance = case
+        data, name = load_data(self.data), str(dtype).removeprefix("torch.")
         iterations = self.iterations or published_iterations("lenet5", data)
-        rows: list[Row] = []
-        for dtype, tolerance in ((torch.float32, 1e-3), (torch.float64, 1e-9)):
-            name = str(dtype).removeprefix("torch.")
-            settings = f"batch {self.batch}, SGD, learning rate {LEARNING_RATE}, momentum {MOMENTUM}"
-            group = f"{name}: {iterations:,} iterations on {data.source}, {settings}"
-            curves = loss_curves(iterations, dtype, data=data, batch=self.batch, say=context.under(name).say)
-            rows += curve_rows(curves, name=name, group=group, tolerance=tolerance, falls_to=0.5)
-        return rows
+        settings = f"batch {self.batch}, SGD, learning rate {LEARNING_RATE}, momentum {MOMENTUM}"
+        group = f"{name}: {iterations:,} iterations on {data.source}, {settings}"
+        curves = loss_curves(iterations, dtype, data=data, batch=self.batch, say=context.under(name).say)
+        return curve_rows(curves, name=name, group=group, tolerance=tolerance, falls_to=0.5)
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         # The curves of float32; in a picture, those of float64 look the same.

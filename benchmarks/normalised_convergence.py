@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from jacsparse.models import Dataset
 from torch import nn
 
 from examples.ways_back import WAYS, ResNet, ResNet20, Training, digits, train, vgg11
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
-from ._calls import one_thread
 from ._context import Context
 from ._curves import averaged
-from ._experiment import Comparison, Experiment, Group, Row
+from ._experiment import Grid, Group, Row
 from ._figures import Line, Panel, Picture
 
 __all__ = ["NormalisedConvergence"]
@@ -28,7 +26,7 @@ _BASELINE, _DELAYED = "back-propagation", "delayed gradients, 2 modules"
 
 
 @dataclass(frozen=True)
-class NormalisedConvergence(Experiment):
+class NormalisedConvergence(Grid):
     """Losses of trainings in float64, and how far they are from back-propagation's."""
 
     #: Networks with the height and width to which the digits' images are averaged.
@@ -43,33 +41,27 @@ class NormalisedConvergence(Experiment):
     name = "normalised_convergence"
     title = "Training networks with batch normalisation by each way of going back"
     source = "the four papers' ways of training, on scikit-learn's digits"
+    single_thread = True
 
-    def run(self, context: Context) -> list[Row]:
-        try:
-            data = digits()
-        except ImportError as error:
-            return [Row.missing(self.title, str(error))]
-        rows: list[Row] = []
-        for name, build, side in self.networks:
-            group = f"{name}: {self.epochs} epochs of digits, {side} × {side}, batch {self.batch}, float64"
-            rows += self._rows(context.under(name), build, averaged(data, side), group)
-        return rows
+    def cases(self, context: Context) -> Iterable[tuple[str, Callable[[], nn.Module], int]]:
+        return self.networks
 
-    def _rows(self, context: Context, build: Callable[[], nn.Module], data: Dataset, group: str) -> list[Row]:
-        rows, expected = Group(group), Training()
+    def measure(self, case: tuple[str, Callable[[], nn.Module], int], context: Context) -> list[Row]:
+        name, build, side = case
+        data, expected = averaged(digits(), side), Training()
+        rows = Group(f"{name}: {self.epochs} epochs of digits, {side} × {side}, batch {self.batch}, float64")
         for way in WAYS:
-            context.say(way)
-            with one_thread():
-                training = train(way, build, data, epochs=self.epochs, batch=self.batch)
+            context.under(name).say(way)
+            training = train(way, build, data, epochs=self.epochs, batch=self.batch)
             expected = training if way == _BASELINE else expected
             difference = max(abs(one - other) for one, other in zip(training.losses, expected.losses, strict=True))
             loss, accuracy = training.tests[-1]
             note = f"test loss {loss:.3g}, accuracy {accuracy:.1%}, {training.seconds:.0f} s of training"
             role, data_of_way = "peer" if way == _BASELINE else "ours", {"training": asdict(training)}
-            row = rows.value(way, training.losses[-1], "last loss", role=role, note=note, data=data_of_way)
+            rows.value(way, training.losses[-1], "last loss", role=role, note=note, data=data_of_way)
             if way not in (_BASELINE, _DELAYED):
                 text = f"largest difference of the losses / {_TOLERANCE:g}"
-                rows.add(row.beside(Comparison(text, difference / _TOLERANCE, at_most=1)))
+                rows.beside(way, text, difference / _TOLERANCE, at_most=1)
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:

@@ -21,12 +21,11 @@ from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges
 from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
 
-from ._calls import one_thread
+from ._calls import one_thread, peak_memory
 from ._context import Context, Timing
 from ._environment import cores
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Bars, Line, Panel, Picture
-from ._memory import peak_memory
 from ._ranks import Say, on_ranks
 from ._text import amount
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,7 +11,7 @@ from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClass
 
 from ._context import Context
 from ._curves import REORDERED, Curve, curve_rows, train_side_by_side
-from ._experiment import Experiment, Row
+from ._experiment import Grid, Row
 from ._figures import COLOURS, Line, Panel, Picture
 from ._recurrent import SCANS
 from ._text import amount
@@ -46,12 +46,14 @@ _TASKS = (
 )
 
 
-#: The schedules of the gradients, in the order in which curves are drawn.
-_SCHEDULES = ("sequential", *SCANS)
+#: The schedules of the gradients by label, in the order in which curves are drawn.
+_SCHEDULES = {
+    "jacsparse, sequential: step after step": "sequential", **{f"jacsparse, scan {scan}": scan for scan in SCANS}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
-class RecurrentConvergence(Experiment):
+class RecurrentConvergence(Grid):
     """Losses of trainings over time, in float32, by PyTorch's layer and by ours with each schedule."""
 
     tasks: tuple[Task, ...] = _TASKS
@@ -71,8 +73,28 @@ class RecurrentConvergence(Experiment):
         task = Task("GRU on IRMAS", functools.partial(load_data, data), InstrumentGRU, rate, None, 1.0)
         return replace(self, tasks=(task,))
 
-    def run(self, context: Context) -> list[Row]:
-        return [row for task in self.tasks for row in _rows(task, context.under(task.name))]
+    def cases(self, context: Context) -> Iterable[Task]:
+        return self.tasks
+
+    def measure(self, case: Task, context: Context) -> list[Row]:
+        data = case.data()
+        iterations = case.iterations or published_iterations("irmas", data)
+        settings = f"batch {_BATCH}, Adam, learning rate {case.learning_rate:g}"
+        group = f"{case.name}: {iterations:,} iterations, {settings}"
+        curves = train_side_by_side(
+            functools.partial(case.model, data.classes, data.train_inputs.shape[1]),
+            {label: functools.partial(_scanned, schedule=schedule) for label, schedule in _SCHEDULES.items()},
+            functools.partial(torch.optim.Adam, lr=case.learning_rate),
+            replace(data, train_inputs=data.train_inputs.float(), test_inputs=data.test_inputs.float()),
+            iterations,
+            batch=_BATCH,
+            device=context.place,
+            say=context.under(case.name).say,
+        )
+        # The thesis' scan is a Blelloch scan.
+        published = {} if case.published is None else {"jacsparse, scan blelloch": case.published}
+        options = {"tolerance": 1e-3, "falls_to": case.falls_to}
+        return curve_rows(curves, name=case.name, group=group, published=published, **options)
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         panels = []
@@ -84,33 +106,6 @@ class RecurrentConvergence(Experiment):
             title, label = row.group.replace(": ", "\n", 1), "seconds of training after the first iteration"
             panels.append(Panel(lines, title, label, "loss, mean of 20 iterations", "x", legend="below", size=8))
         return Picture(self.title, panels, (10.0, 5.2))
-
-
-def _rows(task: Task, context: Context) -> list[Row]:
-    try:
-        data = task.data()
-    except ImportError as error:
-        return [Row.missing(f"losses, {task.name}", str(error))]
-    iterations = task.iterations or published_iterations("irmas", data)
-    settings = f"batch {_BATCH}, Adam, learning rate {task.learning_rate:g}"
-    group = f"{task.name}: {iterations:,} iterations, {settings}"
-    curves = train_side_by_side(
-        functools.partial(task.model, data.classes, data.train_inputs.shape[1]),
-        {_label(schedule): functools.partial(_scanned, schedule=schedule) for schedule in _SCHEDULES},
-        functools.partial(torch.optim.Adam, lr=task.learning_rate),
-        replace(data, train_inputs=data.train_inputs.float(), test_inputs=data.test_inputs.float()),
-        iterations,
-        batch=_BATCH,
-        device=context.place,
-        say=context.say,
-    )
-    # The thesis' scan is a Blelloch scan.
-    published = None if task.published is None else {_label("blelloch"): task.published}
-    return curve_rows(curves, name=task.name, group=group, tolerance=1e-3, falls_to=task.falls_to, published=published)
-
-
-def _label(schedule: str) -> str:
-    return "jacsparse, sequential: step after step" if schedule == "sequential" else f"jacsparse, scan {schedule}"
 
 
 def _scanned(model: SequenceClassifier, schedule: str) -> SequenceClassifier:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from jacsparse import nn as scanned
 
 from ._calls import Call
 from ._context import Context, Timing
-from ._experiment import Comparison, Experiment, Row, compare, reason
+from ._experiment import Comparison, Grid, Group, Row, compare, reason, where
 from ._figures import Cells, Panel, Picture
 from ._recurrent import GATES, OURS, PEER
 
@@ -55,7 +55,7 @@ class _Cell:
 
 
 @dataclass(frozen=True)
-class RecurrentShapes(Experiment):
+class RecurrentShapes(Grid):
     """Layers alone, in float32: a forward pass without gradients, and one with those of the weights by all outputs."""
 
     kinds: tuple[str, ...] = ("RNN", "GRU", "LSTM")
@@ -70,13 +70,13 @@ class RecurrentShapes(Experiment):
     title = "Recurrent layers of any shape: speed against torch.nn's"
     source = "no paper: what a layer is measured by that takes torch.nn's place"
 
-    def run(self, context: Context) -> list[Row]:
-        shapes = itertools.product(self.kinds, self.sizes, _PARTS)
-        return [self._row(kind, size, part, context) for kind, size, part in shapes]
+    def cases(self, context: Context) -> Iterable[tuple[str, int, str]]:
+        return itertools.product(self.kinds, self.sizes, _PARTS)
 
-    def _row(self, kind: str, size: int, part: str, context: Context) -> Row:
+    def measure(self, case: tuple[str, int, str], context: Context) -> list[Row]:
         """A row of the shape in which ours is slowest, relative to PyTorch's; its data has all shapes."""
-        label, group = f"{kind}, H = {size}, {part}", f"{context.threads} thread(s)"
+        kind, size, part = case
+        rows, label = Group(f"{context.threads} thread(s)"), f"{kind}, H = {size}, {part}"
         cells, problems = list[_Cell](), list[str]()
         for time, batch in itertools.product(self.times, self.batches):
             if GATES[kind] * size * (size + _features(size)) * time * batch > _MOST_PRODUCTS:
@@ -87,20 +87,15 @@ class RecurrentShapes(Experiment):
             except Exception as error:
                 problems.append(reason(error))
         if not cells:
-            return Row.missing(label, problems[0], group=group)
+            return [rows.missing(label, problems[0])]
         slowest = min(cells, key=lambda cell: cell.ratio)
         note = f"least of {len(cells)} shapes: T = {slowest.time}, B = {slowest.batch}, by {slowest.ran}"
         if repeated := sum(cell.again for cell in cells):
             note += f"; {repeated} measured again, for they seemed slower"
-        return Row.of_value(
-            label,
-            slowest.ratio,
-            f"least of {_RATIO}",
-            group=group,
-            comparisons=(Comparison(_RATIO, slowest.ratio, slowest.fastest, at_least=_TARGET),),
-            note="; ".join([note, *(f"{len(problems)} not measured: {text}" for text in problems[:1])]),
-            data={"kind": kind, "size": size, "part": part, "cells": list(map(asdict, cells))},
-        )
+        note = "; ".join([note, *(f"{len(problems)} not measured: {text}" for text in problems[:1])])
+        data = {"kind": kind, "size": size, "part": part, "cells": list(map(asdict, cells))}
+        compared = (Comparison(_RATIO, slowest.ratio, slowest.fastest, at_least=_TARGET),)
+        return [rows.value(label, slowest.ratio, f"least of {_RATIO}", comparisons=compared, note=note, data=data)]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         from matplotlib import colormaps
@@ -108,7 +103,7 @@ class RecurrentShapes(Experiment):
 
         colour, norm, panels = colormaps["PuOr"], TwoSlopeNorm(0.0, -1.0, 5.0), []
         for part in _PARTS:
-            lines = [row for row in rows if row.data.get("part") == part]
+            lines = where(rows, part=part)
             shapes = sorted({(cell["time"], cell["batch"]) for row in lines for cell in row.data["cells"]})
             cells = {}
             for line, row in enumerate(lines):

@@ -14,7 +14,7 @@ from jacsparse.models import TrainSettings, train, vgg11_settings
 from jacsparse.figures import BLUE, ORANGE
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Group, Row, reason
+from ._experiment import Experiment, Group, Row
 from ._figures import Line, Panel, Picture
 
 __all__ = ["SparseConvergence"]
@@ -37,14 +37,11 @@ class SparseConvergence(Experiment):
     def run(self, context: Context) -> list[Row]:
         settings = self.settings(0)
         epochs = f"{settings.epochs} epochs, {settings.prune:.0%} pruned, {settings.retrain_epochs} epochs"
-        group = f"{settings.task} on {settings.data}: {epochs}, batch {settings.batch}"
-        rows, accuracy = Group(group), {engine: list[float]() for engine in ENGINES}
+        rows = Group(f"{settings.task} on {settings.data}: {epochs}, batch {settings.batch}")
+        accuracy = {engine: list[float]() for engine in ENGINES}
         for seed, engine in itertools.product(self.seeds, ENGINES):
             context.under(f"seed {seed}, {engine}").say("training")
-            try:
-                result = train(replace(self.settings(seed), engine=engine))
-            except ImportError as error:
-                return [Row.missing("accuracy", reason(error), group=group)]
+            result = train(replace(self.settings(seed), engine=engine))
             retrained, note = result.accuracy["retrained"], f"{result.accuracy['pruned']:.4f} right after pruning"
             accuracy[engine].append(retrained)
             points = [_known(asdict(point)) for point in result.points if point.phase == "retrain"]
@@ -83,4 +80,4 @@ def _add_difference(rows: Group, accuracy: dict[str, list[float]]) -> None:
     note = f"dense {dense.mean():.4f}, sparse {sparse.mean():.4f}; standard error {error:.4f}"
     row = rows.value("difference of the mean accuracies", difference, "share", note=note)
     if error:
-        rows.add(row.beside(Comparison("difference / two standard errors", difference / (2 * error), at_most=1)))
+        rows.beside(row.label, "difference / two standard errors", difference / (2 * error), at_most=1)

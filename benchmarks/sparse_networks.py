@@ -147,35 +147,6 @@ class SparseTraining(_PrunedGrid):
 
 
 @dataclass(frozen=True)
-class SparseInference(_PrunedGrid):
-    """A forward pass in evaluation mode."""
-
-    networks: tuple[PrunedNetwork, ...] = (
-        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0, peer=0.5),
-        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
-    )
-
-    training, ours, peer = False, (_OURS, _FROZEN), DEEPSPARSE
-    name = "sparse_inference"
-    title = "Inference with a pruned network"
-    source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
-
-    def call(self, model: Any, x: torch.Tensor) -> Call:
-        def inference() -> object:
-            with torch.inference_mode():
-                return model(x)
-
-        return inference
-
-    def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
-        return {
-            _FROZEN: lambda: self.call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
-            ONNX_RUNTIME: lambda: onnx_runtime_call(build(), x, folder),
-            DEEPSPARSE: lambda: deepsparse_call(build(), x, folder),
-        }
-
-
-@dataclass(frozen=True)
 class SparseCrossover(Grid):
     """From which share of pruned weights on a step of sparse layers is faster, for small and large batches."""
 
@@ -234,6 +205,35 @@ def _step(model: nn.Module, x: torch.Tensor) -> Call:
         optimizer.step()
 
     return step
+
+
+@dataclass(frozen=True)
+class SparseInference(_PrunedGrid):
+    """A forward pass in evaluation mode."""
+
+    networks: tuple[PrunedNetwork, ...] = (
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0, peer=0.5),
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
+    )
+
+    training, ours, peer = False, (_OURS, _FROZEN), DEEPSPARSE
+    name = "sparse_inference"
+    title = "Inference with a pruned network"
+    source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
+
+    def call(self, model: Any, x: torch.Tensor) -> Call:
+        def inference() -> object:
+            with torch.inference_mode():
+                return model(x)
+
+        return inference
+
+    def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
+        return {
+            _FROZEN: lambda: self.call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
+            ONNX_RUNTIME: lambda: onnx_runtime_call(build(), x, folder),
+            DEEPSPARSE: lambda: deepsparse_call(build(), x, folder),
+        }
 
 
 # Peers that train or run pruned networks; each raises ImportError where it is not installed.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from jacsparse import SparseJacobian, solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Group, Row
+from ._experiment import Comparison, Grid, Group, Row
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
 
 __all__ = ["TriangularCosts"]
@@ -35,7 +35,7 @@ _SHARED = "time of substitution on l workers / of full reduction on l"
 
 
 @dataclass(frozen=True)
-class TriangularCosts(Experiment):
+class TriangularCosts(Grid):
     """Multiply-adds and entries of fully connected layers of equal width, counted without numbers."""
 
     units: tuple[int, ...] = (8, 16, 64)
@@ -46,18 +46,14 @@ class TriangularCosts(Experiment):
     title = "Work, time and memory of triangular solvers, by the paper and as counted"
     source = "Naumov, equations 42 to 47 and the memory and criterion of section 4.1"
 
-    def run(self, context: Context) -> list[Row]:
-        rows = []
-        for depth in self.depths:
-            for units in self.units:
-                curves: dict[str, list[_Point]] = {}
-                for samples in self.samples:
-                    context.say(f"{depth} layers of {units} units, {samples} samples")
-                    for point in _points(depth, units, samples):
-                        curves.setdefault(point.what, []).append(point)
-                for curve in curves.values():
-                    rows += _rows(curve, depth, units)
-        return rows
+    def cases(self, context: Context) -> Iterable[tuple[int, int]]:
+        return itertools.product(self.depths, self.units)
+
+    def measure(self, case: tuple[int, int], context: Context) -> list[Row]:
+        depth, units = case
+        context.say(f"{depth} layers of {units} units")
+        points = [_points(depth, units, samples) for samples in self.samples]
+        return [row for curve in zip(*points, strict=True) for row in _rows(curve, depth, units)]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         curves = {(row.data["what"], row.data["l"], row.data["n"]): row.data for row in rows}
