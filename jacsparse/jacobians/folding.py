@@ -76,7 +76,7 @@ class Folded:
         monomials = Monomials.restore(content.get("monomials"), numbers)
         entry = array_in(content, "constants.entry", stop=pattern.nnz)
         monomial = array_in(content, "constants.monomial", size=len(entry), stop=len(monomials))
-        coefficient = array_in(content, "constants.coefficient", kinds="f", size=len(entry))
+        coefficient = array_in(content, "constants.coefficient", kind=np.float64, size=len(entry))
         count, first = content.get("steps"), content.get("derivatives")
         if type(count) is not int or type(first) is not int or first < 0:
             raise ValueError(f"steps is {count!r} and derivatives {first!r}; expected counts")

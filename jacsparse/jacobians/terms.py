@@ -180,7 +180,7 @@ class Step:
     def restore(cls, first: int, arrays: Mapping[str, np.ndarray], monomials: int) -> Step:
         """The step of arrays from outside; ValueError where they refer to what is not computed before it."""
         try:
-            indptr, coefficient = array_in(arrays, "indptr"), array_in(arrays, "coefficient", kinds="f")
+            indptr, coefficient = array_in(arrays, "indptr"), array_in(arrays, "coefficient", kind=np.float64)
             size = len(coefficient)
             left = array_in(arrays, "left", size=size, stop=first)
             right = array_in(arrays, "right", size=size, stop=first) if "right" in arrays else None

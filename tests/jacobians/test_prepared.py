@@ -768,7 +768,9 @@ def test_saved_and_loaded(name: str, method: str, tmp_path: Path) -> None:
         ("1.left", -1, "refers to a variable"),
         ("1.left", 10**6, "refers to a variable"),
         ("1.indptr", 10**6, "no running total"),
+        ("1.coefficient", np.dtype(np.float32), "coefficient is no array of one axis of float64"),
         ("constants.entry", 10**6, "constants.entry does not run from"),
+        ("constants.coefficient", np.dtype(np.float32), "constants.coefficient is no array of one axis of float64"),
     ],
 )
 def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> None:
@@ -778,6 +780,8 @@ def test_damaged_files(field: str, value: Any, message: str, tmp_path: Path) -> 
     before = content.pop(field)
     if isinstance(value, int) and isinstance(before, np.ndarray):
         content[field] = np.full_like(before, value)
+    elif isinstance(value, np.dtype):
+        content[field] = before.astype(value)
     elif value is not None:
         content[field] = value
     write_archive(path, "prepared Jacobian", content)
