@@ -194,11 +194,10 @@ def _measured(experiment: Experiment, context: Context) -> tuple[Result, Excepti
                 full_precision()
             limits = context.limits
             rows = experiment.run(context)
-        except ImportError as error:
-            # Data need a package that is not installed.
-            problem = reason(error)
         except Exception as error:
-            problem, failure = reason(error), error
+            problem = reason(error)
+            # Where data need a package that is not installed, our own error says so, which names no module.
+            failure = None if isinstance(error, ImportError) and error.name is None else error
     if problem is not None:
         rows = [Row.missing(experiment.title, problem)]
     seconds = time.perf_counter() - begin

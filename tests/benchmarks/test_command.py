@@ -227,6 +227,22 @@ def test_what_the_driver_does_not_say_is_left_out(monkeypatch: pytest.MonkeyPatc
     assert environment()["gpu"]["driver"] is None
 
 
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(ImportError("needs a package"), 0), (ImportError("cannot import name 'x'", name="jacsparse.nn"), 1)],
+)
+def test_a_package_that_is_not_installed_is_no_failure(
+    error: ImportError, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Lacking(Dummy):
+        def run(self, context: Context) -> list[Row]:
+            raise error
+
+    monkeypatch.setattr(command, "EXPERIMENTS", {"dummy": Lacking()})
+    assert call("run", "--out", tmp_path).exit_code == code
+    assert [row.not_measured for row in read(tmp_path / "dummy.cpu.json").rows] == [str(error)]
+
+
 def test_an_experiment_that_fails_does_not_take_the_others_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
