@@ -184,8 +184,8 @@ def bundle(xp: Any, cameras: Any, points: Any, *, camera_of: Any, point_of: Any,
 
 def graph_network(xp: Any, h: Any, *, source: Any, target: Any, weights: Any) -> Any:
     """A layer of messages on a graph of four edges a node, 8 features each."""
-    own, sent = weights
-    return xp.add_at(h, target, xp.tanh(h[target] @ own + h[source] @ sent))
+    of_target, of_source = weights
+    return xp.add_at(h, target, xp.tanh(h[target] @ of_target + h[source] @ of_source))
 
 
 def _neighbours(xp: Any, u: Any) -> Any:

@@ -375,10 +375,10 @@ def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
 
 def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     """The numbers of the arguments that `argnums` names, from 0 on."""
-    given = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
+    listed = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     try:
         # A bool is no number of an argument.
-        numbers = tuple(index(None if isinstance(n, bool) else n) for n in given)  # type: ignore[arg-type]
+        numbers = tuple(index(None if isinstance(n, bool) else n) for n in listed)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"argnums is {argnums!r}; expected an integer or a tuple of integers") from None
     if not count:

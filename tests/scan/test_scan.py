@@ -210,11 +210,11 @@ def test_a_backward_pass_is_planned_once_for_the_gradients_that_are_wanted() -> 
 
 
 def test_calls_for_a_module_share_its_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Chain] = []
+    chains: list[Chain] = []
 
     def counted(trace: Trace, **options: bool) -> Chain:
-        made.append(chain_of(trace, **options))
-        return made[-1]
+        chains.append(chain_of(trace, **options))
+        return chains[-1]
 
     monkeypatch.setattr("jacsparse.stages.chain_cache.chain_of", counted)
     module, x = small().double(), torch.randn(3, 2, 9, 9, dtype=torch.float64)
@@ -227,7 +227,7 @@ def test_calls_for_a_module_share_its_chain(monkeypatch: pytest.MonkeyPatch) -> 
         close(jacsparse.leapfrog_backward(module, x, g, threads=2), expected, 1e-10)
         with torch.no_grad():
             module[0].weight_orig.mul_(2)
-    assert len(made) == 1
+    assert len(chains) == 1
 
 
 @SCHEDULES
