@@ -74,30 +74,69 @@ def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):
 
 
 @intrinsic(prefer_literal=True)
-def _write_sum_of_scaled(typing_context, c, c_place, values, starts, count, b, shift, lanes):
-    """``c[c_place + l] = sum of values[t] * b[starts[t] + shift + l]``, in order, for a literal number of lanes.
+def _write_sums_of_scaled(
+    typing_context, c, c_place, c_step, values, starts, first, last, b, shift, b_step, past_caches, lines, lanes
+):  # fmt: skip
+    """``c[c_place + i * c_step + l] = sum of values[t] * b[starts[t] + shift + i * b_step + l]``, for each line ``i``.
 
-    The sums stay in registers.
+    The sum is over terms ``t`` from `first` to `last`, in order. The numbers of lines and lanes are literals: the sums
+    stay in registers. Where `past_caches`, memory is written without reading it into caches first; then each vector has
+    to begin at a multiple of the bytes of eight elements.
     """
-    width = lanes.literal_value
+    width, count = lanes.literal_value, lines.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        c_type, _, values_type, starts_type, _, b_type, _, _ = signature.args
+        c_type, values_type, starts_type, b_type = (signature.args[place] for place in (0, 3, 4, 7))
         vector = ir.VectorType(context.get_data_type(b_type.dtype), width)
-        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [0.0] * width))
-        with cgutils.for_range(builder, args[4]) as term:
-            value = _load(context, builder, values_type, args[2], term.index, 1)
-            start = _load(context, builder, starts_type, args[3], term.index, 1)
-            place = builder.extract_element(start, context.get_constant(types.int32, 0))
-            right = _load(context, builder, b_type, args[5], builder.add(place, args[6]), width)
-            order = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+        zeros, order = (
+            ir.Constant(vector, [0.0] * width),
+            ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width),
+        )
+        sums = [cgutils.alloca_once(builder, vector) for _ in range(count)]
+        for total in sums:
+            builder.store(zeros, total)
+        with cgutils.for_range(builder, args[6], start=args[5]) as term:
+            value = _load(context, builder, values_type, args[3], term.index, 1)
+            start = _load(context, builder, starts_type, args[4], term.index, 1)
             spread = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
-            builder.store(builder.fadd(builder.load(sums), builder.fmul(spread, right)), sums)
-        pointer, alignment = _place(context, builder, c_type, args[0], args[1], width)
-        builder.store(builder.load(sums), pointer).align = alignment
+            place = builder.add(builder.extract_element(start, context.get_constant(types.int32, 0)), args[8])
+            for total in sums:
+                right = _load(context, builder, b_type, args[7], place, width)
+                builder.store(builder.fadd(builder.load(total), builder.fmul(spread, right)), total)
+                place = builder.add(place, args[9])
+
+        def write(*, past_caches: bool) -> None:
+            place = args[1]
+            for total in sums:
+                pointer, alignment = _place(context, builder, c_type, args[0], place, width)
+                stored = builder.store(builder.load(total), pointer)
+                stored.align = alignment * 8 if past_caches else alignment
+                if past_caches:
+                    one = ir.Constant(ir.IntType(32), 1)
+                    stored.set_metadata("nontemporal", builder.module.add_metadata([one]))
+                place = builder.add(place, args[2])
+
+        with builder.if_else(context.cast(builder, args[10], past_caches, types.boolean)) as (past, through):
+            with past:
+                write(past_caches=True)
+            with through:
+                write(past_caches=False)
         return context.get_dummy_value()
 
-    return types.void(c, types.intp, values, starts, types.intp, b, types.intp, lanes), generate
+    places = (types.intp, types.intp)
+    arguments = (c, *places, values, starts, *places, b, *places, past_caches, lines, lanes)
+    return types.void(*arguments), generate
+
+
+@intrinsic
+def finish_writes(typing_context):
+    """Make what was written past the caches visible to other threads."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return types.void(), generate
 
 
 @intrinsic(prefer_literal=True)
@@ -165,27 +204,60 @@ def write_row_times_vectors(typing_context, y, row, values, indices, begin, end,
 
 
 @inlined
-def write_sum_of_rows(c, at_c, columns, values, starts, b, at_b):
-    """``c[at_c + q] = sum of values[t] * b[starts[t] + at_b + q]`` over terms, for each ``q`` of `columns` elements."""
-    q, count = np.int64(0), len(values)
+def write_sum_of_rows(c, at_c, columns, values, starts, first, last, b, at_b, past_caches):
+    """``c[at_c + q] = sum of values[t] * b[starts[t] + at_b + q]`` for each ``q`` of `columns` elements.
+
+    The sum is over terms from `first` to `last`; `past_caches` as in `write_sums_of_lines`.
+    """
+    q = np.int64(0)
     while columns - q >= 64:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 64)
+        _write_sums_of_scaled(c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, past_caches, 1, 64)
         q += 64
     if columns - q >= 32:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 32)
+        _write_sums_of_scaled(c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, past_caches, 1, 32)
         q += 32
     if columns - q >= 16:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 16)
+        _write_sums_of_scaled(c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, past_caches, 1, 16)
         q += 16
     if columns - q >= 8:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 8)
+        _write_sums_of_scaled(c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, past_caches, 1, 8)
         q += 8
     if columns - q >= 4:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 4)
+        _write_sums_of_scaled(c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, False, 1, 4)
         q += 4
     while columns - q >= 1:
-        _write_sum_of_scaled(c, at_c + q, values, starts, count, b, at_b + q, 1)
+        _write_sums_of_scaled(c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, False, 1, 1)
         q += 1
+
+
+@inlined
+def write_sums_of_lines(c, at_c, lines, size, values, starts, first, last, b, at_b, step, past_caches):
+    """``c[at_c + i * size + q] = sum of values[t] * b[starts[t] + at_b + i * step + q]``, for each ``i`` of `lines`.
+
+    The sum is over terms from `first` to `last`, and ``q`` goes through a line's elements, a multiple of 8 or 4. Where
+    `past_caches`, memory is written without reading it into caches first: `c` begins at a multiple of 64 bytes, `at_c`
+    and `size` are multiples of 8, and `finish_writes` has to follow.
+    """
+    if size >= 32:
+        for line in range(lines):
+            at, place = at_c + line * size, at_b + line * step
+            write_sum_of_rows(c, at, size, values, starts, first, last, b, place, past_caches)
+    elif size >= 8:
+        # Short lines: several side by side, so that each weight is read once for all.
+        for q in range(0, size, 8):
+            at, place, left = at_c + q, at_b + q, lines
+            while left >= 4:
+                _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, past_caches, 4, 8)
+                at, place, left = at + 4 * size, place + 4 * step, left - 4
+            if left >= 2:
+                _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, past_caches, 2, 8)
+                at, place, left = at + 2 * size, place + 2 * step, left - 2
+            if left == 1:
+                _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, past_caches, 1, 8)
+    else:
+        for line in range(lines):
+            at, place = at_c + line * size, at_b + line * step
+            _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, False, 1, 4)
 
 
 @inlined

@@ -7,15 +7,16 @@ A convolution's Jacobian is a sum of shifted diagonals, one for each weight, and
 
 A grid has these values for all positions `p`, side by side: an index is read once for all positions and samples, and
 vectors run along both. `ProductPlan` has each row's entries side by side, and putting them there takes longer than
-computing them; so they stay grids, and `matvec` reads them as they are. For several samples a grid has the lines of its
-first axis without the room between them: vectors are long enough then, and less memory is written.
+computing them; so they stay grids, and `matvec` reads them as they are. A grid has the lines of its first axis side by
+side, without the room between them, each filled up to whole vectors.
 
 Positions are numbered through lines of the last axis and so on, with room at their ends for what shifts reach beyond
 them. There `d` and vectors are zero. What a grid has for such a position, or for an entry that no pair of weights
 reaches, is multiplied by such a zero, or is one; so numbers have to be finite.
 
 Lower bound: the grids are written once; each pair of weights reads `d` once, from the second-level cache. With 97 % of
-the weights pruned there are one or two pairs for an entry, so that writing takes most of the time.
+the weights pruned there are one or two pairs for an entry, so that writing takes most of the time: what no cache holds
+is written past the caches, which would read it first.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ import torch
 
 from ..patterns import Convolution, Pattern, ShiftedDiagonals
 from ..runtime import frozen, kernel, row_starts, run_rows
-from .lanes import add_products, write_sum_of_rows
+from .lanes import add_products, finish_writes, write_sums_of_lines
 from .symbolic import multiply_adds, product_pattern
 from .vectors import matvec
 
-#: Elements of a vector; a grid of fewer samples than `LINES_FROM` has a multiple of them.
+#: Elements of a vector; those of a line are a multiple, or half of them.
 LANES = 8
-#: Samples from which a grid has the lines of the first axis side by side, without the room between them.
-LINES_FROM = 4
+#: Bytes of grids from which they are written past the caches.
+PAST_CACHES = 2**24
 #: Multiply-adds over grids for each pair of entries that meets, up to which a stencil is faster than `Slots`.
 PADDING = 1.6
 
@@ -48,27 +49,29 @@ def _pair_weights(first, last, left, right, a, b, weights):
 
 
 @kernel
-def _multiply(first, last, bounds, lines, sizes, pairs, weights, starts, step, d, grids):
+def _multiply(first, last, bounds, lines, sizes, pairs, weights, starts, step, past_caches, d, grids):
     for grid in range(first, last):
-        terms = slice(pairs[grid], pairs[grid + 1])
-        for line in range(lines[grid]):
-            at = bounds[grid] + line * sizes[grid]
-            write_sum_of_rows(grids, at, sizes[grid], weights[terms], starts[terms], d, line * step)
+        terms = pairs[grid], pairs[grid + 1]
+        write_sums_of_lines(
+            grids, bounds[grid], lines[grid], sizes[grid], weights, starts, terms[0], terms[1], d, 0, step, past_caches
+        )
+    if past_caches:
+        finish_writes()
 
 
 @kernel
-def _matvec(first, last, grids_of_channels, bounds, lines, sizes, rows, columns, batch, step, grids, x, y):
+def _matvec(first, last, grids_of_channels, bounds, lines, sizes, reads, rows, columns, batch, step, grids, x, y):
     for channel in range(first, last):
         for grid in range(grids_of_channels[channel], grids_of_channels[channel + 1]):
             at_y, at_x = rows[grid] * batch, columns[grid] * batch
             for line in range(lines[grid]):
                 at = bounds[grid] + line * sizes[grid]
-                add_products(y, at_y + line * step, grids, at, x, at_x + line * step, sizes[grid])
+                add_products(y, at_y + line * step, grids, at, x, at_x + line * step, reads[grid])
 
 
 @kernel
 def _gather(
-    first, last, grids_of_channels, positions, places, begins, shifts, channels, sizes, bounds, pitches, step, batch,
+    first, last, grids_of_channels, positions, places, begins, shifts, channels, sizes, bounds, elements, step, batch,
     grids, indptr, indices, values,
 ):  # fmt: skip
     # A row's columns are some of those that its grids lead to, in the same order.
@@ -84,7 +87,7 @@ def _gather(
             if inside and entry < indptr[row + 1] and indices[entry] == column:
                 line = (places[place] - begins[grid]) // step
                 rest = places[place] - begins[grid] - line * step
-                at = bounds[grid] + (line * pitches[grid] + rest) * batch
+                at = bounds[grid] + line * elements[grid] + rest * batch
                 for sample in range(batch):
                     values[entry, sample] = grids[at + sample]
                 entry += 1
@@ -101,21 +104,24 @@ class _Layout(NamedTuple):
         Elements of vectors between lines of the first axis.
     bounds : ndarray
         Where grids begin, and where the last ends.
-    lines, sizes : ndarray
-        For each grid, the number of lines, and the elements of one.
-    pitches : ndarray
-        For each grid, the positions that it has between lines of the first axis.
+    work : ndarray
+        The work of all grids before each: vectors of eight elements take about as long as one.
+    sizes, reads : ndarray
+        For each grid, the elements of a line, and those that do not reach into the next one.
     starts : ndarray
         Where each pair of weights begins to read the diagonal.
+    in_whole_vectors : bool
+        Whether each line begins and ends with a vector.
     """
 
     batch: int
     step: int
     bounds: np.ndarray
-    lines: np.ndarray
+    work: np.ndarray
     sizes: np.ndarray
-    pitches: np.ndarray
+    reads: np.ndarray
     starts: np.ndarray
+    in_whole_vectors: bool
 
 
 class Stencil:
@@ -185,8 +191,11 @@ class Stencil:
         low = np.maximum(0, -self._shifts)
         extents = np.minimum(np.array(self._sizes[0]), np.array(self._sizes[2]) - self._shifts) - low
         self._begins = low @ self._strides
-        self._lines = extents[:, 0]
-        self._widths = 1 + (extents[:, 1:] - 1) @ self._strides[1:]
+        # Along a single axis there is one line.
+        lined = np.insert(extents, 0, 1, axis=1) if extents.shape[1] == 1 else extents
+        self._lines = lined[:, 0]
+        self._widths = 1 + (lined[:, 1:] - 1) @ self._strides[-lined.shape[1] + 1 :]
+        self._step = int(self._strides[0]) if len(self._strides) > 1 else self._span
         self._rows = row_channels * self._span + self._begins
         self._columns = self._channels * self._span + self._before + self._begins + self._shifts @ self._strides
         of_pairs = np.repeat(self._begins, np.diff(self._pairs)) + through[order] @ self._strides
@@ -262,13 +271,13 @@ class Stencil:
         grids = a.new_empty(int(layout.bounds[-1])) if out is None else out
         left, right = (factor.numpy().ravel()[place] for factor, place in zip((a, b), self._entries, strict=True))
         weights = np.empty(len(self._left), dtype=left.dtype)
-        run_rows(_pair_weights, len(weights), self._left, self._right, left, right, weights)
+        # Elements that are read by index come one by one, not in vectors.
+        run_rows(_pair_weights, len(weights), self._left, self._right, left, right, weights, lanes=LANES)
         spread = self._spread(d, self._sizes[1])
-        # Vectors of eight elements take about as long as one.
-        work = layout.bounds // LANES
-        lines = layout.bounds, layout.lines, layout.sizes
+        lines = layout.bounds, self._lines, layout.sizes
         pairs = self._pairs, weights, layout.starts, layout.step
-        run_rows(_multiply, work, *lines, *pairs, spread, grids.numpy())
+        past_caches = grids.nbytes >= PAST_CACHES and grids.data_ptr() % 64 == 0 and layout.in_whole_vectors
+        run_rows(_multiply, layout.work, *lines, *pairs, past_caches, spread, grids.numpy())
         return grids
 
     def matvec(self, grids: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -291,7 +300,7 @@ class Stencil:
         spread, layout = self._spread(x, self._sizes[2]), self._layout(batch)
         channels, _ = self._shape(rows, self._sizes[0])
         y = np.zeros(channels * self._span * batch, dtype=spread.dtype)
-        lines = layout.bounds, layout.lines, layout.sizes
+        lines = layout.bounds, self._lines, layout.sizes, layout.reads
         places = self._rows, self._columns, batch, layout.step
         work = layout.bounds[self._grids_of_channels] // LANES
         run_rows(_matvec, work, self._grids_of_channels, *lines, *places, grids.numpy(), spread, y)
@@ -305,7 +314,7 @@ class Stencil:
         positions = np.stack(np.unravel_index(np.arange(math.prod(rows)), rows), axis=1)
         places = positions, self._places(rows), self._begins, self._shifts, self._channels, np.array(self._sizes[2])
         layout = self._layout(batch)
-        lines = layout.bounds, layout.pitches, int(self._strides[0]), batch
+        lines = layout.bounds, layout.sizes, layout.step // batch, batch
         pattern = indptr, indices, values
         run_rows(_gather, indptr, self._grids_of_channels, *places, *lines, grids.numpy(), *pattern, lanes=batch)
         return torch.from_numpy(values)
@@ -363,17 +372,17 @@ class Stencil:
         """Where grids lie for a number of samples."""
         layout = self._laid_out
         if layout is None or layout.batch != batch:
-            step = int(self._strides[0])
-            if batch < LINES_FROM or len(self._strides) == 1:
-                pitches = np.full_like(self._widths, step)
-                lines, lengths = np.ones_like(self._lines), (self._lines - 1) * step + self._widths
-                sizes = -(-lengths * batch // LANES) * LANES
-            else:
-                pitches, lines, sizes = self._widths, self._lines, self._widths * batch
-            bounds = row_starts(lines * sizes, np.int64)
-            arrays = map(frozen, (bounds, lines, sizes, pitches, self._starts * batch))
-            self._laid_out = layout = _Layout(batch, step * batch, *arrays)
+            elements, step = self._widths * batch, self._step * batch
+            sizes = np.where(elements <= LANES // 2, LANES // 2, _filled(elements))
+            bounds = row_starts(_filled(self._lines * sizes), np.int64)
+            arrays = map(frozen, (bounds, bounds // LANES, sizes, np.minimum(sizes, step), self._starts * batch))
+            self._laid_out = layout = _Layout(batch, step, *arrays, in_whole_vectors=not (sizes % LANES).any())
         return layout
+
+
+def _filled(elements: np.ndarray) -> np.ndarray:
+    """The elements of whole vectors for some elements."""
+    return -(-elements // LANES) * LANES
 
 
 def _diagonals(pattern: Pattern) -> ShiftedDiagonals:

@@ -71,7 +71,7 @@ def test_drawn_products(pair: tuple[SparseJacobian, SparseJacobian], batch: int,
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch", [1, 3, 16])
-def test_threads_and_dtypes(dtype: torch.dtype, batch: int) -> None:
+def test_threads_and_dtypes(dtype: torch.dtype, batch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     first, second = nn.Conv2d(4, 24, 3, padding=1), nn.Conv2d(24, 24, 3, padding=1)
     for layer in (first, second):
@@ -84,14 +84,15 @@ def test_threads_and_dtypes(dtype: torch.dtype, batch: int) -> None:
     assert stencil.fits(*factors)
     results = []
     try:
-        for threads in (1, 2):
+        for threads, past_caches in ((1, 2**24), (2, 2**24), (1, 0), (2, 0)):
             torch.set_num_threads(threads)
+            monkeypatch.setattr("jacsparse.spgemm.stencil.PAST_CACHES", past_caches)
             grids = stencil.multiply(*factors)
             results.append((stencil.values(grids, batch), stencil.matvec(grids, vectors)))
     finally:
         torch.set_num_threads(1)
-    (values, y), others = results
-    assert torch.equal(values, others[0]) and torch.equal(y, others[1])
+    (values, y), *others = results
+    assert all(torch.equal(values, each) and torch.equal(y, product) for each, product in others)
     bound = 1e-12 if dtype == torch.float64 else 1e-5
     for sample in range(batch):
         scaled = d[:, sample].double().numpy()[:, None] * b.to_scipy().toarray().astype(np.float64)
