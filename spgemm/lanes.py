@@ -231,6 +231,19 @@ def write_sum_of_rows(c, at_c, columns, values, starts, first, last, b, at_b, pa
 
 
 @inlined
+def _write_columns(c, at_c, lines, size, values, starts, first, last, b, at_b, step, past_caches):
+    """As `write_sums_of_lines`, eight elements of each line: of several lines side by side, to read weights once."""
+    while lines >= 4:
+        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 4, 8)
+        at_c, at_b, lines = at_c + 4 * size, at_b + 4 * step, lines - 4
+    if lines >= 2:
+        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 2, 8)
+        at_c, at_b, lines = at_c + 2 * size, at_b + 2 * step, lines - 2
+    if lines == 1:
+        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 1, 8)
+
+
+@inlined
 def write_sums_of_lines(c, at_c, lines, size, values, starts, first, last, b, at_b, step, past_caches):
     """``c[at_c + i * size + q] = sum of values[t] * b[starts[t] + at_b + i * step + q]``, for each ``i`` of `lines`.
 
@@ -242,18 +255,11 @@ def write_sums_of_lines(c, at_c, lines, size, values, starts, first, last, b, at
         for line in range(lines):
             at, place = at_c + line * size, at_b + line * step
             write_sum_of_rows(c, at, size, values, starts, first, last, b, place, past_caches)
-    elif size >= 8:
-        # Short lines: several side by side, so that each weight is read once for all.
+    elif size > 8:
         for q in range(0, size, 8):
-            at, place, left = at_c + q, at_b + q, lines
-            while left >= 4:
-                _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, past_caches, 4, 8)
-                at, place, left = at + 4 * size, place + 4 * step, left - 4
-            if left >= 2:
-                _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, past_caches, 2, 8)
-                at, place, left = at + 2 * size, place + 2 * step, left - 2
-            if left == 1:
-                _write_sums_of_scaled(c, at, size, values, starts, first, last, b, place, step, past_caches, 1, 8)
+            _write_columns(c, at_c + q, lines, size, values, starts, first, last, b, at_b + q, step, past_caches)
+    elif size == 8:
+        _write_columns(c, at_c, lines, 8, values, starts, first, last, b, at_b, step, past_caches)
     else:
         for line in range(lines):
             at, place = at_c + line * size, at_b + line * step
