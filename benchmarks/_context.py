@@ -19,8 +19,6 @@ from jacsparse.runtime import cupy_for
 from ._calls import block_times
 from ._experiment import reason
 
-__all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem"]
-
 
 @dataclass(frozen=True)
 class Timing:

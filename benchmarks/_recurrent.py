@@ -22,19 +22,6 @@ from ._calls import MODES, Call, in_mode, labelled, one_thread
 from ._context import Context, Limits, Timing
 from ._experiment import Grid, Row, compare, reason, values_of, where
 
-__all__ = [
-    "GATES",
-    "OURS",
-    "PEER",
-    "SCANS",
-    "Layer",
-    "Measurements",
-    "RecurrentCase",
-    "RecurrentGrid",
-    "RecurrentWorkload",
-    "shown",
-]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -25,8 +25,6 @@ from ._figures import Bars, Panel, Picture
 from ._ranks import Say, on_ranks
 from ._text import amount
 
-__all__ = ["DdgScaling"]
-
 _PEER = "back-propagation, one process"
 #: The share of the forward pass in an iteration of back-propagation (section 5.3).
 _FORWARD = 0.32

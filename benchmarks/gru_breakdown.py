@@ -12,8 +12,6 @@ from ._figures import Bars, Panel, Picture
 from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
 from ._text import amount
 
-__all__ = ["GruBreakdown"]
-
 #: Targets on CUDA, with set L in batches of 16: the thesis' speed-ups, and three times these.
 _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
 #: Labels of our rows and of PyTorch's.

@@ -24,8 +24,6 @@ from ._context import Context
 from ._experiment import Grid, Group, Row, reason
 from ._text import amount
 
-__all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
-
 #: The rows' labels; the first two are followed by the mode in which they run.
 _KERNEL, _COPY = "values, kernel alone", "copy of as many bytes"
 _CALL, _OVERHEAD = "call from tensors", "call from tensors, without its kernel"
@@ -90,12 +88,8 @@ class JacobianGeneration(Grid):
         rows, kernel, copy = Group(case.name), *(labelled(label, MODES[device][-1]) for label in (_KERNEL, _COPY))
         _add_sizes(rows, record.stage.transposed_pattern)
         extrapolated, peers = (_GRAD, _STACKED, _BACKWARD), (_GRAD, _STACKED, _BACKWARD, _EVERY, PRINTED)
-        rows.in_turns(
-            context,
-            functions,
-            per=lambda label: columns.count / columns.total if label in extrapolated else 1,
-            role=lambda label: "peer" if label in peers else "reference" if label in (_OPERATOR, copy) else "ours",
-        )
+        roles = {**dict.fromkeys(peers, "peer"), **dict.fromkeys((_OPERATOR, copy), "reference")}
+        rows.in_turns(context, functions, per=dict.fromkeys(extrapolated, columns.count / columns.total), role=roles)
         for label in (kernel, _CALL):
             rows.add(replace(rows[label], floor=rows[copy].fastest))
         for label in extrapolated:

@@ -21,8 +21,7 @@ from ._context import Context
 from ._environment import cores
 from ._experiment import Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture, Rule
-
-__all__ = ["Leapfrog"]
+from ._workloads import equal_layers
 
 _PEER = "back-propagation, one thread"
 _ALL_CORES = "back-propagation, all cores"
@@ -136,9 +135,7 @@ def _add_predictions(rows: Group, seconds: _Seconds, threads: int, depth: int, d
 
 
 def _network(depth: int, width: int, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    module = nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(width, width), nn.Sigmoid())])
-    return module, torch.randn(batch, width), torch.randn(batch, width)
+    return equal_layers(depth, width, nn.Sigmoid), torch.randn(batch, width), torch.randn(batch, width)
 
 
 def _step(runner: nn.Module, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:

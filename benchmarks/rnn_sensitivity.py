@@ -16,8 +16,6 @@ from ._experiment import Row, compare, values_of, where
 from ._figures import Line, Panel, Part, Picture, Rule
 from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
 
-__all__ = ["RnnSensitivity"]
-
 #: Targets in batches of 16, by device, layer and length: how many times as fast as torch.nn's a backward pass and a
 #: whole step should be, by schedule.
 _TARGETS: dict[str, dict[tuple[str, int], dict[str, dict[str, tuple[float, ...]]]]] = {

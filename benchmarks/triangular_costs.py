@@ -17,8 +17,6 @@ from ._context import Context
 from ._experiment import Comparison, Grid, Group, Row
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
 
-__all__ = ["TriangularCosts"]
-
 #: The iterations of Jacobi's method that equations 46 and 47 are compared for: both are proportional to them.
 _ITERATIONS = 4
 _WHAT = {
