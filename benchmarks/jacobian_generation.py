@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -190,11 +191,8 @@ def _kernel_runs(call: Call) -> list[Callable[[], None]]:
         run()
         runs.append(run)
 
-    before = intercept(note)
-    try:
+    with _intercepted(note):
         call()
-    finally:
-        intercept(before)
     if not runs:
         raise RuntimeError("the call runs no kernel of jacsparse; time what it runs now")
     return runs
@@ -204,13 +202,20 @@ def _without_kernels(call: Call) -> Callable[[], None]:
     """The call without its kernels: all work from tensors to kernels and back."""
 
     def run() -> None:
-        before = intercept(lambda _: None)
-        try:
+        with _intercepted(lambda _: None):
             call()
-        finally:
-            intercept(before)
 
     return run
+
+
+@contextlib.contextmanager
+def _intercepted(run: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+    """Let a function have the kernels that the body would run."""
+    before = intercept(run)
+    try:
+        yield
+    finally:
+        intercept(before)
 
 
 class _Columns:
