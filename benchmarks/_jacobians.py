@@ -115,12 +115,12 @@ def add_first_call(
     for _ in range(processes):
         seconds, problem = first_call(case, way)
     if seconds is None:
-        rows.missing(label, problem, data={})
+        rows.missing(label, problem)
         return None
-    rows.value(label, seconds, "time", "s", data={})
+    rows.value(label, seconds, "time", "s")
     if asdex is not None:
         rows.beside(label, "asdex / ours", asdex / seconds, at_least=1.0)
-        rows.value("asdex, first call", asdex, "time", "s", role="peer", data={})
+        rows.value("asdex, first call", asdex, "time", "s", role="peer")
     return seconds
 
 
@@ -164,19 +164,16 @@ class JacobianGrid(Grid):
     def compared(self, case: Case, rows: Group, values: Call, first: Mapping[str, float | None]) -> Iterable[Row]:
         """The rows with ratios and first calls; `first` has the seconds of asdex's by mode's label."""
 
-    def fields(self, case: Case, problem: Problem) -> dict[str, object]:
-        """The fields of all rows."""
-        return {}
-
     def cases(self, context: Context) -> Iterable[Case]:
         return self.problems
 
     def measure(self, case: Case, context: Context) -> Iterable[Row]:
         problem = PROBLEMS[case.problem](case.size, case.batch)
         prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options)
-        rows, values = Group(str(case), **self.fields(case, problem)), functools.partial(prepared.values, *problem.args)
-        expected, x = None if problem.batched else prepared(*problem.args).to_scipy(), problem.args[0]
-        calls = {PREPARED: values, **self.calls(case, problem, prepared, expected)}
+        values, x = functools.partial(prepared.values, *problem.args), problem.args[0]
+        rows = Group(str(case), data={"equation": case.problem, "unknowns": x.numel()})
+        expected = None if problem.batched else prepared(*problem.args).to_scipy()
+        calls: dict[str, Call] = {PREPARED: values, **self.calls(case, problem, prepared, expected)}
         if self.compiled:
             calls[COMPILED] = in_mode(functools.partial(_compiled, problem, expected), "")
         floor = context.limits.floor(x.nbytes + x.element_size() * prepared.pattern.nnz)

@@ -7,7 +7,7 @@ import functools
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -176,36 +176,45 @@ class RecurrentGrid(Grid):
         """The cases; on CUDA those with targets come first, as time may run out."""
 
     def measure(self, case: RecurrentCase, context: Context) -> list[Row]:
-        """Rows of each part; the layers take turns, but for those whose gradients differ from PyTorch's."""
-        rows, modes = Group(case.group or case.workload.name), MODES[context.device]
-        context = context.under(rows.name)
+        """Rows of each part, and of times by subtraction."""
+        rows = Group(case.group or case.workload.name)
         for parts, layers in case.turns:
             with one_thread() if case.single_thread else contextlib.nullcontext():
-                problems, solutions = case.workload._checked(context, layers)
-                calls = {
-                    (part, mode, layer): functools.partial(case.workload.function, layer, part, context.place)
-                    for part, mode, layer in itertools.product(parts, modes, layers)
-                }
-                timings = context.times(
-                    {case.label(*key): in_mode(call, key[1]) for key, call in calls.items() if not problems[key[2]]}
-                )
-            by_key = {key: timings.get(case.label(*key), Timing([], 0, problems[key[2]])) for key in calls}
-            floors = {} if case.single_thread else {part: case.workload.floor(part, context.limits) for part in parts}
-            for (part, mode, layer), timing in by_key.items():
+                timings, solutions = self._timed(case, context.under(rows.name), parts, layers)
+            for (part, mode, layer), timing in timings.items():
                 if part in case.labels:
-                    solution, fields = solutions[layer], {"data": dict(case.data)}
-                    fields["data"] |= {"part": part, "mode": mode, "layer": layer.name, "ran": _ran(layer, solution)}
-                    if layer == PEER:
-                        fields["role"] = "peer"
-                    else:
+                    label, solution = case.label(part, mode, layer), solutions[layer]
+                    data = {"part": part, "mode": mode, "layer": layer.name, "ran": _ran(layer, solution)}
+                    rows.timed(label, timing, role="peer" if layer == PEER else "ours", data={**case.data, **data})
+                    if layer != PEER:
+                        floor = None if case.single_thread else case.workload.floor(part, context.limits)
                         note = "; ".join(text for name, text in solution.items() if part in (name, "step"))
-                        fields |= {"floor": floors.get(part), "note": note}
-                    rows.timed(case.label(part, mode, layer), timing, **fields)
-            for part, mode in itertools.product(parts, modes):
+                        rows.add(replace(rows[label], floor=floor, note=note))
+            for part, mode in dict.fromkeys((part, mode) for part, mode, _ in timings):
                 _compare_layers(rows, case, part, mode, layers)
             if "rest" in parts:
-                self.add_differences(rows, case, by_key)
+                self.add_differences(rows, case, timings)
         return rows.rows()
+
+    def _timed(
+        self, case: RecurrentCase, context: Context, parts: Sequence[str], layers: Sequence[Layer]
+    ) -> tuple[Timings, Mapping[Layer, Solution]]:
+        """The timings of parts, for which the layers take turns, and how each layer solved its recurrences.
+
+        A layer is not timed if its gradients differ from those of PyTorch.
+        """
+        problems, solutions = case.workload._checked(context, layers)
+        keys = list(itertools.product(parts, MODES[context.device], layers))
+        by_label = context.times(
+            {
+                case.label(part, mode, layer): in_mode(
+                    functools.partial(case.workload.function, layer, part, context.place), mode
+                )
+                for part, mode, layer in keys
+                if not problems[layer]
+            }
+        )
+        return {key: by_label.get(case.label(*key), Timing([], 0, problems[key[2]])) for key in keys}, solutions
 
     def add_differences(self, rows: Group, case: RecurrentCase, timings: Timings) -> None:
         """Add times less the median of a step without its backward pass, as the thesis takes them."""

@@ -66,9 +66,6 @@ class DiscretisedEquations(JacobianGrid):
             first_call(Case("kuramoto_sivashinsky", 7), "compiled")
         return super().cases(context)
 
-    def fields(self, case: Case, problem: Problem) -> dict[str, object]:
-        return {"data": {"equation": case.problem, "unknowns": problem.args[0].numel()}}
-
     def calls(
         self, case: Case, problem: Problem, prepared: jacsparse.PreparedJacobian, expected: Any
     ) -> dict[str, Call]:

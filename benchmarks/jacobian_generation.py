@@ -209,7 +209,7 @@ def _without_kernels(call: Call) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _intercepted(run: Callable[[Callable[[], None]], object]) -> Iterator[None]:
+def _intercepted(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
     """Let a function have the kernels that the body would run."""
     before = intercept(run)
     try:

@@ -104,8 +104,8 @@ class _PrunedGrid(Grid):
             for label in (_DENSE, _OURS):
                 call = prepare[label]()
                 call()
-                fields = {"quantity": "peak memory of a step", "unit": "B", "role": rows[label].role}
-                rows.memory(f"{label}: memory", call, runs=1, **fields)
+                what, role = f"{label}: memory", rows[label].role
+                rows.memory(what, call, runs=1, quantity="peak memory of a step", unit="B", role=role)
             rows.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
         return rows.rows()
 

@@ -182,7 +182,7 @@ def _add_batches(
         for method in plans:
             rows.missing(f"multiply, {method}, batch {batch}", problem)
         return
-    values = [matrix.values.repeat(1, batch) for matrix in (left, right)]
+    values = left.values.repeat(1, batch), right.values.repeat(1, batch)
     out = values[0].new_empty((product.nnz, batch))
     by_label = {f"multiply, {method}, batch {batch}, for each sample": plan for method, plan in plans.items()}
     calls = {label: _multiplication(plan, *values, out) for label, plan in by_label.items()}

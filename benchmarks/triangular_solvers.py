@@ -85,7 +85,7 @@ class _Network:
     def drawn(self) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         """The module, its input and the gradient of its output."""
         layers = equal_layers(self.depth, self.width)
-        for layer in layers[::2] if self.share else ():
+        for layer in [*layers][::2] if self.share else ():
             prune.random_unstructured(layer, "weight", self.share)
         return layers, torch.randn(self.batch, self.width), torch.randn(self.batch, self.width)
 

@@ -114,8 +114,8 @@ class WholeJacobian(Grid):
             f"{backward:,} in operators' own backward"
         )
         calls = {_LATER: ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)}
-        fields = {"floor": {_LATER: floor}, "note": {_LATER: note}, "role": {label: "peer"}}
-        rows.in_turns(replace(context, rounds=rounds), calls, **fields)
+        rows.in_turns(replace(context, rounds=rounds), calls, role={label: "peer"})
+        rows.add(replace(rows[_LATER], floor=floor, note=note))
         _first_calls(rows, case, x)
         rows.compare(f"{PEER}, the fastest / ours", label, _LATER, at_least=case.at_least)
         rows.compare(f"{_PREPARED} / {_LATER}", _PREPARED, _LATER, at=_PREPARED, at_most=1.0)
