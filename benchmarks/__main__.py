@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import traceback
 from collections.abc import Sequence
@@ -30,8 +31,6 @@ from ._registry import EXPERIMENTS
 from ._report import write_report
 from ._results import Result, read, result_path, write
 from ._text import COLUMNS, cells
-
-__all__ = ["app"]
 
 app = typer.Typer(
     name="benchmarks",
@@ -210,14 +209,12 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=box.SIMPLE_HEAD)
     for place in shown:
         table.add_column(COLUMNS[place], justify="right" if COLUMNS[place] in ("median", "floor") else "left")
-    group = ""
-    for row in rows:
-        if row.group != group:
-            group = row.group
+    for group, of_group in itertools.groupby(rows, lambda row: row.group):
+        if group:
             table.add_section()
             table.add_row(Text(group, style="bold"))
-        texts = cells(row)
-        table.add_row(*(Text(texts[place]) for place in shown))
+        for texts in map(cells, of_group):
+            table.add_row(*(Text(texts[place]) for place in shown))
     return table
 
 

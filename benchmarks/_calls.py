@@ -8,26 +8,12 @@ import functools
 import gc
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
 
 from jacsparse.runtime import MEMORY_POOL
-
-__all__ = [
-    "GRAPH",
-    "MODES",
-    "Call",
-    "block_times",
-    "captured",
-    "full_precision",
-    "in_mode",
-    "labelled",
-    "one_thread",
-    "ready",
-]
 
 Call: TypeAlias = Callable[[], object]
 
@@ -54,24 +40,13 @@ def labelled(label: str, mode: str) -> str:
 
 def in_mode(make: Callable[[], Call], mode: str) -> Call:
     """A call in one of `MODES`; its first run calls `make`, captures a graph if needed, and raises their errors."""
-    return _Deferred(functools.partial(captured, make) if mode == GRAPH else make)
+    made = functools.cache(functools.partial(captured, make) if mode == GRAPH else make)
+    return lambda: made()()
 
 
 def ready(call: Call) -> Callable[[], Call]:
     """A function for `in_mode` that returns an existing call."""
     return lambda: call
-
-
-class _Deferred:
-    def __init__(self, make: Callable[[], Call]) -> None:
-        self._make = make
-
-    @functools.cached_property
-    def _call(self) -> Call:
-        return self._make()
-
-    def __call__(self) -> None:
-        self._call()
 
 
 @contextlib.contextmanager
@@ -132,18 +107,12 @@ def captured(make: Callable[[], Call]) -> Call:
     except RuntimeError as error:
         # The end of the capture fails, too; its own message says less.
         raise RuntimeError(f"its capture failed: {error.__context__ or error}") from error
-    return _Replay(graph, function)
+    return functools.partial(_replay, graph, function)
 
 
-@dataclass(frozen=True, eq=False)
-class _Replay:
-    """A graph, and the function whose memory the graph reads and writes."""
-
-    graph: torch.cuda.CUDAGraph
-    function: Call
-
-    def __call__(self) -> None:
-        self.graph.replay()
+def _replay(graph: torch.cuda.CUDAGraph, function: Call) -> None:
+    """Replay a graph; as long as this can be called, there is the function whose memory the graph reads and writes."""
+    graph.replay()
 
 
 def full_precision() -> None:

@@ -9,7 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, Self, runtime_checkable
+from typing import Self
 
 import torch
 from torch.utils.benchmark import Timer
@@ -18,8 +18,6 @@ from jacsparse.runtime import cupy_for
 
 from ._calls import block_times
 from ._experiment import reason
-
-__all__ = ["Context", "Limits", "TimesItself", "Timing", "device_problem"]
 
 
 @dataclass(frozen=True)
@@ -43,17 +41,6 @@ class Timing:
             return Timing([], 0, self.problem or other.problem)
         median = statistics.median(other.seconds)
         return Timing([time - median for time in self.seconds], self.runs)
-
-
-@runtime_checkable
-class TimesItself(Protocol):
-    """A function that times its own runs, such as those in another process."""
-
-    def __call__(self) -> object:
-        """Run once."""
-
-    def turn(self, seconds: float) -> Timing:
-        """The timing of runs for some seconds."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +129,10 @@ class Context:
         self.say(f"{label}: first run, with compiling, took {time.perf_counter() - begin:.3g} s")
 
     def _turn(self, function: Callable[[], object], seconds: float) -> Timing:
-        if isinstance(function, TimesItself):
-            return function.turn(seconds)
+        # A function may time its own runs, such as those in another process.
+        if (turn := getattr(function, "turn", None)) is not None:
+            timing: Timing = turn(seconds)
+            return timing
         if self.device == "cuda":
             return Timing(*block_times(function, seconds))
         timer = Timer("function()", globals={"function": function}, num_threads=self.threads)

@@ -16,8 +16,6 @@ from torch.nn import functional
 from ._context import Timing
 from ._experiment import Comparison, Group, Row, compare
 
-__all__ = ["BASELINE", "REORDERED", "TEST_EVERY", "Curve", "averaged", "curve_rows", "train_side_by_side"]
-
 #: The labels of two trainings by autograd; the second takes the samples of each batch in another order.
 BASELINE, REORDERED = "back-propagation", "back-propagation in another order"
 

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
 import weakref
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["CusparseProduct", "bindings"]
+from ._programs import package
 
 _FLOAT32 = 0  # CUDA_R_32F
-
-
-def bindings() -> Any:
-    """The module ``nvmath.bindings.cusparse``; ImportError if it or a library that it needs is missing."""
-    try:
-        return importlib.import_module("nvmath.bindings.cusparse")
-    except ImportError as error:
-        version = (torch.version.cuda or "12").partition(".")[0]
-        raise ImportError(
-            f"nvmath-python is not installed ({error}): pip install 'nvmath-python[cu{version}]'"
-        ) from error
 
 
 class CusparseProduct:
@@ -32,7 +20,8 @@ class CusparseProduct:
     """
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        self._cusparse = cusparse = bindings()
+        remedy = f"pip install 'nvmath-python[cu{(torch.version.cuda or '12').partition('.')[0]}]'"
+        self._cusparse = cusparse = package("nvmath.bindings.cusparse", "nvmath-python", remedy)
         self._device, self._shape = a.device, (a.shape[0], b.shape[1])
         self._handle = self._destroyed_later(cusparse.create(), cusparse.destroy)
         plain, method = int(cusparse.Operation.NON_TRANSPOSE), int(cusparse.SpGEMMAlg.DEFAULT)

@@ -17,8 +17,6 @@ import torch
 
 import jacsparse
 
-__all__ = ["cores", "environment", "hardware"]
-
 _PACKAGES = (
     *("torch", "numpy", "numba", "scipy", "mkl", "sparse_dot_mkl", "python-graphblas"),
     *("cupy-cuda12x", "cupy-cuda13x", "nvmath-python"),

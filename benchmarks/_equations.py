@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["EQUATIONS", "Equation", "Library", "field"]
-
 
 @dataclass(frozen=True)
 class Library:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ._context import Context, Timing
     from ._figures import Picture
 
-__all__ = ["Comparison", "Experiment", "Grid", "Group", "Row", "compare", "reason", "values_of", "where"]
-
 Role = Literal["ours", "peer", "reference"]
 
 
@@ -148,11 +146,18 @@ class Group:
         *,
         seconds: float | None = None,
         pause: float = 0.0,
-        **fields: Callable[[str], Any],
-    ) -> None:
-        """Add a row of times for each function, which take turns; each field is a function of the row's label."""
-        for label, timing in context.under(self.name).times(functions, seconds=seconds, pause=pause).items():
-            self.timed(label, timing, **{name: of_label(label) for name, of_label in fields.items()})
+        **fields: Any,
+    ) -> dict[str, Timing]:
+        """Add a row of times for each function, which take turns; return the timings.
+
+        A field that is a dict has the rows' own by label, and is read when all are timed; any other is all rows'.
+        """
+        timings = context.under(self.name).times(functions, seconds=seconds, pause=pause)
+        for label, timing in timings.items():
+            own = {name: field[label] for name, field in fields.items() if isinstance(field, dict) and label in field}
+            common = {name: field for name, field in fields.items() if not isinstance(field, dict)}
+            self.timed(label, timing, **common, **own)
+        return timings
 
     def memory(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,8 +13,6 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save
 
 from ._experiment import Row
 from ._text import amount
-
-__all__ = ["COLOURS", "Bars", "Cells", "Line", "Panel", "Picture", "Rule", "times_picture"]
 
 #: Colours of lines and bars, in this order.
 COLOURS = (ORANGE, BLUE, GREEN, SKY, PURPLE)
@@ -149,11 +148,8 @@ class _Times:
     rows: Sequence[Row]
 
     def draw(self, axes: Any) -> None:
-        lines: list[Row | str] = []
-        for number, row in enumerate(self.rows):
-            if not number or row.group != self.rows[number - 1].group:
-                lines.append(row.group)
-            lines.append(row)
+        groups = itertools.groupby(self.rows, lambda row: row.group)
+        lines: list[Row | str] = [line for group, rows in groups for line in (group, *rows)]
         for place, line in enumerate(lines):
             if isinstance(line, Row):
                 self._bar(axes, place, line)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import tempfile
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,14 +18,12 @@ import scipy.sparse
 
 import jacsparse
 
-from ._calls import Call
+from ._calls import Call, in_mode
 from ._context import Context, Timing
 from ._equations import EQUATIONS
-from ._experiment import Grid, Group, Role, Row, reason
+from ._experiment import Grid, Group, Row, reason
 from ._problems import PROBLEMS, Problem
 from ._programs import JsonProgram
-
-__all__ = ["ASDEX", "COMPILED", "PREPARED", "Asdex", "Case", "JacobianGrid", "check_values", "compiled", "first_call"]
 
 PREPARED, COMPILED = "prepared", "prepared, compiled"
 #: The variable that names a Python with asdex.
@@ -51,7 +50,7 @@ class Case:
         return f"{self.problem}, {self.size}" + (f", batch {self.batch}" if self.batch > 1 else "")
 
 
-class Asdex:
+class _Asdex:
     """A Jacobian of asdex's in one mode; the first call starts its process, and later ones are timed in turns.
 
     The values of the first call, which the process writes into a file, are compared with those expected, if any.
@@ -98,7 +97,7 @@ def check_values(actual: scipy.sparse.csr_array, expected: scipy.sparse.csr_arra
         )
 
 
-def compiled(problem: Problem, expected: scipy.sparse.csr_array | None) -> Call:
+def _compiled(problem: Problem, expected: scipy.sparse.csr_array | None) -> Call:
     """Calls of a compiled program, checked as asdex's; ValueError where it cannot be compiled."""
     prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
     if expected is not None:
@@ -106,20 +105,42 @@ def compiled(problem: Problem, expected: scipy.sparse.csr_array | None) -> Call:
     return functools.partial(prepared.values, *problem.args)
 
 
+def add_first_call(
+    rows: Group, label: str, case: Case, way: str, asdex: float | None, *, processes: int = 1
+) -> float | None:
+    """Add the first call in a new process by one of the ways of `_first_call`, beside asdex's; its seconds, if any.
+
+    The last of several processes counts: an earlier one compiles kernels.
+    """
+    for _ in range(processes):
+        seconds, problem = first_call(case, way)
+    if seconds is None:
+        rows.missing(label, problem)
+        return None
+    rows.value(label, seconds, "time", "s")
+    if asdex is not None:
+        rows.beside(label, "asdex / ours", asdex / seconds, at_least=1.0)
+        rows.value("asdex, first call", asdex, "time", "s", role="peer")
+    return seconds
+
+
 def first_call(case: Case, way: str) -> tuple[float | None, str]:
-    """Seconds of the first call in a new process by one of the ways of `_first_call`, or None and why."""
+    """Seconds of the first call in a new process, or None and why."""
     command = [sys.executable, "-m", f"{__package__}._first_call"]
-    program = JsonProgram(command, case.problem, case.size, case.batch, way)
-    try:
-        return program.answer()["first"], ""
-    except (OSError, RuntimeError) as error:
-        return None, reason(error)
-    finally:
-        program.close()
+    with contextlib.closing(JsonProgram(command, case.problem, case.size, case.batch, way)) as program:
+        try:
+            return program.answer()["first"], ""
+        except (OSError, RuntimeError) as error:
+            return None, reason(error)
 
 
+@dataclass(frozen=True)
 class JacobianGrid(Grid):
     """Jacobians on one thread: later calls in turns, asdex's among them, and first calls in new processes."""
+
+    problems: tuple[Case, ...] = ()
+    #: Whether compiled Jacobians are timed, which take a compiler, and seconds for each.
+    compiled: bool = True
 
     single_thread = True
     #: The modes of asdex by their rows' labels.
@@ -143,33 +164,29 @@ class JacobianGrid(Grid):
     def compared(self, case: Case, rows: Group, values: Call, first: Mapping[str, float | None]) -> Iterable[Row]:
         """The rows with ratios and first calls; `first` has the seconds of asdex's by mode's label."""
 
-    def fields(self, case: Case, problem: Problem) -> dict[str, object]:
-        """The fields of all rows."""
-        return {}
+    def cases(self, context: Context) -> Iterable[Case]:
+        return self.problems
 
     def measure(self, case: Case, context: Context) -> Iterable[Row]:
         problem = PROBLEMS[case.problem](case.size, case.batch)
         prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options)
-        rows, values = Group(str(case), **self.fields(case, problem)), functools.partial(prepared.values, *problem.args)
+        values, x = functools.partial(prepared.values, *problem.args), problem.args[0]
+        rows = Group(str(case), data={"equation": case.problem, "unknowns": x.numel()})
         expected = None if problem.batched else prepared(*problem.args).to_scipy()
-        calls, x = self.calls(case, problem, prepared, expected), problem.args[0]
-        nbytes = x.nbytes + x.element_size() * prepared.pattern.nnz
-        with tempfile.TemporaryDirectory() as folder:
-            modes = self.modes if case.problem in EQUATIONS else {}
-            peers = {label: Asdex(case, mode, Path(folder, f"{mode}.npz"), expected) for label, mode in modes.items()}
-            notes = {PREPARED: f"{prepared.method}, nnz {prepared.pattern.nnz:,}"}
-            try:
-                rows.in_turns(
-                    context,
-                    {PREPARED: values, **calls, **peers},
-                    role=self._role,
-                    note=lambda label: peers[label].note if label in peers else notes.get(label, ""),
-                    floor=lambda label: context.limits.floor(nbytes) if label in self.floors else None,
-                )
-            finally:
-                for peer in peers.values():
-                    peer.close()
+        calls: dict[str, Call] = {PREPARED: values, **self.calls(case, problem, prepared, expected)}
+        if self.compiled:
+            calls[COMPILED] = in_mode(functools.partial(_compiled, problem, expected), "")
+        floor = context.limits.floor(x.nbytes + x.element_size() * prepared.pattern.nnz)
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            peers: dict[str, _Asdex] = {}
+            for label, mode in self.modes.items() if case.problem in EQUATIONS else ():
+                peers[label] = _Asdex(case, mode, Path(folder, f"{mode}.npz"), expected)
+                stack.callback(peers[label].close)
+            calls |= peers
+            roles = {label: "ours" if label in self.ours else "peer" for label in calls}
+            roles |= dict.fromkeys(self.references, "reference")
+            rows.in_turns(context, calls, role=roles, floor=dict.fromkeys(self.floors, floor))
+        notes = {PREPARED: f"{prepared.method}, nnz {prepared.pattern.nnz:,}"}
+        for label, note in (notes | {label: peer.note for label, peer in peers.items()}).items():
+            rows.add(replace(rows[label], note=note))
         return self.compared(case, rows, values, {label: peer.first for label, peer in peers.items()})
-
-    def _role(self, label: str) -> Role:
-        return "ours" if label in self.ours else "reference" if label in self.references else "peer"

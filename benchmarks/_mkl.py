@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-__all__ = ["MklProduct", "library_path"]
-
 _GENERAL, _LOWER, _NON_UNIT, _NON_TRANSPOSE = 20, 40, 50, 10
 _FINALIZE, _FULL_WITHOUT_VALUES = 92, 93
 _STATUS = (

@@ -12,8 +12,6 @@ from typing import Any
 
 from jacsparse.runtime import KernelFile
 
-__all__ = ["Resources", "compile_file", "library"]
-
 _REMEDY = "pip install nvidia-cuda-nvrtc"
 
 

@@ -20,14 +20,11 @@ import typer
 from jacsparse.cli import app
 
 from ._experiment import Row
-from ._paper_items import Item, item_cells, shown_figure
-from ._papers import ITEMS, PAPERS
+from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
 from ._registry import EXPERIMENTS
 from ._report import read_all
 from ._results import Result, result_path
 from ._text import amount, table_head, table_line
-
-__all__ = ["FigurelessItem", "figureless_items", "machines", "readme_with_figures", "status", "table", "write_pages"]
 
 ROOT = Path(__file__).parent.parent
 _RESULTS = ROOT / "benchmarks" / "results"

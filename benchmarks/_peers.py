@@ -14,8 +14,7 @@ import torch
 
 from . import _cusparse, _mkl
 from ._context import Context
-
-__all__ = ["CUSPARSE", "CUSPARSE_REUSE", "GOALS", "MKL_REUSE", "PEERS", "SCIPY", "Goal", "Peer"]
+from ._programs import package
 
 SCIPY, MKL_REUSE = "SciPy A @ B", "MKL, structure reused (sp2m)"
 CUSPARSE, CUSPARSE_REUSE = "cuSPARSE SpGEMM (cupyx A @ B)", "cuSPARSE, structure reused (SpGEMMreuse)"
@@ -77,10 +76,7 @@ def _from_torch(product: torch.Tensor) -> Matrix:
 
 
 def _graphblas(a: Matrix, b: Matrix, context: Context) -> Peer:
-    try:
-        import graphblas
-    except ImportError as error:
-        raise ImportError("python-graphblas is not installed: pip install 'python-graphblas[default]'") from error
+    graphblas = package("graphblas", "python-graphblas", "pip install 'python-graphblas[default]'")
     graphblas.ss.config["nthreads"] = context.threads
     left, right = graphblas.io.from_scipy_sparse(a), graphblas.io.from_scipy_sparse(b)
     return Peer(lambda: left.mxm(right).new(), lambda product: Matrix(graphblas.io.to_scipy_sparse(product)))
@@ -89,10 +85,7 @@ def _graphblas(a: Matrix, b: Matrix, context: Context) -> Peer:
 def _mkl_product(a: Matrix, b: Matrix, context: Context) -> Peer:
     # sparse_dot_mkl looks here first; it does not know the wheel's folder.
     os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
-    try:
-        import sparse_dot_mkl
-    except ImportError as error:
-        raise ImportError("sparse_dot_mkl is not installed: pip install sparse_dot_mkl") from error
+    sparse_dot_mkl = package("sparse_dot_mkl", "sparse_dot_mkl", "pip install sparse_dot_mkl")
     sparse_dot_mkl.mkl_set_num_threads(context.threads)
     return Peer(lambda: sparse_dot_mkl.dot_product_mkl(a, b), lambda product: Matrix(product))
 

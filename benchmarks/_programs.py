@@ -1,18 +1,25 @@
-"""Programs in processes of their own, some in other environments, that print JSON."""
+"""What peers need: packages that may be missing, and programs in processes of their own that print JSON."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import subprocess
 import threading
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["JsonProgram"]
-
 #: The most seconds of an answer.
 ANSWER = 180.0
+
+
+def package(module: str, name: str, remedy: str) -> Any:
+    """A module of a package that may be missing; ImportError with a remedy where it cannot be imported."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"{name} is not installed ({error}): {remedy}") from error
 
 
 class JsonProgram:

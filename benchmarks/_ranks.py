@@ -16,8 +16,6 @@ import torch.distributed as dist
 
 from jacsparse.runtime import destroy_process_groups
 
-__all__ = ["Say", "on_ranks"]
-
 T = TypeVar("T")
 Say: TypeAlias = Callable[[str], None]
 

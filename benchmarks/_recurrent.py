@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,20 +19,7 @@ from jacsparse import nn as scanned
 
 from ._calls import MODES, Call, in_mode, labelled, one_thread
 from ._context import Context, Limits, Timing
-from ._experiment import Grid, Row, compare, reason, values_of, where
-
-__all__ = [
-    "GATES",
-    "OURS",
-    "PEER",
-    "SCANS",
-    "Layer",
-    "Measurements",
-    "RecurrentCase",
-    "RecurrentGrid",
-    "RecurrentWorkload",
-    "shown",
-]
+from ._experiment import Grid, Group, Row, reason, values_of, where
 
 
 @dataclass(frozen=True)
@@ -65,6 +51,8 @@ SCANS = ("chunked", "blelloch", "relaxed")
 
 #: How a layer solved its recurrences, ``forward`` and ``backward``; empty for PyTorch's.
 Solution: TypeAlias = dict[str, str]
+#: Times by part, mode and layer.
+Timings: TypeAlias = "Mapping[tuple[str, str, Layer], Timing]"
 
 
 class _InstrumentLSTM(SequenceClassifier):
@@ -97,28 +85,6 @@ class RecurrentWorkload:
         """The function of a part of training, one of `_PARTS`, with a layer."""
         model, x, labels = self._classifier(layer, device)
         return _PARTS[part](model, x, labels)
-
-    def times(self, context: Context, parts: Sequence[str], layers: Sequence[Layer] = (OURS, PEER)) -> Measurements:
-        """The times of parts, in all modes; the layers take turns.
-
-        A layer is not timed if its gradients differ from those of PyTorch.
-        """
-        context = context.under(self.name)
-        problems, solutions = self._checked(context, layers)
-        keys = [(layer, part, mode) for mode in MODES[context.device] for part in parts for layer in layers]
-        functions = {
-            labelled(f"{part}, {layer.name}", mode): in_mode(
-                functools.partial(self.function, layer, part, context.place), mode
-            )
-            for layer, part, mode in keys
-            if not problems[layer]
-        }
-        by_label = context.times(functions)
-        timings = {
-            (layer, part, mode): by_label.get(labelled(f"{part}, {layer.name}", mode), Timing([], 0, problems[layer]))
-            for layer, part, mode in keys
-        }
-        return Measurements(self, timings, solutions)
 
     def _classifier(self, layer: Layer, device: str) -> tuple[SequenceClassifier, torch.Tensor, torch.Tensor]:
         """The classifier with a layer, its inputs and its labels; the numbers are the same for all layers."""
@@ -175,70 +141,6 @@ class RecurrentWorkload:
 
 
 @dataclass(frozen=True)
-class Measurements:
-    """The measurements of a workload."""
-
-    workload: RecurrentWorkload
-    #: The times by layer, part and mode.
-    timings: dict[tuple[Layer, str, str], Timing]
-    #: How each layer solved its recurrences.
-    solutions: dict[Layer, Solution]
-
-    def modes(self) -> list[str]:
-        """The modes in which calls were timed."""
-        return list(dict.fromkeys(mode for *_, mode in self.timings))
-
-    def rows(
-        self,
-        part: str,
-        labels: tuple[str, str],
-        limits: Limits,
-        *,
-        targets: Mapping[str, Sequence[float]] | None = None,
-        base: Layer | None = None,
-        group: str = "",
-        data: Mapping[str, Any] | None = None,
-    ) -> list[Row]:
-        """Rows of a part, ours compared with PyTorch's in the same mode; `labels` are those of ours and of PyTorch's.
-
-        `targets` has, by family, how many times as fast as PyTorch's its fastest layer should be. `base` is one of our
-        layers that the others are compared with, too. Without `group`, the heading is the workload's name. The rows'
-        `data` also has the part, the mode and the layer.
-        """
-        floor, rows = self.workload.floor(part, limits), []
-        for mode in self.modes():
-            timed = {
-                layer: replace(
-                    self.row(labels[layer == PEER], self.timings[layer, part, mode], layer, mode, group=group),
-                    data={**(data or {}), "part": part, "mode": mode, "layer": layer.name, "ran": self.ran(layer)},
-                )
-                for layer in self.solutions
-            }
-            peer = timed.pop(PEER)
-            fastest = _fastest(timed)
-            for layer, row in timed.items():
-                family_targets = (targets or {}).get(layer.family, (None,)) if layer in fastest else (None,)
-                ratios = (compare(f"{PEER.name} / {layer.name}", peer, row, at_least=each) for each in family_targets)
-                compared = tuple(itertools.chain(*ratios))
-                if base not in (None, layer):
-                    compared += compare(f"{base.name} / {layer.name}", timed[base], row)
-                note = "; ".join(text for name, text in self.solutions[layer].items() if part in (name, "step"))
-                rows.append(replace(row, floor=floor, note=note, comparisons=compared))
-            rows.append(peer)
-        return rows
-
-    def ran(self, layer: Layer) -> str:
-        """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, sequential``."""
-        way = self.solutions[layer].get("backward", "").partition(",")[0].removeprefix("backward ")
-        return f"{layer.name.split()[0]}, {way}" if way else layer.name
-
-    def row(self, label: str, timing: Timing, layer: Layer, mode: str, *, group: str = "") -> Row:
-        """A row with a layer's times."""
-        role = "peer" if layer == PEER else "ours"
-        return Row.timed(labelled(f"{label}, {layer.name}", mode), timing, group=group or self.workload.name, role=role)
-
-
-@dataclass(frozen=True)
 class RecurrentCase:
     """A workload with what is timed of it, and what its rows say."""
 
@@ -247,6 +149,7 @@ class RecurrentCase:
     turns: Sequence[tuple[Sequence[str], Sequence[Layer]]]
     #: The labels of our rows and of PyTorch's by part; a part without is timed to be subtracted.
     labels: Mapping[str, tuple[str, str]]
+    #: The rows' data, which also have the part, the mode and the layer.
     data: Mapping[str, Any]
     #: The rows' heading, or the workload's name.
     group: str = ""
@@ -257,9 +160,14 @@ class RecurrentCase:
     #: Whether one thread alone runs it; limits, and so floors, are those of all threads.
     single_thread: bool = False
 
+    def label(self, part: str, mode: str, layer: Layer) -> str:
+        """The label of a row."""
+        text = self.labels.get(part, (part, part))[layer == PEER]
+        return labelled(f"{text}, {layer.name}", mode)
+
 
 class RecurrentGrid(Grid):
-    """Parts of training with recurrent layers, ours against PyTorch's."""
+    """Parts of training with recurrent layers, ours against PyTorch's, in all modes."""
 
     devices = ("cpu", "cuda")
 
@@ -268,27 +176,67 @@ class RecurrentGrid(Grid):
         """The cases; on CUDA those with targets come first, as time may run out."""
 
     def measure(self, case: RecurrentCase, context: Context) -> list[Row]:
-        rows = list[Row]()
+        """Rows of each part, and of times by subtraction."""
+        rows = Group(case.group or case.workload.name)
         for parts, layers in case.turns:
             with one_thread() if case.single_thread else contextlib.nullcontext():
-                measured = case.workload.times(context, parts, layers)
-            for part in parts:
+                timings, solutions = self._timed(case, context.under(rows.name), parts, layers)
+            for (part, mode, layer), timing in timings.items():
                 if part in case.labels:
-                    options: Any = {"targets": case.targets.get(part), "base": case.base, "data": case.data}
-                    rows += measured.rows(part, case.labels[part], context.limits, group=case.group, **options)
-            rows += self.differences(case, measured) if "rest" in parts else []
-        return [replace(row, floor=None) for row in rows] if case.single_thread else rows
+                    label, solution = case.label(part, mode, layer), solutions[layer]
+                    data = {"part": part, "mode": mode, "layer": layer.name, "ran": _ran(layer, solution)}
+                    rows.timed(label, timing, role="peer" if layer == PEER else "ours", data={**case.data, **data})
+                    if layer != PEER:
+                        floor = None if case.single_thread else case.workload.floor(part, context.limits)
+                        note = "; ".join(text for name, text in solution.items() if part in (name, "step"))
+                        rows.add(replace(rows[label], floor=floor, note=note))
+            for part, mode in dict.fromkeys((part, mode) for part, mode, _ in timings):
+                _compare_layers(rows, case, part, mode, layers)
+            if "rest" in parts:
+                self.add_differences(rows, case, timings)
+        return rows.rows()
 
-    def differences(self, case: RecurrentCase, measured: Measurements) -> list[Row]:
-        """Rows of times less the median of a step without its backward pass, as the thesis takes them."""
-        return []
+    def _timed(
+        self, case: RecurrentCase, context: Context, parts: Sequence[str], layers: Sequence[Layer]
+    ) -> tuple[Timings, Mapping[Layer, Solution]]:
+        """The timings of parts, for which the layers take turns, and how each layer solved its recurrences.
+
+        A layer is not timed if its gradients differ from those of PyTorch.
+        """
+        problems, solutions = case.workload._checked(context, layers)
+        keys = list(itertools.product(parts, MODES[context.device], layers))
+        by_label = context.times(
+            {
+                case.label(part, mode, layer): in_mode(
+                    functools.partial(case.workload.function, layer, part, context.place), mode
+                )
+                for part, mode, layer in keys
+                if not problems[layer]
+            }
+        )
+        return {key: by_label.get(case.label(*key), Timing([], 0, problems[key[2]])) for key in keys}, solutions
+
+    def add_differences(self, rows: Group, case: RecurrentCase, timings: Timings) -> None:
+        """Add times less the median of a step without its backward pass, as the thesis takes them."""
 
 
-def _fastest(rows: Mapping[Layer, Row]) -> set[Layer]:
-    """The fastest layer of each family."""
-    order = sorted(rows, key=lambda layer: rows[layer].median or math.inf, reverse=True)
-    # The fastest layer of a family comes last, and replaces the others in the dict.
-    return set({layer.family: layer for layer in order}.values())
+def _compare_layers(rows: Group, case: RecurrentCase, part: str, mode: str, layers: Sequence[Layer]) -> None:
+    """Add the ratios of PyTorch's time of a part to ours; the fastest layer of each family has the targets."""
+    ours = {layer: case.label(part, mode, layer) for layer in layers if layer != PEER}
+    families = [[label for each, label in ours.items() if each.family == layer.family] for layer in ours]
+    fastest = {row.label for labels in families if (row := rows.fastest(labels))}
+    for layer, label in ours.items():
+        targets = case.targets.get(part, {}).get(layer.family) if label in fastest else None
+        for at_least in targets or (None,):
+            rows.compare(f"{PEER.name} / {layer.name}", case.label(part, mode, PEER), label, at_least=at_least)
+        if case.base not in (None, layer):
+            rows.compare(f"{case.base.name} / {layer.name}", ours[case.base], label)
+
+
+def _ran(layer: Layer, solution: Solution) -> str:
+    """The library and how the layer computed the gradients, as pictures name it: ``jacsparse, sequential``."""
+    way = solution.get("backward", "").partition(",")[0].removeprefix("backward ")
+    return f"{layer.name.split()[0]}, {way}" if way else layer.name
 
 
 def shown(rows: Sequence[Row]) -> list[Row]:

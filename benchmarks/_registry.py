@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Iterator
 
 from ._experiment import Experiment
-
-__all__ = ["EXPERIMENTS"]
 
 #: The files of experiments, in the order of the report.
 _FILES = (
@@ -20,11 +19,12 @@ _FILES = (
 
 
 def _experiments() -> Iterator[Experiment]:
-    """The public experiments of each file, in the order in which they are defined."""
+    """The experiments of each file, in the order in which they are defined."""
     for file in _FILES:
         module = importlib.import_module(f".{file}", __package__)
         for kind in vars(module).values():
-            if isinstance(kind, type) and issubclass(kind, Experiment) and kind.__name__ in module.__all__:
+            is_here = isinstance(kind, type) and issubclass(kind, Experiment) and kind.__module__ == module.__name__
+            if is_here and not inspect.isabstract(kind):
                 yield kind()
 
 

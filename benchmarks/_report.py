@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ._experiment import Experiment, Row
-from ._paper_items import COLUMNS as ITEM_COLUMNS
-from ._paper_items import item_cells
-from ._papers import ITEMS, PAPERS
+from ._papers import COLUMNS as ITEM_COLUMNS
+from ._papers import ITEMS, PAPERS, item_cells
 from ._results import Result, read, result_path
 from ._text import COLUMNS, amount, cells, table_head, table_line
-
-__all__ = ["read_all", "write_report"]
 
 
 def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[str, str], Result]:
@@ -131,10 +129,6 @@ def _gpu(gpu: Mapping[str, Any]) -> str:
 
 
 def _tables(rows: Sequence[Row]) -> Iterable[str]:
-    group = None
-    for row in rows:
-        if row.group != group:
-            group = row.group
-            yield from ("", f"### {group}") if group else ()
-            yield from ("", *table_head(COLUMNS))
-        yield table_line(cells(row))
+    for group, of_group in itertools.groupby(rows, lambda row: row.group):
+        yield from ("", f"### {group}") if group else ()
+        yield from ("", *table_head(COLUMNS), *(table_line(cells(row)) for row in of_group))

@@ -15,8 +15,6 @@ from ._context import Limits
 from ._environment import hardware
 from ._experiment import Row
 
-__all__ = ["Result", "read", "result_path", "write"]
-
 #: The version of the files' format.
 FORMAT = 1
 

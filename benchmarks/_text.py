@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 from ._experiment import Comparison, Row
 
-__all__ = ["COLUMNS", "amount", "cells", "comparison_text", "ratio_text", "table_head", "table_line"]
-
 COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared")
 
 

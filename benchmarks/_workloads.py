@@ -11,15 +11,6 @@ import torch
 from jacsparse.models import VGG11, Dataset, default_settings, load_data, prune_weights, train, vgg11_settings
 from torch import nn
 
-__all__ = [
-    "Trained",
-    "pruned_resnet18",
-    "pruned_vgg11",
-    "published_iterations",
-    "retrained_vgg11",
-    "whole_pruned_vgg11",
-]
-
 
 class Trained(NamedTuple):
     """A trained network."""
@@ -45,6 +36,18 @@ def whole_pruned_vgg11(share: float = 0.97) -> nn.Module:
     model = VGG11(dropout=0.0)
     prune_weights(model.get_submodule("features"), share, rescale=True)
     return model
+
+
+def equal_layers(depth: int, units: int, activation: Callable[[], nn.Module] = nn.Tanh) -> nn.Sequential:
+    """Linear layers of equal width, each followed by an activation; the weights are the same at each call."""
+    torch.manual_seed(0)
+    return nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(units, units), activation())])
+
+
+def seeded(build: Callable[[], nn.Module]) -> nn.Module:
+    """A network in evaluation mode, with weights that are the same at each call."""
+    torch.manual_seed(0)
+    return build().eval()
 
 
 class _Residual(nn.Module):

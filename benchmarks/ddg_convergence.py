@@ -5,8 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeAlias
 
 from jacsparse.models import Progress, TrainSettings, default_settings, evaluate, load_data, train
 
@@ -20,8 +21,6 @@ from ._environment import cores
 from ._experiment import Experiment, Group, Row, compare
 from ._figures import Line, Panel, Picture
 from ._ranks import Say, on_ranks
-
-__all__ = ["DdgConvergence"]
 
 _NAMES = {"bp": "back-propagation", "dni": "synthetic gradients (DNI)", "ddg": "delayed gradients (DDG)"}
 #: The layer after which ResNet-8 is cut, by the path of the part that follows.
@@ -43,22 +42,9 @@ _IMAGES = {"digits": "scikit-learn's digits (not CIFAR)", "cifar10": "CIFAR-10",
 _PANELS = (("epochs", "loss"), ("seconds", "loss"), ("epochs", "accuracy"), ("seconds", "accuracy"))
 
 
-@dataclass
-class _History:
-    """Losses, shares of right labels, and seconds of training, at the end of each epoch."""
-
-    seconds: list[float] = field(default_factory=list)
-    train_loss: list[float] = field(default_factory=list)
-    train_accuracy: list[float] = field(default_factory=list)
-    test_loss: list[float] = field(default_factory=list)
-    test_accuracy: list[float] = field(default_factory=list)
-
-    def last(self) -> str:
-        """The figures of the last epoch, in words."""
-        return (
-            f"after the last epoch loss {self.train_loss[-1]:.3g} and accuracy {self.train_accuracy[-1]:.1%} on "
-            f"training images, {self.test_loss[-1]:.3g} and {self.test_accuracy[-1]:.1%} on test images"
-        )
+#: Seconds of training, losses and shares of right labels at the end of each epoch: ``seconds``, ``train_loss``,
+#: ``train_accuracy``, ``test_loss`` and ``test_accuracy``.
+_History: TypeAlias = dict[str, list[float]]
 
 
 @dataclass(frozen=True)
@@ -69,23 +55,20 @@ class _Training:
     side: int
 
     def __call__(self, say: Say) -> _History:
-        data, history = averaged(load_data(self.settings.data), self.side), _History()
+        data, on_training = averaged(load_data(self.settings.data), self.side), list[tuple[float, float]]()
         samples = slice(len(data.test_labels))
 
         def progress(now: Progress) -> None:
             say(f"epoch {now.epoch} of {now.epochs}")
             if now.accuracy is not None:
                 # As many training images as there are test images.
-                loss, accuracy = evaluate(now.model, data.train_inputs[samples], data.train_labels[samples])
-                history.train_loss.append(loss)
-                history.train_accuracy.append(accuracy)
+                on_training.append(evaluate(now.model, data.train_inputs[samples], data.train_labels[samples]))
 
-        for point in train(self.settings, data=data, progress=progress).points:
-            if not math.isnan(point.test_loss):
-                history.seconds.append(point.seconds)
-                history.test_loss.append(point.test_loss)
-                history.test_accuracy.append(point.test_accuracy)
-        return history
+        points = train(self.settings, data=data, progress=progress).points
+        ends = [point for point in points if not math.isnan(point.test_loss)]
+        history = {name: [getattr(end, name) for end in ends] for name in ("seconds", "test_loss", "test_accuracy")}
+        losses, accuracies = ([each[number] for each in on_training] for number in range(2))
+        return {**history, "train_loss": losses, "train_accuracy": accuracies}
 
 
 @dataclass(frozen=True)
@@ -204,10 +187,14 @@ def _rows(
     except (FloatingPointError, RankError) as error:
         return [Row.missing(label, str(error), group=group)]
     rows, images = Group(group, role="ours" if peers else "peer"), settings.data.partition(":")[0]
-    data = {"network": settings.task, "method": method, "images": _IMAGES[images], "history": asdict(history)}
-    best, quantity = 100 * max(history.test_accuracy), "best test accuracy"
-    accuracy = rows.value(label, best, quantity, "%", note=history.last(), data=data)
-    epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history.seconds])]
+    data = {"network": settings.task, "method": method, "images": _IMAGES[images], "history": history}
+    best, last = 100 * max(history["test_accuracy"]), {name: values[-1] for name, values in history.items()}
+    note = (
+        f"after the last epoch loss {last['train_loss']:.3g} and accuracy {last['train_accuracy']:.1%} on training "
+        f"images, {last['test_loss']:.3g} and {last['test_accuracy']:.1%} on test images"
+    )
+    accuracy = rows.value(label, best, "best test accuracy", "%", note=note, data=data)
+    epochs = [end - begin for begin, end in itertools.pairwise([0.0, *history["seconds"]])]
     note = f"{processes} process(es) of one thread, on {cores()} core(s)"
     seconds = rows.timed(f"epoch by {label}", Timing(epochs, len(epochs)), note=note)
     if peers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,18 +20,17 @@ from jacsparse.training import Backpropagation, DelayedGradients, published_time
 
 from ._context import Context, Timing
 from ._environment import cores
-from ._experiment import Comparison, Experiment, Group, Row, compare
+from ._experiment import Grid, Group, Row, compare, where
 from ._figures import Bars, Panel, Picture
 from ._ranks import Say, on_ranks
 from ._text import amount
 
-__all__ = ["DdgScaling"]
-
 _PEER = "back-propagation, one process"
 #: The share of the forward pass in an iteration of back-propagation (section 5.3).
 _FORWARD = 0.32
-#: Figures of an iteration's time, in the order of the bars.
-_KINDS = ("published, T_F + T_B / K", "predicted, T_F + largest T_B", "simulated", "measured")
+#: Figures of an iteration's time.
+_PUBLISHED, _PREDICTED = "published, T_F + T_B / K", "predicted, T_F + largest T_B"
+_SIMULATED, _MEASURED = "simulated", "measured"
 
 
 @dataclass
@@ -44,7 +43,7 @@ class _ModuleSeconds:
 
 
 @dataclass(frozen=True)
-class DdgScaling(Experiment):
+class DdgScaling(Grid):
     """A ResNet of the paper on random images, by SGD, in a process of one thread for each module."""
 
     network: str = "resnet56"
@@ -63,80 +62,72 @@ class DdgScaling(Experiment):
     title = "Delayed gradients: an iteration over the number of modules"
     source = "Huo et al., 2018, Table 1 and Figure 6 (published on GPUs; here one thread for each module)"
 
-    def run(self, context: Context) -> list[Row]:
-        rows = self._network_rows(context)
+    def cases(self, context: Context) -> Iterable[DdgScaling]:
+        """The experiment for each network alone."""
+        yield self
         if self.deeper:
-            rows += replace(self, network=self.deeper, modules=(2,))._network_rows(context)
-        return rows
+            yield replace(self, network=self.deeper, modules=(2,))
 
-    def _network_rows(self, context: Context) -> list[Row]:
-        processes = min(max(self.modules), self.most or cores())
-        task = partial(_measure, experiment=self, rounds=context.rounds)
-        ranks = on_ranks(task, processes, context.under(self.network).say)
-        alone = ranks[0][1]
-        forward, backward = (_medians(passes) for passes in (alone.forward, alone.backward))
-        share = forward[0] / (forward[0] + backward[0])
-        unsplit = Group(self._group(1))
+    def measure(self, case: DdgScaling, context: Context) -> list[Row]:
+        processes = min(max(case.modules), self.most or cores())
+        task = partial(_measure, experiment=case, rounds=context.rounds)
+        ranks = on_ranks(task, processes, context.under(case.network).say)
+        (forward,), (backward,) = (_medians([ranks[0][1]], passes) for passes in ("forward", "backward"))
+        share, rows = forward / (forward + backward), Group(case.group(1))
         note = f"the forward pass takes {share:.0%} of both passes, published {_FORWARD:.0%}; {cores()} core(s)"
-        data = {"network": self.network, "modules": 1, "forward": share}
-        peer = unsplit.timed(_PEER, _timing(alone), role="peer", note=note, data=data)
-        of_modules = {modules: [rank[modules] for rank in ranks if modules in rank] for modules in self.modules}
-        return [peer, *(row for modules, each in of_modules.items() for row in self._rows(modules, each, peer))]
+        data = {"network": case.network, "modules": 1, "forward": share}
+        peer = rows.timed(_PEER, _timing(ranks[0][1]), role="peer", note=note, data=data)
+        of_modules = {modules: [rank[modules] for rank in ranks if modules in rank] for modules in case.modules}
+        return [peer, *(row for modules, each in of_modules.items() for row in case.rows(modules, each, peer))]
 
-    def _group(self, modules: int) -> str:
+    def group(self, modules: int) -> str:
+        """The heading of rows of a number of modules."""
         return f"K = {modules}: {self.network}, batch {self.batch} of {self.side} × {self.side}, one thread a process"
 
-    def _rows(self, modules: int, ranks: Sequence[_ModuleSeconds], peer: Row) -> list[Row]:
+    def rows(self, modules: int, ranks: Sequence[_ModuleSeconds], peer: Row) -> list[Row]:
         """Rows of a number of modules, from the seconds of the processes that trained them."""
-        forward, backward = (
-            _medians(list(itertools.chain.from_iterable(passes)))
-            for passes in ([rank.forward for rank in ranks], [rank.backward for rank in ranks])
-        )
+        forward, backward = (_medians(ranks, passes) for passes in ("forward", "backward"))
         published = published_time(_FORWARD, 1 - _FORWARD, modules)
         predicted = published_time(sum(forward), modules * max(backward), modules)
         simulated = _long_run(simulated_times(forward, backward))
-        where = f"modules timed in {len(ranks)} process(es) of one thread, on {cores()} core(s)"
-        passes = f"{where}: forward {_listed(forward)}, backward {_listed(backward)}"
-        rows, data = Group(self._group(modules)), {"network": self.network, "modules": modules}
+        place = f"modules timed in {len(ranks)} process(es) of one thread, on {cores()} core(s)"
+        passes = f"{place}: forward {_listed(forward)}, backward {_listed(backward)}"
+        rows, data = Group(self.group(modules)), {"network": self.network, "modules": modules}
         if len(ranks) < modules:
             reason = f"{modules} modules need as many cores, and {cores()} core(s) run {len(ranks)} process(es)"
-            rows.missing(_KINDS[3], reason)
+            rows.missing(_MEASURED, reason)
         else:
-            row = rows.timed(_KINDS[3], _timing(ranks[-1]), note=where, data={**data, "kind": _KINDS[3]})
-            assert row.median is not None
-            nearness = Comparison("measured / simulated", row.median / simulated, at_least=0.85, at_most=1.15)
-            rows.add(row.beside(*_speedup(peer, row, published), nearness))
-        for kind, value in zip(_KINDS[1:3], (predicted, simulated), strict=True):
+            rows.timed(_MEASURED, _timing(ranks[-1]), note=place, data={**data, "kind": _MEASURED})
+        for kind, value in ((_PREDICTED, predicted), (_SIMULATED, simulated)):
             more = {**data, "kind": kind}
-            row = rows.value(kind, value, "predicted time", "s", role="reference", note=passes, data=more)
-            rows.add(row.beside(*_speedup(peer, row, published)))
-        quantity, note, more = "share of back-propagation's time", f"T_F = {_FORWARD}", {**data, "kind": _KINDS[0]}
-        rows.value(_KINDS[0], published, quantity, role="reference", note=note, data=more)
+            rows.value(kind, value, "predicted time", "s", role="reference", note=passes, data=more)
+        for row in rows.rows():
+            ratios = compare("back-propagation / delayed gradients", peer, row, published=1 / published)
+            rows.add(row.beside(*ratios))
+        rows.compare("measured / simulated", _MEASURED, _SIMULATED, at=_MEASURED, at_least=0.85, at_most=1.15)
+        quantity, note, more = "share of back-propagation's time", f"T_F = {_FORWARD}", {**data, "kind": _PUBLISHED}
+        rows.value(_PUBLISHED, published, quantity, role="reference", note=note, data=more)
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
-        peers = {row.data.get("network", self.network): row for row in rows if row.label == _PEER}
-        peer = peers[self.network]
-        drawn = [row for row in rows if row.data.get("kind") and row.median]
-
-        def cut(row: Row) -> tuple[str, int]:
-            return row.data.get("network", self.network), row.data["modules"]
-
-        cuts = list(dict.fromkeys(map(cut, drawn)))
-        heights: dict[str, list[float | None]] = {
-            "back-propagation; pale: its forward pass": [1.0, *[None] * len(cuts)]
-        }
-        for kind in _KINDS:
-            of_kind = {cut(row): row for row in drawn if row.data["kind"] == kind}
-            shares = [_share(of_kind[each], peers[each[0]]) if each in of_kind else None for each in cuts]
-            heights[kind] = [None, *shares]
+        peers = {row.data["network"]: row for row in rows if row.label == _PEER}
+        drawn, peer = [row for row in rows if "kind" in row.data and row.median], peers[self.network]
+        cuts = list(dict.fromkeys((row.data["network"], row.data["modules"]) for row in drawn))
+        unsplit = "back-propagation; pale: its forward pass"
+        heights: dict[str, list[float | None]] = {unsplit: [1.0, *[None] * len(cuts)]}
+        for kind in (_PUBLISHED, _PREDICTED, _SIMULATED, _MEASURED):
+            shares = dict[tuple[str, int], float]()
+            for row in where(drawn, kind=kind):
+                network, modules = row.data["network"], row.data["modules"]
+                whole = peers[network].median if row.unit == "s" else 1.0
+                shares[network, modules] = (row.median or 0.0) / (whole or 1.0)
+            heights[kind] = [None, *map(shares.get, cuts)]
         names = [f"{network}\nK = {modules}" for network, modules in ((self.network, 1), *cuts)]
-        pale = {next(iter(heights)): [peer.data["forward"]]}
-        bars = Bars(names, heights, ("#888888", GREEN, ORANGE, SKY, BLUE), "%.2f", pale)
-        title = f"{self.title}\n{peer.group.partition(': ')[2]}; {peer.note}"
-        return Picture(
-            title, [Panel([bars], y="time of an iteration / back-propagation's", grid="y")], (9.0, 4.2), legend=3
+        colours, pale = ("#888888", GREEN, ORANGE, SKY, BLUE), {unsplit: [peer.data["forward"]]}
+        panel = Panel(
+            [Bars(names, heights, colours, "%.2f", pale)], y="time of an iteration / back-propagation's", grid="y"
         )
+        return Picture(f"{self.title}\n{peer.group.partition(': ')[2]}; {peer.note}", [panel], (9.0, 4.2), legend=3)
 
 
 class _Stopwatch:
@@ -227,25 +218,15 @@ def _timing(seconds: _ModuleSeconds) -> Timing:
     return Timing(seconds.iterations, len(seconds.iterations))
 
 
-def _medians(passes: Sequence[Sequence[float]]) -> list[float]:
-    """The median seconds of each module."""
-    return [statistics.median(times) for times in passes]
+def _medians(ranks: Sequence[_ModuleSeconds], passes: str) -> list[float]:
+    """The median seconds of each module's passes, ``forward`` or ``backward``."""
+    return [statistics.median(times) for rank in ranks for times in getattr(rank, passes)]
 
 
 def _long_run(ends: Sequence[float]) -> float:
     """The mean time of an iteration in the second half, after the pipeline has filled."""
     half = len(ends) // 2
     return (ends[-1] - ends[half - 1]) / (len(ends) - half)
-
-
-def _speedup(peer: Row, row: Row, published: float) -> tuple[Comparison, ...]:
-    return compare("back-propagation / delayed gradients", peer, row, published=1 / published)
-
-
-def _share(row: Row, peer: Row) -> float:
-    """An iteration's time as a share of back-propagation's."""
-    assert row.median and peer.median
-    return row.median / (peer.median if row.unit == "s" else 1)
 
 
 def _listed(seconds: Sequence[float]) -> str:

@@ -17,8 +17,6 @@ from ._context import Context
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture
 
-__all__ = ["DdgTheory", "LeastSquares", "trajectories"]
-
 _STEPS = {"constant": "γ", "decreasing": "γ / (1 + t)"}
 
 

@@ -17,14 +17,12 @@ from ._calls import Call, in_mode
 from ._context import Context
 from ._experiment import Group, Row, compare, values_of, where
 from ._figures import Line, Panel, Picture
-from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, check_values, compiled, first_call
+from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call, check_values, first_call
 from ._problems import Problem
-
-__all__ = ["DiscretisedEquations"]
 
 _FASTER, _LATER, _GRADIENT = "prepared, the faster of both", "jacobian, later calls", "f with a gradient"
 _FORWARD, _REVERSE = "asdex, forward mode", "asdex, reverse mode"
-_FIRST, _FIRST_ASDEX = "first compiled call", "asdex, first call"
+_FIRST = "first compiled call"
 #: Seconds of a call that no function comes below; the most time relative to asdex, and to a function with a gradient.
 _CALL, _EAGER_RATIO, _LATER_RATIO = 0.15e-3, 1.2, 3.0
 #: The most seconds of a first compiled call.
@@ -52,8 +50,6 @@ class DiscretisedEquations(JacobianGrid):
         for equation, sizes in _SIZES.items()
         for size in sizes
     )
-    #: Whether compiled Jacobians are timed.
-    compiled: bool = True
 
     name = "discretised_equations"
     title = "Jacobians of discretised equations"
@@ -68,20 +64,15 @@ class DiscretisedEquations(JacobianGrid):
         if self.compiled:
             # The first process compiles the kernels that prepare.
             first_call(Case("kuramoto_sivashinsky", 7), "compiled")
-        return self.problems
-
-    def fields(self, case: Case, problem: Problem) -> dict[str, object]:
-        return {"data": {"equation": case.problem, "unknowns": problem.args[0].numel()}}
+        return super().cases(context)
 
     def calls(
         self, case: Case, problem: Problem, prepared: jacsparse.PreparedJacobian, expected: Any
     ) -> dict[str, Call]:
-        calls = {
-            COMPILED: in_mode(functools.partial(compiled, problem, expected), ""),
+        return {
             _LATER: in_mode(functools.partial(_later, problem, expected), ""),
             _GRADIENT: in_mode(functools.partial(_with_gradient, problem), ""),
         }
-        return calls if self.compiled else {label: call for label, call in calls.items() if label != COMPILED}
 
     def compared(self, case: Case, rows: Group, values: Call, first: Mapping[str, float | None]) -> list[Row]:
         faster, asdex = rows.fastest((COMPILED, PREPARED)), rows.fastest(self.modes)
@@ -94,7 +85,9 @@ class DiscretisedEquations(JacobianGrid):
                 rows.compare(f"{label} / asdex", label, asdex.label, at=label)
         _add_limit(rows, _LATER, "jacobian", _LATER_RATIO, _GRADIENT, rows[_GRADIENT])
         if self.compiled:
-            _add_first_calls(rows, case, None if asdex is None else first[asdex.label])
+            seconds = add_first_call(rows, _FIRST, case, "compiled", None if asdex is None else first[asdex.label])
+            if seconds is not None:
+                rows.beside(_FIRST, f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0)
         return [together, *rows.rows()]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
@@ -140,16 +133,3 @@ def _add_limit(rows: Group, label: str, name: str, ratio: float, other_name: str
     median, fastest = (None if time is None else ratio * time + _CALL for time in (other.median, other.fastest))
     limit, text = replace(other, median=median, fastest=fastest), f"({ratio:g} {other_name} + {1e3 * _CALL:g} ms)"
     rows.add(rows[label].beside(*compare(f"{name} / {text}", rows[label], limit, at_most=1.0)))
-
-
-def _add_first_calls(rows: Group, case: Case, asdex: float | None) -> None:
-    """Add first calls in new processes, with kernels compiled before."""
-    seconds, problem = first_call(case, "compiled")
-    if seconds is None:
-        rows.missing(_FIRST, problem, data={})
-        return
-    rows.value(_FIRST, seconds, "time", "s", data={})
-    if asdex is not None:
-        rows.beside(_FIRST, "ours / asdex", seconds / asdex, at_most=1.0)
-        rows.value(_FIRST_ASDEX, asdex, "time", "s", role="peer", data={})
-    rows.beside(_FIRST, f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0)

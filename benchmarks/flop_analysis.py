@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 import jacsparse
 from jacsparse import FlopReport
-from jacsparse.flop import BaselineStep, FlopStep
 
 from ._context import Context
 from ._experiment import Comparison, Experiment, Group, Row
 from ._workloads import Trained, retrained_vgg11
 
-__all__ = ["FlopAnalysis"]
+#: The entries of a report that its picture shows; stored reports may lack others.
+_DRAWN = ("schedule", "structure", "samples", "steps", "input_gradient", "baseline")
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class FlopAnalysis(Experiment):
         return [*rows.rows(), *(_total(report) for report in (counted, guaranteed())), *network.rows()]
 
     def figure(self, rows: Sequence[Row], path: Path) -> None:
-        _report(rows[0].data).plot(path)
+        content = {name: rows[0].data[name] for name in _DRAWN}
+        msgspec.convert(content, FlopReport).plot(path)
 
 
 def _total(report: FlopReport) -> Row:
@@ -72,15 +74,3 @@ def _total(report: FlopReport) -> Row:
         if each.activations
     )
     return Row.of_value(label, report.total, "flop", group="What was counted", note=note, comparisons=ratios)
-
-
-def _report(content: dict[str, Any]) -> FlopReport:
-    """The report from the plain values of `FlopReport.to_dict`."""
-    return FlopReport(
-        content["schedule"],
-        content["structure"],
-        content["samples"],
-        tuple(FlopStep(**step) for step in content["steps"]),
-        None if content["input_gradient"] is None else FlopStep(**content["input_gradient"]),
-        tuple(BaselineStep(**step) for step in content["baseline"]),
-    )

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
+from ._calls import labelled
 from ._context import Context
-from ._experiment import Row
+from ._experiment import Group, Row
 from ._figures import Bars, Panel, Picture
-from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
+from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, Timings, shown
 from ._text import amount
-
-__all__ = ["GruBreakdown"]
 
 #: Targets on CUDA, with set L in batches of 16: the thesis' speed-ups, and three times these.
 _TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
@@ -55,15 +54,12 @@ class GruBreakdown(RecurrentGrid):
                 _TARGETS if (context.device, name, batch) == ("cuda", "L", 16) else {},
             )
 
-    def differences(self, case: RecurrentCase, measured: Measurements) -> list[Row]:
-        # The thesis subtracts the times of steps without their backward pass.
-        label, note = "FO: beyond FP, by subtraction", "below zero: there is none, for gates are kept on the way"
-        overheads = {
-            mode: measured.timings[OURS, "rest", mode].less(measured.timings[PEER, "rest", mode])
-            for mode in measured.modes()
-        }
-        rows = (measured.row(label, overhead, OURS, mode, group=case.group) for mode, overhead in overheads.items())
-        return [replace(row, note=note) for row in rows]
+    def add_differences(self, rows: Group, case: RecurrentCase, timings: Timings) -> None:
+        label = f"FO: beyond FP, by subtraction, {OURS.name}"
+        note = "below zero: there is none, for gates are kept on the way"
+        for mode in dict.fromkeys(mode for _, mode, _ in timings):
+            overhead = timings["rest", mode, OURS].less(timings["rest", mode, PEER])
+            rows.timed(labelled(label, mode), overhead, note=note)
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         # The seconds of both passes, by set, layer and batch.

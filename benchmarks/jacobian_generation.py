@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +24,6 @@ from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context
 from ._experiment import Grid, Group, Row, reason
 from ._text import amount
-
-__all__ = ["PRINTED", "JacobianGeneration", "printed_algorithms"]
 
 #: The rows' labels; the first two are followed by the mode in which they run.
 _KERNEL, _COPY = "values, kernel alone", "copy of as many bytes"
@@ -90,12 +89,8 @@ class JacobianGeneration(Grid):
         rows, kernel, copy = Group(case.name), *(labelled(label, MODES[device][-1]) for label in (_KERNEL, _COPY))
         _add_sizes(rows, record.stage.transposed_pattern)
         extrapolated, peers = (_GRAD, _STACKED, _BACKWARD), (_GRAD, _STACKED, _BACKWARD, _EVERY, PRINTED)
-        rows.in_turns(
-            context,
-            functions,
-            per=lambda label: columns.count / columns.total if label in extrapolated else 1,
-            role=lambda label: "peer" if label in peers else "reference" if label in (_OPERATOR, copy) else "ours",
-        )
+        roles = {**dict.fromkeys(peers, "peer"), **dict.fromkeys((_OPERATOR, copy), "reference")}
+        rows.in_turns(context, functions, per=dict.fromkeys(extrapolated, columns.count / columns.total), role=roles)
         for label in (kernel, _CALL):
             rows.add(replace(rows[label], floor=rows[copy].fastest))
         for label in extrapolated:
@@ -196,11 +191,8 @@ def _kernel_runs(call: Call) -> list[Callable[[], None]]:
         run()
         runs.append(run)
 
-    before = intercept(note)
-    try:
+    with _intercepted(note):
         call()
-    finally:
-        intercept(before)
     if not runs:
         raise RuntimeError("the call runs no kernel of jacsparse; time what it runs now")
     return runs
@@ -210,13 +202,20 @@ def _without_kernels(call: Call) -> Callable[[], None]:
     """The call without its kernels: all work from tensors to kernels and back."""
 
     def run() -> None:
-        before = intercept(lambda _: None)
-        try:
+        with _intercepted(lambda _: None):
             call()
-        finally:
-            intercept(before)
 
     return run
+
+
+@contextlib.contextmanager
+def _intercepted(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
+    """Let a function have the kernels that the body would run."""
+    before = intercept(run)
+    try:
+        yield
+    finally:
+        intercept(before)
 
 
 class _Columns:

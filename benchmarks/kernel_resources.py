@@ -14,8 +14,6 @@ from ._experiment import Grid, Group, Row, values_of, where
 from ._figures import Bars, Panel, Picture
 from ._nvrtc import compile_file
 
-__all__ = ["KernelResources"]
-
 
 @dataclass(frozen=True)
 class KernelResources(Grid):

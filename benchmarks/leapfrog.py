@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,10 +19,9 @@ from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate
 from ._calls import one_thread
 from ._context import Context
 from ._environment import cores
-from ._experiment import Experiment, Group, Row
+from ._experiment import Grid, Group, Row, where
 from ._figures import COLOURS, Line, Panel, Picture, Rule
-
-__all__ = ["Leapfrog"]
+from ._workloads import equal_layers
 
 _PEER = "back-propagation, one thread"
 _ALL_CORES = "back-propagation, all cores"
@@ -44,7 +43,7 @@ class _Seconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Leapfrog(Experiment):
+class Leapfrog(Grid):
     """Networks of equal layers with sigmoids, as the paper has them."""
 
     depths: tuple[int, ...] = (4, 16, 64)
@@ -57,13 +56,12 @@ class Leapfrog(Experiment):
     title = "Leapfrogging: a pass forward and back"
     source = "Saraiya, equations 8 to 10: the paper has no measurements of its own"
 
-    def run(self, context: Context) -> list[Row]:
+    def cases(self, context: Context) -> Iterable[tuple[int, int, dict[int, float]]]:
         speeds = _speeds(context.under("threads"), range(1, (self.most or cores()) + 1))
-        return [
-            row for width in self.widths for depth in self.depths for row in self._rows(context, depth, width, speeds)
-        ]
+        return ((width, depth, speeds) for width in self.widths for depth in self.depths)
 
-    def _rows(self, context: Context, depth: int, width: int, speeds: dict[int, float]) -> list[Row]:
+    def measure(self, case: tuple[int, int, dict[int, float]], context: Context) -> list[Row]:
+        width, depth, speeds = case
         group = f"{depth} layers of {width} units, batch {self.batch}"
         module, x, gradient = _network(depth, width, self.batch)
         everything = {_ALL_CORES: partial(_step, module, module, x, gradient)}
@@ -92,19 +90,18 @@ class Leapfrog(Experiment):
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
-        panels = [self._panel([row for row in rows if row.data.get("width") == width], width) for width in self.widths]
+        panels = [self._panel(where(rows, width=width), width) for width in self.widths]
         title = f"{self.title}, batch {self.batch}, against back-propagation on one thread"
         return Picture(title, panels, (max(8.0, 3.6 * len(self.widths) + 1), 4.2), legend=4)
 
     def _panel(self, rows: Sequence[Row], width: int) -> Panel:
         parts: list[Any] = [Rule(0)]
         for depth, colour in zip(self.depths, COLOURS, strict=False):
-            of_depth = [row for row in rows if row.data.get("depth") == depth and row.median is not None]
+            of_depth = [row for row in where(rows, depth=depth) if row.median is not None]
             parts.append(Line((), (), f"{depth} layers", colour))
             for prediction, (style, options) in _PREDICTIONS.items():
-                points = [row.data for row in of_depth if row.data.get("prediction") == prediction]
-                threads, savings = ([point[name] for point in points] for name in ("threads", "saving"))
-                parts.append(Line(threads, savings, "", colour, style, options=options))
+                points = [(row.data["threads"], row.data["saving"]) for row in where(of_depth, prediction=prediction)]
+                parts.append(Line.through(points, "", colour, style, **options))
             peer = next((row.median for row in of_depth if row.label == _PEER), None)
             measured = [row for row in of_depth if row.label.startswith("leapfrog")]
             if peer is not None:
@@ -136,9 +133,7 @@ def _add_predictions(rows: Group, seconds: _Seconds, threads: int, depth: int, d
 
 
 def _network(depth: int, width: int, batch: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    torch.manual_seed(0)
-    module = nn.Sequential(*[part for _ in range(depth) for part in (nn.Linear(width, width), nn.Sigmoid())])
-    return module, torch.randn(batch, width), torch.randn(batch, width)
+    return equal_layers(depth, width, nn.Sigmoid), torch.randn(batch, width), torch.randn(batch, width)
 
 
 def _step(runner: nn.Module, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> None:

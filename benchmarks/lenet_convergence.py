@@ -17,8 +17,6 @@ from ._experiment import Grid, Row
 from ._figures import Line, Panel, Picture
 from ._workloads import published_iterations
 
-__all__ = ["LenetConvergence", "loss_curves"]
-
 # The settings of the thesis.
 LEARNING_RATE, MOMENTUM, BATCH = 0.001, 0.9, 256
 

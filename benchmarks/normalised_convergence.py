@@ -17,8 +17,6 @@ from ._curves import averaged
 from ._experiment import Grid, Group, Row
 from ._figures import Line, Panel, Picture
 
-__all__ = ["NormalisedConvergence"]
-
 #: What the losses of the same gradients in float64 may differ by: rounding, which training magnifies.
 _TOLERANCE = 1e-9
 #: What the others are compared with, and the way of which other losses are expected.

@@ -13,8 +13,6 @@ from ._experiment import Row, values_of, where
 from ._figures import Line, Panel, Picture
 from ._recurrent import PEER, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
 
-__all__ = ["ParallelForward"]
-
 _SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON = (
     Layer(f"jacsparse {way}", "auto", way) for way in ("sequential", "parallel", "relaxed", "newton")
 )

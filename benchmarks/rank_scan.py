@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from jacsparse.models import build, prune_weights
 from jacsparse.spgemm import matvec
 from torch import nn
 
@@ -28,8 +28,7 @@ from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import Bars, Line, Panel, Picture
 from ._ranks import Say, on_ranks
 from ._text import amount
-
-__all__ = ["ScansAcrossRanks"]
+from ._workloads import equal_layers, whole_pruned_vgg11
 
 #: Bytes of the messages by which latency and bandwidth are measured.
 _SMALL, _LARGE = 8, 2**25
@@ -37,27 +36,23 @@ _SMALL, _LARGE = 8, 2**25
 _BLOCK = slice(11, 14)
 
 
-@dataclass(frozen=True)
-class _Messages:
-    """What one rank saw of scans of elements of so many bytes, by way: seconds, and what it sent in each."""
+class _Messages(NamedTuple):
+    """What one rank saw of scans of elements of so many bytes, by way: seconds; messages and bytes that it sent."""
 
     seconds: dict[tuple[str, int], list[float]]
     sent: dict[tuple[str, int], tuple[int, int]]
-    #: Seconds of messages of a few bytes, and of many, from rank to rank.
-    one_way: dict[int, list[float]]
+    interconnect: Interconnect
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """Seconds of training steps on two ranks, the stages' costs in one process, and of messages."""
+class _Steps(NamedTuple):
+    """Seconds of training steps on two ranks, and the stages' costs in one process."""
 
     measured: list[float]
     workload: Workload
-    one_way: dict[int, list[float]]
+    interconnect: Interconnect
 
 
-@dataclass(frozen=True)
-class _Block:
+class _Block(NamedTuple):
     """Entries of a rank's product and largest factor; by way, bytes that it sends, and its peak memory in a step."""
 
     product: int | None
@@ -87,7 +82,6 @@ class ScansAcrossRanks(Experiment):
     steps: int = 30
     #: The first stages of all ranks but the first, of pruned VGG-11.
     cuts: tuple[tuple[int, ...], ...] = ((11, 13), (11, 13, 14), (11, 13, 14, 16), (8, 11, 14))
-    network: str = "vgg11"
     side: int = 32
 
     name = "rank_scan"
@@ -102,7 +96,7 @@ class ScansAcrossRanks(Experiment):
         for label, task in (("chain", _chain_steps), ("GRU", _layer_steps)):
             rows.append(self._steps(context.under(label), label, task))
         for cuts in self.cuts:
-            rows += self._blocks(context.under(f"{self.network}, {len(cuts) + 1} ranks"), cuts)
+            rows += self._blocks(context.under(f"vgg11, {len(cuts) + 1} ranks"), cuts)
         return rows
 
     def _rates(self, context: Context) -> list[Row]:
@@ -110,7 +104,7 @@ class ScansAcrossRanks(Experiment):
         n, samples, time = self.hidden, self.samples, self.time
         a, b = torch.randn(time, samples, n, n) / n, torch.randn(time, samples, n)
         map_ = DenseMaps(torch.randn(1, samples, n, n), torch.randn(1, samples, n))
-        model = self._pruned()
+        model = _pruned()
         block, x = model[_BLOCK], model[: _BLOCK.start](torch.randn(1, 3, self.side, self.side)).detach()
         chain = jacsparse.chain(block, tuple(x.shape[1:]))
         jacobian = jacsparse.jacobian(block, x).T
@@ -120,10 +114,10 @@ class ScansAcrossRanks(Experiment):
                 lambda: linear_recurrence(Dense(a), b, schedule="sequential"), time * samples * n**2, VECTORS
             ),
             "products of dense maps": (lambda: compose(map_, map_), samples * n**3, MATRICES),
-            f"{self.network}: products with a vector": (
+            "vgg11: products with a vector": (
                 lambda: matvec(jacobian.pattern, jacobian.values, vector), jacobian.pattern.nnz, VECTORS
             ),
-            f"{self.network}: stages to one matrix": (
+            "vgg11: stages to one matrix": (
                 lambda: jacsparse.jacobian(block, x), float(chain.order.cost), JACOBIANS
             ),
         }  # fmt: skip
@@ -142,7 +136,7 @@ class ScansAcrossRanks(Experiment):
         """Messages, bytes and times of each way, beside what is predicted."""
         ranks = on_ranks(partial(_scans, sizes=self.sizes, rounds=context.rounds), count, context.say)
         rows = Group(f"{count} ranks on {cores()} cores: scans of elements without products")
-        interconnect = _interconnect(ranks[0].one_way)
+        interconnect = ranks[0].interconnect
         if count == 2:
             rows.value("latency of a message", interconnect.latency, "time", "s", data={"ranks": count})
             rows.value("bandwidth of messages", interconnect.bandwidth, "bandwidth", "B/s")
@@ -168,8 +162,8 @@ class ScansAcrossRanks(Experiment):
         """Training steps on two ranks beside the simulated time."""
         (steps, _) = on_ranks(partial(task, experiment=self, rounds=context.rounds), 2, context.say)
         assert steps is not None
-        interconnect, load = _interconnect(steps.one_way), steps.workload
-        outcome, _ = AcrossRanks("linear", (len(load) // 2,)).plan(load, interconnect, 2)
+        load = steps.workload
+        outcome, _ = AcrossRanks("linear", (len(load) // 2,)).plan(load, steps.interconnect, 2)
         fastest = min(steps.measured)
         nearness = Comparison("simulated / fastest measured", outcome.seconds / fastest, at_least=0.8, at_most=1.2)
         passes, timing = load.forward + load.backward, Timing(steps.measured, len(steps.measured))
@@ -178,23 +172,17 @@ class ScansAcrossRanks(Experiment):
         row = Row.timed(f"{label}, {len(load)} stages", timing, group=group, note=note, data={**data, "passes": passes})
         return row.beside(nearness)
 
-    def _pruned(self) -> Any:
-        torch.manual_seed(0)
-        model: Any = build(self.network).features
-        prune_weights(model, 0.97, rescale=True)
-        return model
-
     def _blocks(self, context: Context, cuts: tuple[int, ...]) -> list[Row]:
         """Entries, messages and memory of blocks of pruned VGG-11, beside the planner's and section 3.6's."""
         count = len(cuts) + 1
         ranks = on_ranks(partial(_block, experiment=self, cuts=cuts), count, context.say)
-        model, x = self._pruned(), torch.randn(1, 3, self.side, self.side)
+        model, x = _pruned(), torch.randn(1, 3, self.side, self.side)
         counted = counted_workload(model, x, 1e10)
         # What a step needs beyond the weights and their gradients.
         load = replace(counted, stages=tuple(replace(stage, weights=0) for stage in counted.stages))
         # Section 3.6 without its constant: the entries of the largest Jacobian, for each matrix of a rank.
         published = max(len(load) / count, 1) * load.largest_factor
-        rows = Group(f"{self.network}, {count} ranks: stages cut at {', '.join(map(str, cuts))}")
+        rows = Group(f"vgg11, {count} ranks: stages cut at {', '.join(map(str, cuts))}")
         largest = max(rank.product or 0 for rank in ranks)
         entries = [f"{rank.product or 0:,} of {rank.factor:,}" for rank in ranks]
         compared = (Comparison("entries / section 3.6", largest / published),)
@@ -256,10 +244,8 @@ class ScansAcrossRanks(Experiment):
         return Picture(f"{self.title}: one thread a process, gloo", panels, (15.0, 4.6))
 
 
-def _interconnect(one_way: Mapping[int, Sequence[float]]) -> Interconnect:
-    """The connection by the fastest messages of a few bytes and of many."""
-    latency = min(one_way[_SMALL])
-    return Interconnect(latency, _LARGE / max(min(one_way[_LARGE]) - latency, 1e-9))
+def _pruned() -> Any:
+    return whole_pruned_vgg11().get_submodule("features")
 
 
 def _together(ranks: Ranks, function: Callable[[], object]) -> float:
@@ -271,33 +257,43 @@ def _together(ranks: Ranks, function: Callable[[], object]) -> float:
     return max(nanoseconds for (nanoseconds,) in ranks.check("end of a measurement", {}, int(1e9 * seconds))) / 1e9
 
 
-def _one_way(ranks: Ranks) -> dict[int, list[float]]:
-    """Seconds of messages between the first two ranks: half of the way to and fro."""
-    seconds = {}
-    for size in (_SMALL, _LARGE):
-        x, first = torch.ones(size, dtype=torch.uint8), ranks.rank == 0
+class _Wire:
+    """The connection between the first two ranks, by the fastest messages of a few bytes and of many."""
 
-        def to_and_fro(x: torch.Tensor = x, first: bool = first) -> None:
-            for sends in (first, not first):
-                if sends:
-                    ranks.send(x, int(first), "message", 0)
-                    ranks.flush()
-                else:
-                    ranks.expect(int(first), "message").wait(0)
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._seconds = {_SMALL: math.inf, _LARGE: math.inf}
+        self.measure()
 
-        idle = ranks.rank > 1
-        seconds[size] = [
-            _together(ranks, (lambda: None) if idle else to_and_fro) / 2 for _ in range(20 if size < 2**20 else 4)
-        ]
-    return seconds
+    def measure(self) -> None:
+        """Send messages, and keep half of the shortest time to and fro."""
+        for size in self._seconds:
+            x = torch.ones(size, dtype=torch.uint8)
+            for _ in range(20 if size < 2**20 else 4):
+                seconds = _together(self._ranks, partial(self._to_and_fro, x)) / 2
+                self._seconds[size] = min(self._seconds[size], seconds)
+
+    def _to_and_fro(self, x: torch.Tensor) -> None:
+        ranks, first = self._ranks, self._ranks.rank == 0
+        for sends in (first, not first) if ranks.rank < 2 else ():
+            if sends:
+                ranks.send(x, int(first), "message", 0)
+                ranks.flush()
+            else:
+                ranks.expect(int(first), "message").wait(0)
+
+    @property
+    def interconnect(self) -> Interconnect:
+        """Latency and bandwidth of the messages so far."""
+        latency = self._seconds[_SMALL]
+        return Interconnect(latency, _LARGE / max(self._seconds[_LARGE] - latency, 1e-9))
 
 
 def _scans(say: Say, *, sizes: Sequence[int], rounds: int) -> _Messages:
     """Scans of each way and size, in turns; what adds is an addition, which takes little time."""
-    ranks = ranks_of(None)
+    ranks, sent = ranks_of(None), {}
     seconds: dict[tuple[str, int], list[float]] = {(way, size): [] for size in sizes for way in EXCHANGES}
-    sent = {}
-    one_way = _one_way(ranks)
+    wire = _Wire(ranks)
     for number in range(rounds):
         for way, size in seconds:
             if not ranks.rank:
@@ -305,24 +301,18 @@ def _scans(say: Say, *, sizes: Sequence[int], rounds: int) -> _Messages:
             x = torch.ones(size // 4)
             for _ in range(10 if size < 2**20 else 3):
                 scan = RankScan(ranks, torch.add, way, "scan")
-                before = ranks.sent_messages, ranks.sent_bytes
-                begin = _together(ranks, partial(scan, x, x))
-                # The measurement sends messages, too: they are counted by themselves.
-                after = ranks.sent_messages, ranks.sent_bytes
-                seconds[way, size].append(begin)
-                _together(ranks, lambda: None)
-                overhead = ranks.sent_messages - after[0], ranks.sent_bytes - after[1]
-                sent[way, size] = (after[0] - before[0] - overhead[0], after[1] - before[1] - overhead[1])
-        for size, times in _one_way(ranks).items():
-            one_way[size] += times
-    return _Messages(seconds, sent, one_way)
+                seconds[way, size].append(_together(ranks, partial(scan, x, x)))
+            # Measurements send messages, too: those of a scan are counted without.
+            messages, nbytes = ranks.sent_messages, ranks.sent_bytes
+            RankScan(ranks, torch.add, way, "scan")(x, x)
+            sent[way, size] = ranks.sent_messages - messages, ranks.sent_bytes - nbytes
+        wire.measure()
+    return _Messages(seconds, sent, wire.interconnect)
 
 
 def _chain_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Steps | None:
-    torch.manual_seed(0)
-    width, layers = experiment.width, experiment.layers
-    module = nn.Sequential(*[part for _ in range(layers) for part in (nn.Linear(width, width), nn.Tanh())])
-    x = torch.randn(experiment.batch, width)
+    layers, module = experiment.layers, equal_layers(experiment.layers, experiment.width)
+    x = torch.randn(experiment.batch, experiment.width)
     part = (module[:layers], module[layers:])[dist.get_rank()]
     scan = jacsparse.nn.Scan(part, process_group=dist.group.WORLD)
 
@@ -352,7 +342,7 @@ def _measured_steps(
 ) -> _Steps | None:
     """Steps on all ranks and, in turn with them, the stages' passes on the first rank alone."""
     ranks, loads, measured = ranks_of(None), list[Workload](), list[float]()
-    one_way = _one_way(ranks)
+    wire = _Wire(ranks)
     _together(ranks, step)
     for number in range(rounds):
         if not ranks.rank:
@@ -360,9 +350,8 @@ def _measured_steps(
         measured += [_together(ranks, step) for _ in range(steps)]
         if not ranks.rank:
             loads.append(measured_workload(module, x, 0.05))
-        for size, times in _one_way(ranks).items():
-            one_way[size] += times
-    return _Steps(measured, _fastest(loads), one_way) if loads else None
+        wire.measure()
+    return _Steps(measured, _fastest(loads), wire.interconnect) if loads else None
 
 
 def _fastest(loads: Sequence[Workload]) -> Workload:
@@ -376,7 +365,7 @@ def _fastest(loads: Sequence[Workload]) -> Workload:
 
 
 def _block(say: Say, *, experiment: ScansAcrossRanks, cuts: tuple[int, ...]) -> _Block:
-    model, ranks = experiment._pruned(), ranks_of(None)
+    model, ranks = _pruned(), ranks_of(None)
     begin, end = ([0, *cuts][ranks.rank], [*cuts, len(model)][ranks.rank])
     part, x = model[begin:end], torch.randn(1, 3, experiment.side, experiment.side)
     sent, first, later = {}, {}, {}

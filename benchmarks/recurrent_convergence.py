@@ -17,8 +17,6 @@ from ._recurrent import SCANS
 from ._text import amount
 from ._workloads import published_iterations
 
-__all__ = ["RecurrentConvergence", "Task"]
-
 _BATCH = 16
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,10 @@ from torch import nn
 from jacsparse import nn as scanned
 
 from ._calls import Call
-from ._context import Context, Timing
-from ._experiment import Comparison, Grid, Group, Row, compare, reason, where
+from ._context import Context
+from ._experiment import Comparison, Grid, Group, Row, reason, where
 from ._figures import Cells, Panel, Picture
 from ._recurrent import GATES, OURS, PEER
-
-__all__ = ["RecurrentShapes"]
 
 #: The least speed of each layer relative to torch.nn's: equal within five per cent.
 _TARGET = 0.95
@@ -33,25 +31,6 @@ _ROUNDS = 12
 _SHORT, _LONG = 0.2, 4.0
 _PARTS = ("inference", "training")
 _RATIO = f"{PEER.name} / {OURS.name}"
-
-
-@dataclass(frozen=True)
-class _Cell:
-    """The speed of our layer in one shape, relative to PyTorch's."""
-
-    #: The number of steps.
-    time: int
-    #: Samples per batch.
-    batch: int
-    #: How many times as fast ours is, by the medians and by the fastest runs.
-    ratio: float
-    fastest: float | None
-    #: The median of our times.
-    seconds: float
-    #: Whether this is the longer run, after a first run below the target.
-    again: bool
-    #: What our layer ran last, as its reports name it; ``torch.nn`` if it ran PyTorch's kernels.
-    ran: str
 
 
 @dataclass(frozen=True)
@@ -77,25 +56,24 @@ class RecurrentShapes(Grid):
         """A row of the shape in which ours is slowest, relative to PyTorch's; its data has all shapes."""
         kind, size, part = case
         rows, label = Group(f"{context.threads} thread(s)"), f"{kind}, H = {size}, {part}"
-        cells, problems = list[_Cell](), list[str]()
+        cells, problems = list[dict[str, Any]](), list[str]()
         for time, batch in itertools.product(self.times, self.batches):
             if GATES[kind] * size * (size + _features(size)) * time * batch > _MOST_PRODUCTS:
                 continue
-            heading = f"{kind}, H = {size}, T = {time}, B = {batch}, {part}"
             try:
-                cells.append(_measured(kind, size, time, batch, part, replace(context.under(heading), rounds=_ROUNDS)))
+                cells.append(_measured(kind, size, time, batch, part, context))
             except Exception as error:
                 problems.append(reason(error))
         if not cells:
             return [rows.missing(label, problems[0])]
-        slowest = min(cells, key=lambda cell: cell.ratio)
-        note = f"least of {len(cells)} shapes: T = {slowest.time}, B = {slowest.batch}, by {slowest.ran}"
-        if repeated := sum(cell.again for cell in cells):
+        slowest = min(cells, key=operator.itemgetter("ratio"))
+        note = f"least of {len(cells)} shapes: T = {slowest['time']}, B = {slowest['batch']}, by {slowest['ran']}"
+        if repeated := sum(cell["again"] for cell in cells):
             note += f"; {repeated} measured again, for they seemed slower"
         note = "; ".join([note, *(f"{len(problems)} not measured: {text}" for text in problems[:1])])
-        data = {"kind": kind, "size": size, "part": part, "cells": list(map(asdict, cells))}
-        compared = (Comparison(_RATIO, slowest.ratio, slowest.fastest, at_least=_TARGET),)
-        return [rows.value(label, slowest.ratio, f"least of {_RATIO}", comparisons=compared, note=note, data=data)]
+        data = {"kind": kind, "size": size, "part": part, "cells": cells}
+        compared = (Comparison(_RATIO, slowest["ratio"], slowest["fastest"], at_least=_TARGET),)
+        return [rows.value(label, slowest["ratio"], f"least of {_RATIO}", comparisons=compared, note=note, data=data)]
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         from matplotlib import colormaps
@@ -136,8 +114,12 @@ def _features(size: int) -> int:
     return min(size, 32)
 
 
-def _measured(kind: str, size: int, time: int, batch: int, part: str, context: Context) -> _Cell:
-    """The measurement of one shape, after a check of the outputs or gradients."""
+def _measured(kind: str, size: int, time: int, batch: int, part: str, context: Context) -> dict[str, Any]:
+    """The measurement of one shape, after a check of the outputs or gradients; RuntimeError if a layer was not timed.
+
+    It has the steps, the samples per batch, how many times as fast as PyTorch's ours is by medians and by fastest runs,
+    our median, whether that is of the longer run, and what our layer ran, ``torch.nn`` if that were PyTorch's kernels.
+    """
     torch.manual_seed(0)
     theirs: Any = getattr(nn, kind)(_features(size), size)
     ours: Any = getattr(scanned, kind).of(theirs)
@@ -145,17 +127,17 @@ def _measured(kind: str, size: int, time: int, batch: int, part: str, context: C
     functions = {OURS.name: _function(ours, x, part), PEER.name: _function(theirs, x, part)}
     for result, expected in zip(*(function() for function in functions.values()), strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-3, atol=1e-3 * expected.abs().max().item())
-    timings = context.times(functions, seconds=_SHORT * context.seconds)
-    again = _speed(timings).ratio < _TARGET
-    if again:
-        timings = context.times(functions, seconds=_LONG * context.seconds)
-    speed, seconds = _speed(timings), statistics.median(timings[OURS.name].seconds)
-    return _Cell(time, batch, speed.ratio, speed.fastest, seconds, again, ours.reports[-1].methods[0])
-
-
-def _speed(timings: Mapping[str, Timing]) -> Comparison:
-    """How many times as fast as PyTorch's ours is; RuntimeError if one was not timed."""
-    ours, peer = (Row.timed(name, timings[name]) for name in (OURS.name, PEER.name))
-    for speed in compare(_RATIO, peer, ours):
-        return speed
-    raise RuntimeError(ours.not_measured or peer.not_measured)
+    for seconds in (_SHORT, _LONG):
+        rows = Group(f"{kind}, H = {size}, T = {time}, B = {batch}, {part}")
+        rows.in_turns(replace(context, rounds=_ROUNDS), functions, seconds=seconds * context.seconds)
+        rows.compare(_RATIO, PEER.name, OURS.name)
+        if not rows[OURS.name].comparisons:
+            raise RuntimeError(rows[OURS.name].not_measured or rows[PEER.name].not_measured)
+        (speed,) = rows[OURS.name].comparisons
+        if speed.ratio >= _TARGET:
+            break
+    ran = ours.reports[-1].methods[0]
+    return {
+        **{"time": time, "batch": batch, "ratio": speed.ratio, "fastest": speed.fastest},
+        **{"seconds": rows[OURS.name].median, "again": seconds == _LONG, "ran": ran},
+    }

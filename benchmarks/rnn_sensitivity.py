@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import product
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +11,9 @@ import torch
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
-from ._experiment import Row, compare, values_of, where
+from ._experiment import Group, Row, values_of, where
 from ._figures import Line, Panel, Part, Picture, Rule
-from ._recurrent import OURS, PEER, SCANS, Layer, Measurements, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
-
-__all__ = ["RnnSensitivity"]
+from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, Timings, shown
 
 #: Targets in batches of 16, by device, layer and length: how many times as fast as torch.nn's a backward pass and a
 #: whole step should be, by schedule.
@@ -79,34 +76,24 @@ class RnnSensitivity(RecurrentGrid):
     source = "thesis, Figure 5.2 (published, on GPUs: backward at most 8.8 times as fast, overall 2.75)"
 
     def cases(self, context: Context) -> Iterable[RecurrentCase]:
-        """All workloads; on the CPU, those with schedules once more on one thread."""
-        for workload in self._workloads(context.device):
-            yield self._case(workload, context)
-        if context.device == "cpu" and torch.get_num_threads() > 1:
-            for time in self.times:
-                if time in self.scheduled:
-                    yield self._case(RecurrentWorkload("RNN", time, 16, 1), context, single_thread=True)
+        """All workloads, first those with schedules, as time may run out; on the CPU these once more on one thread."""
+        workloads = [RecurrentWorkload("RNN", time, 16, 1) for time in self.times]
+        scheduled, on_cuda = [each for each in workloads if each.time in self.scheduled], context.device == "cuda"
+        workloads += [RecurrentWorkload("RNN", self.time, batch, 1) for batch in self.batches]
+        workloads += [RecurrentWorkload(kind, time, 16, 12) for kind in ("GRU", "LSTM") for time in self.others]
+        scanned = [RecurrentWorkload("RNN", self.time, batch, 1) for batch in self.scanned]
+        by_schedules = (
+            dict.fromkeys(scheduled, self.schedules) if on_cuda else dict.fromkeys(scheduled + scanned, self.scans)
+        )
+        for workload in dict.fromkeys([*scheduled, *workloads]):
+            yield self._case(workload, by_schedules.get(workload, ()), context)
+        if not on_cuda and torch.get_num_threads() > 1:
+            yield from (self._case(each, self.scans, context, single_thread=True) for each in scheduled)
 
-    def _workloads(self, device: str) -> list[RecurrentWorkload]:
-        """All workloads; on CUDA, those with targets come first, as time may run out."""
-        workloads = {RecurrentWorkload("RNN", time, 16, 1): None for time in self.times}
-        workloads |= {RecurrentWorkload("RNN", self.time, batch, 1): None for batch in self.batches}
-        workloads |= {RecurrentWorkload(kind, time, 16, 12): None for kind in ("GRU", "LSTM") for time in self.others}
-        return sorted(workloads, key=lambda workload: not (device == "cuda" and self._is_scheduled(workload)))
-
-    def _is_scheduled(self, workload: RecurrentWorkload) -> bool:
-        return workload.kind == "RNN" and workload.batch == 16 and workload.time in self.scheduled
-
-    def _schedules(self, workload: RecurrentWorkload, device: str) -> tuple[str, ...]:
-        """The schedules by which a workload's backward pass is timed beside the usual one."""
-        if device == "cuda":
-            return self.schedules if self._is_scheduled(workload) else ()
-        is_scanned = workload.kind == "RNN" and (workload.time, workload.batch) in product((self.time,), self.scanned)
-        return self.scans if is_scanned or self._is_scheduled(workload) else ()
-
-    def _case(self, workload: RecurrentWorkload, context: Context, *, single_thread: bool = False) -> RecurrentCase:
-        on_cuda, schedules = context.device == "cuda", self._schedules(workload, context.device)
-        threads = 1 if single_thread else torch.get_num_threads()
+    def _case(
+        self, workload: RecurrentWorkload, schedules: Sequence[str], context: Context, *, single_thread: bool = False
+    ) -> RecurrentCase:
+        on_cuda, threads = context.device == "cuda", 1 if single_thread else torch.get_num_threads()
         every = (("backward of all",), (OURS, *map(Layer.by, schedules), PEER))
         # On CUDA the backward pass by subtraction adds nothing.
         turns = [(("backward",), every[1]), (("step",) if on_cuda else ("step", "rest"), (OURS, PEER))]
@@ -123,14 +110,12 @@ class RnnSensitivity(RecurrentGrid):
             single_thread=single_thread,
         )
 
-    def differences(self, case: RecurrentCase, measured: Measurements) -> list[Row]:
-        times = {layer: measured.timings[layer, "step", ""].less(measured.timings[layer, "rest", ""])
-                 for layer in (OURS, PEER)}  # fmt: skip
-        ours, peer = (
-            measured.row("backward pass by subtraction", time, layer, "", group=case.group)
-            for layer, time in times.items()
-        )
-        return [replace(ours, comparisons=compare("torch.nn / jacsparse", peer, ours)), peer]
+    def add_differences(self, rows: Group, case: RecurrentCase, timings: Timings) -> None:
+        labels = {layer: f"backward pass by subtraction, {layer.name}" for layer in (OURS, PEER)}
+        for layer, label in labels.items():
+            time = timings["step", "", layer].less(timings["rest", "", layer])
+            rows.timed(label, time, role="peer" if layer == PEER else "ours")
+        rows.compare("torch.nn / jacsparse", labels[PEER], labels[OURS])
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in shown(rows) if row.comparisons]

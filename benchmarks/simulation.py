@@ -19,8 +19,7 @@ from ._context import Context
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Part, Picture
 from ._text import amount
-
-__all__ = ["SimulatedTraining"]
+from ._workloads import equal_layers
 
 _SPACE = "Sections 2.2 and 3.6: what a worker holds"
 _FORMULAS = "The papers' formulas without constants, on the most workers"
@@ -53,9 +52,7 @@ class SimulatedTraining(Experiment):
     )
 
     def run(self, context: Context) -> list[Row]:
-        torch.manual_seed(0)
-        parts = [part for _ in range(self.layers) for part in (nn.Linear(self.width, self.width), nn.Tanh())]
-        chain = counted_workload(nn.Sequential(*parts), torch.randn(self.batch, self.width), self.rate)
+        chain = counted_workload(equal_layers(self.layers, self.width), torch.randn(self.batch, self.width), self.rate)
         sequence = counted_workload(nn.RNN(1, self.hidden), torch.randn(self.time, self.batch, 1), self.rate)
         workloads = {
             f"{self.layers} layers of {self.width} units": chain,

@@ -17,8 +17,6 @@ from ._context import Context
 from ._experiment import Experiment, Group, Row
 from ._figures import Line, Panel, Picture
 
-__all__ = ["SparseConvergence"]
-
 ENGINES = ("dense", "sparse")
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,14 +12,11 @@ import torch
 
 import jacsparse
 
-from ._calls import Call, in_mode
-from ._context import Context
+from ._calls import Call
 from ._experiment import Group, Row
 from ._figures import Picture, times_picture
-from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, compiled, first_call
+from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call
 from ._problems import Problem, elements
-
-__all__ = ["SparseJacobian"]
 
 _CHANGED, _JACOBIAN = "prepared, another number at each call", "jacobian"
 _ASDEX, _JACREV = "asdex", "torch.func.jacrev"
@@ -52,9 +48,7 @@ class SparseJacobian(JacobianGrid):
     )
     #: The most elements of a dense Jacobian that peers with a cost for each row take.
     most: int = 2**22
-    #: Whether compiled Jacobians are timed, which take a compiler, and seconds for each.
-    compiled: bool = True
-    #: Processes whose first call is timed, of which the last counts: an earlier one compiles kernels.
+    #: Processes whose first call is timed.
     processes: int = 2
 
     name = "sparse_jacobian"
@@ -65,9 +59,6 @@ class SparseJacobian(JacobianGrid):
     ours = (PREPARED, COMPILED, _JACOBIAN, _CHANGED)
     references = ("f alone",)
 
-    def cases(self, context: Context) -> Iterable[Case]:
-        return self.problems
-
     def calls(
         self, case: Case, problem: Problem, prepared: jacsparse.PreparedJacobian, expected: Any
     ) -> dict[str, Call]:
@@ -75,8 +66,6 @@ class SparseJacobian(JacobianGrid):
             _JACOBIAN: lambda: jacsparse.jacobian(problem.f, *problem.args, **problem.options),
             "f alone": lambda: problem.f(*problem.args),
         }
-        if self.compiled:
-            calls[COMPILED] = in_mode(functools.partial(compiled, problem, expected), "")
         if any(type(argument) is float for argument in problem.args):
             calls[_CHANGED] = _other_numbers(prepared, problem)
         if case.batch == 1 and elements(problem) <= self.most:
@@ -94,16 +83,7 @@ class SparseJacobian(JacobianGrid):
         for label in (PREPARED, _JACOBIAN):
             rows.compare("jacrev / ours", _JACREV, label, at_least=0.95)
         rows.compare("changed / prepared", _CHANGED, PREPARED, at=_CHANGED)
-        for _ in range(self.processes):
-            seconds, problem = first_call(case, "jacobian")
-        asdex = first.get(_ASDEX)
-        if seconds is None:
-            rows.missing("first call", problem)
-        else:
-            rows.value("first call", seconds, "time", "s")
-        if seconds is not None and asdex is not None:
-            rows.beside("first call", "asdex / ours", asdex / seconds, at_least=1.0)
-            rows.value("asdex, first call", asdex, "time", "s", role="peer")
+        add_first_call(rows, "first call", case, "jacobian", first.get(_ASDEX), processes=self.processes)
         needed = rows.memory("prepared: memory of a call", values)
         if needed.median is not None:
             nbytes = values().nbytes  # type: ignore[attr-defined]

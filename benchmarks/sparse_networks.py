@@ -8,8 +8,8 @@ import io
 import itertools
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,13 +19,12 @@ from torch.nn.utils import prune
 
 import jacsparse
 
-from ._calls import Call
+from ._calls import Call, in_mode
 from ._context import Context, Timing
-from ._experiment import Grid, Group, Row, reason, where
+from ._experiment import Grid, Group, Row, where
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
+from ._programs import package
 from ._workloads import pruned_resnet18, whole_pruned_vgg11
-
-__all__ = ["PrunedNetwork", "SparseCrossover", "SparseInference", "SparseTraining"]
 
 SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE = "SparseProp", "ONNX Runtime", "DeepSparse"
 _DENSE, _COMPILED = "PyTorch, dense with masks", "PyTorch, dense, torch.compile"
@@ -75,7 +74,7 @@ class _PrunedGrid(Grid):
         network, batch = case
         torch.manual_seed(0)
         x = torch.randn(batch, *network.input_shape)
-        rows, missing, calls = Group(f"{network.name}, batch {batch}"), list[Row](), dict[str, Call]()
+        rows = Group(f"{network.name}, batch {batch}")
 
         def build() -> nn.Module:
             return network.build().train(self.training)
@@ -88,14 +87,10 @@ class _PrunedGrid(Grid):
             }
             if self.compiled:
                 prepare[_COMPILED] = lambda: self.call(torch.compile(build()), x)
-            for label, prepared in prepare.items():
-                try:
-                    calls[label] = prepared()
-                except Exception as error:
-                    missing.append(Row.missing(label, reason(error), group=rows.name, role="peer"))
-            timings = context.under(rows.name).times(calls)
+            calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
+            timings = rows.in_turns(context, calls, role={label: "peer" for label in calls if label not in self.ours})
         for label, timing in timings.items():
-            rows.timed(label, timing, role="ours" if label in self.ours else "peer", data=_tail(timing))
+            rows.add(replace(rows[label], data=_tail(timing)))
         best = rows.fastest((_DENSE, _COMPILED))
         for ours in self.ours:
             name, has_targets = ours if len(self.ours) > 1 else "jacsparse", ours == self.ours[-1]
@@ -105,17 +100,14 @@ class _PrunedGrid(Grid):
             for label in (SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE):
                 target = network.peer if has_targets and label == self.peer else None
                 rows.compare(f"{label} / {name}", label, ours, at_least=target)
-        return [*rows.rows(), *missing, *(self._memory(rows.name, prepare) if self.training else ())]
-
-    def _memory(self, group: str, prepare: Mapping[str, Callable[[], Call]]) -> list[Row]:
-        """The memory of a dense and of a sparse step."""
-        peaks, quantity = Group(group), "peak memory of a step"
-        for label, role in ((_DENSE, "peer"), (_OURS, "ours")):
-            call = prepare[label]()
-            call()
-            peaks.memory(f"{label}: memory", call, runs=1, quantity=quantity, unit="B", role=role)
-        peaks.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
-        return peaks.rows()
+        if self.training:
+            for label in (_DENSE, _OURS):
+                call = prepare[label]()
+                call()
+                what, role = f"{label}: memory", rows[label].role
+                rows.memory(what, call, runs=1, quantity="peak memory of a step", unit="B", role=role)
+            rows.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
+        return rows.rows()
 
 
 def _tail(timing: Timing) -> dict[str, Any]:
@@ -169,13 +161,8 @@ class SparseCrossover(Grid):
         rows, x = Group(f"batch {batch}, {100 * share:g} % pruned"), torch.randn(batch, *self.input_shape)
         data = {_OURS: {"share": share, "batch": batch}}
         models = {_DENSE: self.build(share).train(), _OURS: jacsparse.sparsify(self.build(share).train(), x)}
-        rows.in_turns(
-            context,
-            {label: _step(model, x) for label, model in models.items()},
-            seconds=self.seconds,
-            role=lambda label: "ours" if label == _OURS else "peer",
-            data=lambda label: data.get(label, {}),
-        )
+        steps = {label: _step(model, x) for label, model in models.items()}
+        rows.in_turns(context, steps, seconds=self.seconds, role={_DENSE: "peer"}, data=data)
         rows.compare("dense / jacsparse", _DENSE, _OURS, at_least=0.95)
         return rows.rows()
 
@@ -250,21 +237,15 @@ def _without_masks(model: nn.Module) -> nn.Module:
 
 def sparseprop_model(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     """The model with SparseProp's layers where these are faster, by its own choice, for a batch of that shape."""
-    try:
-        from sparseprop.utils import swap_modules_with_sparse
-    except ImportError as error:
-        raise ImportError("SparseProp is not installed: pip install sparseprop") from error
+    sparseprop = package("sparseprop.utils", SPARSEPROP, "pip install sparseprop")
     # It prints what it chooses.
     with contextlib.redirect_stdout(io.StringIO()):
-        return swap_modules_with_sparse(_without_masks(model), shape)  # type: ignore[no-any-return]
+        return sparseprop.swap_modules_with_sparse(_without_masks(model), shape)  # type: ignore[no-any-return]
 
 
 def onnx_runtime_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
     """A run of the model by ONNX Runtime on as many threads as PyTorch uses, from a file in a folder."""
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise ImportError("ONNX Runtime is not installed: pip install onnx onnxruntime") from error
+    onnxruntime = package("onnxruntime", ONNX_RUNTIME, "pip install onnx onnxruntime")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     path = _exported(model, x, folder)
@@ -275,22 +256,16 @@ def onnx_runtime_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
 
 def deepsparse_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
     """A run of the model by DeepSparse, whose licence allows evaluation alone."""
-    try:
-        from deepsparse import compile_model
-    except ImportError as error:
-        raise ImportError("DeepSparse is not installed; it needs Python 3.11 and an environment of its own") from error
+    deepsparse = package("deepsparse", DEEPSPARSE, "it needs Python 3.11 and an environment of its own")
     # It reads no newer set of operators.
     path = _exported(model, x, folder, opset=13)
-    engine = compile_model(path, batch_size=len(x), num_cores=torch.get_num_threads())
+    engine = deepsparse.compile_model(path, batch_size=len(x), num_cores=torch.get_num_threads())
     inputs = [x.numpy()]
     return lambda: engine.run(inputs)
 
 
 def _exported(model: nn.Module, x: torch.Tensor, folder: str, opset: int | None = None) -> str:
-    try:
-        import onnx  # noqa: F401
-    except ImportError as error:
-        raise ImportError("onnx is not installed: pip install onnx") from error
+    package("onnx", "onnx", "pip install onnx")
     path = f"{folder}/model.onnx"
     torch.onnx.export(_without_masks(model), (x,), path, dynamo=False, opset_version=opset)
     return path

@@ -17,13 +17,11 @@ from jacsparse import Pattern, ProductPlan, SparseJacobian, chain, plan_product
 from jacsparse.schedule import Step, resolve
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
-from ._context import Context, Timing
+from ._context import Context
 from ._experiment import Experiment, Group, Row, reason
 from ._figures import Picture, times_picture
 from ._peers import GOALS, MKL_REUSE, PEERS, Peer
 from ._workloads import pruned_vgg11
-
-__all__ = ["Spgemm"]
 
 METHODS = ("slots", "rowwise", "merge")
 #: The allowed difference relative to the product's largest entry, as peers add in another order.
@@ -86,93 +84,77 @@ class Spgemm(Experiment):
     ) -> list[Row]:
         """Each live product of two matrices, in the schedule's order."""
         report = jacsparse.count_flop(module, self.input_shape, schedule=self.schedule, executed=False)
-        schedule = resolve(self.schedule, len(jacobians))
-        rows: list[Row] = []
-        for step, counted in zip(schedule.products, report.steps, strict=True):
-            if step.kind != "mm" or not step.live:
-                continue
-            group = f"All products of {self.schedule}, batch 1"
-            rows += _step(step, f"{counted.left} · {counted.right}", group, jacobians, winners, context)
-        return rows
+        rows = Group(f"All products of {self.schedule}, batch 1")
+        for step, counted in zip(resolve(self.schedule, len(jacobians)).products, report.steps, strict=True):
+            if step.kind == "mm" and step.live:
+                _add_step(rows, step, f"{counted.left} · {counted.right}", jacobians, winners, context)
+        return rows.rows()
 
 
 def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch: int, context: Context) -> list[Row]:
-    a, b = left.pattern, right.pattern
+    a, b, rows, modes = left.pattern, right.pattern, Group(group), MODES[context.device]
     plans = {method: plan_product(a, b, method=method) for method in METHODS}
-    out = left.values.new_empty((plans["slots"].pattern.nnz, 1))
-    peers, missing = _prepared(left, right, plans["slots"], group, context)
-    multiplications = {
-        f"multiply, {method}": _multiplication(plan, left.values, right.values, out) for method, plan in plans.items()
+    plan, values = plans["slots"], (left.values, right.values)
+    (m, k), n = a.shape, b.shape[1]
+    note = f"{m:,} × {k:,} × {n:,}; {a.nnz:,} and {b.nnz:,} entries in, {plan.pattern.nnz:,} out"
+    rows.value("multiply-adds", plan.flop // 2, "count", note=note)
+    expected = plan.pattern.to_scipy(plan.multiply(*values)[:, 0].cpu().numpy())
+    peers, missing = dict[str, Peer](), Group(group)
+    for label in PEERS[context.device]:
+        if peer := _checked(missing, label, left.to_scipy(), right.to_scipy(), expected, context):
+            peers[label] = peer
+    out = left.values.new_empty((plan.pattern.nnz, 1))
+    calls = {f"multiply, {method}": _multiplication(plan, *values, out) for method, plan in plans.items()}
+    capturable = {*calls, *(label for label, peer in peers.items() if peer.capturable)}
+    ours = {method: {mode: labelled(f"multiply, {method}", mode) for mode in modes} for method in METHODS}
+    floors = {
+        label: context.limits.floor(_moved(plan, values, 1), plan.flop)
+        for method, plan in plans.items()
+        for label in ours[method].values()
     }
-    capturable = {*multiplications, *(label for label, peer in peers.items() if peer.capturable)}
-    calls = {**multiplications, **{label: peer.multiply for label, peer in peers.items()}}
-    timings = _timed(calls, capturable, context, pause=_PAUSE if context.device == "cpu" else 0.0)
-    planned = context.times({method: _planning(a, b, method) for method in METHODS}, seconds=context.seconds / 2)
+    rows.in_turns(context, {f"plan, {each}": _planning(a, b, each) for each in METHODS}, seconds=context.seconds / 2)
+    calls |= {label: peer.multiply for label, peer in peers.items()}
+    in_modes, pause = _in_modes(calls, capturable, context.device), _PAUSE if context.device == "cpu" else 0.0
+    roles = {label: "ours" if label in floors else "peer" for label in in_modes}
+    rows.in_turns(context, in_modes, pause=pause, floor=floors, role=roles)
     del out
-    rows, modes = Group(group), MODES[context.device]
-    _add_size(rows, plans["slots"])
-    for method, plan in plans.items():
-        rows.timed(f"plan, {method}", planned[method])
-        floor = context.limits.floor(_moved(plan, (left.values, right.values), 1), plan.flop)
-        for mode in modes:
-            label = f"multiply, {method}"
-            rows.timed(labelled(label, mode), timings[label, mode], floor=floor)
-    _add_batches(rows, plans, left, right, batch, context)
-    for (label, mode), timing in timings.items():
-        if label in peers:
-            rows.timed(labelled(label, mode), timing, role="peer")
     for mode in modes:
-        labels = {method: labelled(f"multiply, {method}", mode) for method in METHODS}
-        fastest = rows.fastest(labels.values())
-        for method, label in labels.items():
+        fastest = rows.fastest(labels[mode] for labels in ours.values())
+        for method, label in ((method, labels[mode]) for method, labels in ours.items()):
             for goal in GOALS[context.device]:
                 # A peer that cannot run in a mode is compared in the first one; the targets are the fastest method's.
                 peer_mode = mode if labelled(goal.label, mode) in rows else modes[0]
                 name = goal.name if peer_mode == mode else labelled(goal.name, peer_mode)
                 at_least = goal.at_least if fastest is not None and label == fastest.label else None
                 rows.compare(f"{name} / {method}", labelled(goal.label, peer_mode), label, at_least=at_least)
-    return [*rows.rows(), *missing]
+    _add_batches(rows, plans, left, right, batch, context)
+    return [*rows.rows(), *missing.rows()]
 
 
-def _timed(
-    calls: Mapping[str, Call], capturable: Container[str], context: Context, **options: float
-) -> dict[tuple[str, str], Timing]:
-    """The timings of calls by label and mode; on CUDA, those that can be captured are also timed as graphs."""
-    modes = MODES[context.device]
-    keys = [(label, mode) for mode in modes for label in calls if mode != GRAPH or label in capturable]
-    functions = {labelled(*key): in_mode(ready(calls[key[0]]), key[1]) for key in keys}
-    timings = context.times(functions, **options)
-    return {key: timings[labelled(*key)] for key in keys}
+def _in_modes(calls: Mapping[str, Call], capturable: Container[str], device: str) -> dict[str, Call]:
+    """The calls in each mode of a device: on CUDA, those that can be captured also as graphs."""
+    return {
+        labelled(label, mode): in_mode(ready(call), mode)
+        for mode in MODES[device]
+        for label, call in calls.items()
+        if mode != GRAPH or label in capturable
+    }
 
 
-def _prepared(
-    left: SparseJacobian, right: SparseJacobian, plan: ProductPlan, group: str, context: Context
-) -> tuple[dict[str, Peer], list[Row]]:
-    """The peers that are installed and compute the same product, and rows with the reasons against the others."""
-    a, b = left.to_scipy(), right.to_scipy()
-    expected = plan.pattern.to_scipy(plan.multiply(left.values, right.values)[:, 0].cpu().numpy())
-    peers, missing = dict[str, Peer](), list[Row]()
-    for label in PEERS[context.device]:
-        peer = _checked(label, a, b, expected, group, context)
-        if isinstance(peer, Row):
-            missing.append(peer)
-        else:
-            peers[label] = peer
-    return peers, missing
-
-
-def _checked(label: str, a: Any, b: Any, expected: Any, group: str, context: Context) -> Peer | Row:
-    """A peer for a product of two matrices of SciPy, or a row with what stands against it."""
+def _checked(rows: Group, label: str, a: Any, b: Any, expected: Any, context: Context) -> Peer | None:
+    """A peer for a product of two matrices of SciPy; None where something stands against it, which a row then says."""
     context.say(f"{label}: checking its product")
     try:
         peer = PEERS[context.device][label](a, b, context)
         difference = _difference(peer.to_scipy(peer.multiply()), expected)
     except Exception as error:
-        return Row.missing(label, reason(error), group=group, role="peer")
-    if difference > TOLERANCE:
+        problem = reason(error)
+    else:
+        if difference <= TOLERANCE:
+            return peer
         problem = f"its product differs from ours by {difference:.1e} of the largest entry"
-        return Row.missing(label, problem, group=group, role="peer")
-    return peer
+    rows.missing(label, problem, role="peer")
+    return None
 
 
 def _difference(product: Any, expected: Any) -> float:
@@ -195,22 +177,23 @@ def _add_batches(
 ) -> None:
     """Add the product for several samples at once, by all methods; times are for one sample."""
     product = plans["slots"].pattern
-    needed = 4 * batch * (left.pattern.nnz + right.pattern.nnz + product.nnz)
-    if needed > _available(context.device) // 2:
+    problem = _too_large(4 * batch * (left.pattern.nnz + right.pattern.nnz + product.nnz), context.device)
+    if problem:
         for method in plans:
-            rows.missing(f"multiply, {method}, batch {batch}", f"a batch of {batch} needs {needed / 2**30:.1f} GiB")
+            rows.missing(f"multiply, {method}, batch {batch}", problem)
         return
-    a_values, b_values = (matrix.values.repeat(1, batch) for matrix in (left, right))
-    out = a_values.new_empty((product.nnz, batch))
-    timings = context.times(
-        {f"{method}, batch {batch}": _multiplication(plan, a_values, b_values, out) for method, plan in plans.items()}
-    )
-    for method, plan in plans.items():
-        floor = context.limits.floor(_moved(plan, (a_values, b_values), batch), plan.flop * batch) / batch
-        label, single = f"multiply, {method}, batch {batch}, for each sample", f"multiply, {method}"
-        rows.timed(label, timings[f"{method}, batch {batch}"], per=batch, floor=floor)
-        at_least = 1.0 if method == "slots" else None
-        rows.compare("batch 1 / this", labelled(single, MODES[context.device][0]), label, at_least=at_least)
+    values = left.values.repeat(1, batch), right.values.repeat(1, batch)
+    out = values[0].new_empty((product.nnz, batch))
+    by_label = {f"multiply, {method}, batch {batch}, for each sample": plan for method, plan in plans.items()}
+    calls = {label: _multiplication(plan, *values, out) for label, plan in by_label.items()}
+    floors = {
+        label: context.limits.floor(_moved(plan, values, batch), plan.flop * batch) / batch
+        for label, plan in by_label.items()
+    }
+    rows.in_turns(context, calls, per=batch, floor=floors)
+    for method, label in zip(plans, by_label, strict=True):
+        single = labelled(f"multiply, {method}", MODES[context.device][0])
+        rows.compare("batch 1 / this", single, label, at_least=1.0 if method == "slots" else None)
 
 
 def _stencil_rows(
@@ -225,10 +208,10 @@ def _stencil_rows(
     rows = Group(group)
     for samples in (1, batch):
         labels = [f"{name}, batch {samples}" for name in ("stencil", "scale and slots")]
-        needed = 4 * (samples * slots.pattern.nnz + stencil.size(samples))
-        if needed > _available("cpu") // 2:
+        problem = _too_large(4 * (samples * slots.pattern.nnz + stencil.size(samples)), "cpu")
+        if problem:
             for label in labels:
-                rows.missing(label, f"it needs {needed / 2**30:.1f} GiB")
+                rows.missing(label, problem)
             continue
         d = diagonal.values.repeat(1, samples)
         scaled, product = (d.new_empty((plan.pattern.nnz, samples)) for plan in (scale, slots))
@@ -246,74 +229,58 @@ def _stencil_rows(
             factor, expected = (
                 plan.pattern.to_scipy(values[:, 0].numpy()) for plan, values in ((scale, scaled), (slots, product))
             )
-            peer = _checked(MKL_REUSE, factor, right.to_scipy(), expected, group, context)
-            if isinstance(peer, Row):
-                rows.add(peer)
-            else:
+            if peer := _checked(rows, MKL_REUSE, factor, right.to_scipy(), expected, context):
                 calls[MKL_REUSE] = peer.multiply
-        timings = context.times(calls, pause=_PAUSE if MKL_REUSE in calls else 0.0)
-        for label in labels:
-            rows.timed(label, timings[label], per=samples)
-        if MKL_REUSE in calls:
-            rows.timed(MKL_REUSE, timings[MKL_REUSE], role="peer")
+        pause = _PAUSE if MKL_REUSE in calls else 0.0
+        rows.in_turns(context, calls, pause=pause, per=samples, role={MKL_REUSE: "peer"})
         goals = {labels[1]: 2.5, MKL_REUSE: 8.0} if samples == 1 else {}
-        for label in (labels[1], *(name for name in calls if name == MKL_REUSE)):
+        for label in [*calls][1:]:
             rows.compare(f"{label.split(',')[0]} / stencil", label, labels[0], at_least=goals.get(label))
     return rows.rows()
 
 
-def _step(
+def _add_step(
+    rows: Group,
     step: Step,
     name: str,
-    group: str,
     jacobians: dict[int, SparseJacobian],
     winners: dict[int, torch.Tensor | None],
     context: Context,
-) -> list[Row]:
-    """Rows of one product of the schedule, ours and a peer's; `jacobians` gets the product, for later steps."""
+) -> None:
+    """Add one product of the schedule, ours and a peer's; `jacobians` gets the product, for later steps."""
     if step.left not in jacobians or step.right not in jacobians:
-        return [Row.missing(f"{name}: multiply", "a factor was not made", group=group)]
+        rows.missing(f"{name}: multiply", "a factor was not made")
+        return
     left, right = jacobians[step.left], jacobians[step.right]
     a, b = left.pattern, right.pattern
-    plan, device, first = plan_product(a, b, winners=True), context.device, MODES[context.device][0]
+    plan, device, modes = plan_product(a, b, winners=True), context.device, MODES[context.device]
     if plan.device_method != plan.method and device == "cuda":
         plan = plan_product(a, b, method=plan.device_method)
-    needed = plan.nbytes + 8 * plan.pattern.nnz
-    if needed > _available(device) // 2:
-        return [Row.missing(f"{name}: multiply", f"it needs {needed / 2**30:.1f} GiB", group=group)]
+    if problem := _too_large(plan.nbytes + 8 * plan.pattern.nnz, device):
+        rows.missing(f"{name}: multiply", problem)
+        return
     a_values = _operand(step.left, plan.selects_left, jacobians, winners)
     b_values = _operand(step.right, plan.selects_right, jacobians, winners)
-    out = left.values.new_empty((plan.pattern.nnz, 1))
-    goal = GOALS[device][0]
-    planning, multiplying = f"{name}: plan, {plan.method}", f"{name}: multiply, {plan.method}"
-    by_peer = f"{name}: {goal.label}"
-    calls = {multiplying: _multiplication(plan, a_values, b_values, out)}
-    if device == "cpu":
-        calls[planning] = _planning(a, b, "auto")
+    out, goal = left.values.new_empty((plan.pattern.nnz, 1)), GOALS[device][0]
+    multiplying, by_peer = f"{name}: multiply, {plan.method}", labelled(f"{name}: {goal.label}", modes[0])
+    ours = [labelled(multiplying, mode) for mode in modes]
+    calls = {f"{name}: plan, {plan.method}": _planning(a, b, "auto")} if device == "cpu" else {}
+    calls |= _in_modes({multiplying: _multiplication(plan, a_values, b_values, out)}, {multiplying}, device)
     # A peer needs the product's indices and values twice while it sorts them.
-    peer_needs = 2 * 8 * plan.pattern.nnz
-    if peer_needs <= _available(device) // 2:
+    peer_problem = _too_large(2 * 8 * plan.pattern.nnz, device)
+    if not peer_problem:
         calls[by_peer] = in_mode(
-            lambda: PEERS[device][goal.label](left.to_scipy(), right.to_scipy(), context).multiply, first
+            lambda: PEERS[device][goal.label](left.to_scipy(), right.to_scipy(), context).multiply, modes[0]
         )
-    timings = _timed(calls, {multiplying}, context, seconds=context.seconds / 5)
-    if not timings[multiplying, first].problem:
+    floors = dict.fromkeys(ours, context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop))
+    notes = dict.fromkeys(ours, f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries")
+    rows.in_turns(context, calls, seconds=context.seconds / 5, floor=floors, note=notes, role={by_peer: "peer"})
+    if peer_problem:
+        rows.missing(by_peer, peer_problem, role="peer")
+    if not rows[ours[0]].not_measured:
         jacobians[step.out] = SparseJacobian(plan.pattern, out)
-    rows = Group(group)
-    if planning in calls:
-        rows.timed(planning, timings[planning, first])
-    floor = context.limits.floor(_moved(plan, (a_values, b_values), 1), plan.flop)
-    labels = [labelled(multiplying, mode) for mode in MODES[device]]
-    for label, mode in zip(labels, MODES[device], strict=True):
-        note = f"{plan.flop:,} flop, {plan.pattern.nnz:,} entries"
-        rows.timed(label, timings[multiplying, mode], floor=floor, note=note)
-    if by_peer in calls:
-        peer = rows.timed(labelled(by_peer, first), timings[by_peer, first], role="peer")
-    else:
-        peer = rows.missing(by_peer, f"it needs {peer_needs / 2**30:.1f} GiB", role="peer")
-    for label in labels:
-        rows.compare(f"{goal.name} / {plan.method}", peer.label, label)
-    return rows.rows()
+    for label in ours:
+        rows.compare(f"{goal.name} / {plan.method}", by_peer, label)
 
 
 def _operand(
@@ -338,10 +305,9 @@ def _moved(plan: ProductPlan, factors: Sequence[torch.Tensor], batch: int) -> in
     return sum(values.nbytes for values in factors) + plan.nbytes + 4 * plan.pattern.nnz * batch
 
 
-def _add_size(rows: Group, plan: ProductPlan) -> None:
-    (m, k), n = plan.a.shape, plan.b.shape[1]
-    note = f"{m:,} × {k:,} × {n:,}; {plan.a.nnz:,} and {plan.b.nnz:,} entries in, {plan.pattern.nnz:,} out"
-    rows.value("multiply-adds", plan.flop // 2, "count", note=note)
+def _too_large(nbytes: int, device: str) -> str:
+    """Why arrays of so many bytes are not made, or nothing where they fit half of the memory."""
+    return f"it needs {nbytes / 2**30:.1f} GiB" if nbytes > _available(device) // 2 else ""
 
 
 def _available(device: str) -> int:

@@ -17,8 +17,6 @@ from examples import brusselator, initial_values
 from ._context import Context
 from ._experiment import Grid, Group, Row
 
-__all__ = ["StiffEquations"]
-
 _OURS, _GROUPS = "jac: prepared Jacobian", "jac_sparsity: SciPy's differences by groups"
 _DENSE = "SciPy's default: differences column by column"
 #: How much slower SciPy's default is, on grids of at least so many points a side: the smallest ones hardly differ.
@@ -48,39 +46,30 @@ class StiffEquations(Grid):
         rows, start = Group(f"N = {case}"), initial_values(case)
         prepared = jacsparse.prepare_jacobian(brusselator, start)
 
+        def f(t: float, y: np.ndarray) -> np.ndarray:
+            return brusselator(torch.from_numpy(y).reshape(start.shape)).flatten().numpy()
+
         def jacobian(t: float, y: np.ndarray) -> Any:
             return prepared(torch.from_numpy(y).reshape(start.shape)).to_scipy()
 
         options = {_OURS: {"jac": jacobian}, _GROUPS: {"jac_sparsity": prepared.pattern.to_scipy()}}
         if case <= self.most:
             options[_DENSE] = {"jac": None}
-        solutions: dict[str, Any] = {}
-        ways = {label: functools.partial(self._solve, start, label, each, solutions) for label, each in options.items()}
-        rows.in_turns(
-            context,
-            ways,
-            role=lambda label: "ours" if label == _OURS else "peer",
-            note=lambda label: _counts(solutions.get(label)),
-        )
+        notes: dict[str, str] = {}
+
+        def solve(label: str) -> None:
+            """Solve it, and note what that took, for the reader who asks whether steps are the same."""
+            solution = scipy.integrate.solve_ivp(
+                f, (0.0, self.end), start.flatten().numpy(), method="Radau", rtol=1e-4, atol=1e-6, **options[label]
+            )
+            counts = f"{len(solution.t) - 1} steps, {solution.nfev} calls of f"
+            notes[label] = f"{counts}, {solution.njev} Jacobians, {solution.nlu} factorisations"
+
+        ways = {label: functools.partial(solve, label) for label in options}
+        rows.in_turns(context, ways, role={_GROUPS: "peer", _DENSE: "peer"}, note=notes)
         for label in (_GROUPS, _DENSE):
             at_least = _SLOWER if label == _DENSE and case >= _FROM else None
             rows.compare(f"{label.partition(':')[0]} / ours", label, _OURS, at_least=at_least)
         if case > self.most:
             rows.missing(_DENSE, "dense factors take more than half an hour", role="peer")
         return rows.rows()
-
-    def _solve(self, start: torch.Tensor, label: str, options: dict[str, Any], solutions: dict[str, Any]) -> None:
-        def f(t: float, y: np.ndarray) -> np.ndarray:
-            return brusselator(torch.from_numpy(y).reshape(start.shape)).flatten().numpy()
-
-        solutions[label] = scipy.integrate.solve_ivp(
-            f, (0.0, self.end), start.flatten().numpy(), method="Radau", rtol=1e-4, atol=1e-6, **options
-        )
-
-
-def _counts(solution: Any) -> str:
-    """What a solution took, for the reader who asks whether steps are the same."""
-    if solution is None:
-        return ""
-    counts = f"{len(solution.t) - 1} steps, {solution.nfev} calls of f"
-    return f"{counts}, {solution.njev} Jacobians, {solution.nlu} factorisations"

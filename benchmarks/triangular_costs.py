@@ -14,10 +14,8 @@ from jacsparse import SparseJacobian, solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 
 from ._context import Context
-from ._experiment import Comparison, Grid, Group, Row
+from ._experiment import Grid, Group, Row
 from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
-
-__all__ = ["TriangularCosts"]
 
 #: The iterations of Jacobi's method that equations 46 and 47 are compared for: both are proportional to them.
 _ITERATIONS = 4
@@ -52,8 +50,27 @@ class TriangularCosts(Grid):
     def measure(self, case: tuple[int, int], context: Context) -> list[Row]:
         depth, units = case
         context.say(f"{depth} layers of {units} units")
-        points = [_points(depth, units, samples) for samples in self.samples]
-        return [row for curve in zip(*points, strict=True) for row in _rows(curve, depth, units)]
+        rows, points = Group(f"l = {depth} layers of n = {units} units"), [_point(*case, each) for each in self.samples]
+        for what in points[0]:
+            paper, counted = zip(*(point[what] for point in points), strict=True)
+            data = {"what": what, "l": depth, "n": units, "paper": paper, "counted": counted, "r": self.samples}
+            self._add(rows, what, units, data)
+        return rows.rows()
+
+    def _add(self, rows: Group, what: str, units: int, data: dict[str, Any]) -> None:
+        """Add a quantity for one sample and for as many as units; each row has the whole curve."""
+        quantity = "ratio" if what in (_TIME, _SHARED) else "memory" if what == _MEMORY else "multiply-adds"
+        largest = self.samples[-1] if units not in self.samples else units
+        for samples, paper, counted in zip(self.samples, data["paper"], data["counted"], strict=True):
+            if samples not in (1, largest):
+                continue
+            note = f"by the paper {'at most ' if what == _MEMORY else ''}{paper:,.0f}"
+            if quantity == "ratio":
+                does = "does" if counted > 1 else "does not"
+                note = f"r ≥ n: reduction pays by the paper, and as counted it {does}" if samples >= units else ""
+            label, unit = f"{what}, r = {samples}", "entries" if what == _MEMORY else ""
+            rows.value(label, counted, quantity, unit, note=note, data={**data, "samples": samples})
+            rows.beside(label, "counted / paper", counted / paper)
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         curves = {(row.data["what"], row.data["l"], row.data["n"]): row.data for row in rows}
@@ -91,29 +108,20 @@ class TriangularCosts(Grid):
         )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Point:
-    """One quantity for some number of samples."""
-
-    what: str
-    samples: int
-    paper: float
-    counted: float
-
-
-def _points(depth: int, units: int, samples: int) -> list[_Point]:
+def _point(depth: int, units: int, samples: int) -> dict[str, tuple[float, float]]:
+    """Each quantity by the paper, and as counted, for some number of samples."""
     system = _system(depth, units, samples)
     passes = solvers.Jacobi(limit=_ITERATIONS).solve(system).work
     rows = {each.equation: each for each in solvers.estimates(system, {solvers.Jacobi.name: passes})}
     meta = system.on_meta()
     reduced, direct = (method.solve(meta).work for method in (solvers.CyclicReduction(), solvers.Substitution()))
-    full = rows[45]
-    return [
-        *(_Point(_WHAT[number], samples, row.paper, row.counted) for number, row in sorted(rows.items())),
-        _Point(_MEMORY, samples, system.off_diagonal.entries, reduced.entries),
-        _Point(_TIME, samples, rows[42].paper / full.paper, rows[42].counted / full.counted),
-        _Point(_SHARED, samples, rows[42].paper / full.paper, direct.time(depth) / full.counted),
-    ]
+    full, by_paper = rows[45], rows[42].paper / rows[45].paper
+    return {
+        **{_WHAT[number]: (row.paper, row.counted) for number, row in sorted(rows.items())},
+        _MEMORY: (system.off_diagonal.entries, reduced.entries),
+        _TIME: (by_paper, rows[42].counted / full.counted),
+        _SHARED: (by_paper, direct.time(depth) / full.counted),
+    }
 
 
 def _system(depth: int, units: int, samples: int) -> solvers.BlockBidiagonal:
@@ -123,23 +131,3 @@ def _system(depth: int, units: int, samples: int) -> solvers.BlockBidiagonal:
     return solvers.BlockBidiagonal(
         [torch.ones(units, units)] * depth, right, inverse_diagonal=[None, *[diagonal] * depth]
     )
-
-
-def _rows(curve: Sequence[_Point], depth: int, units: int) -> list[Row]:
-    """Rows for one sample and for as many as units; each has the whole curve."""
-    rows, what = Group(f"l = {depth} layers of n = {units} units"), curve[0].what
-    data: dict[str, Any] = {"what": what, "l": depth, "n": units}
-    data |= {name: [getattr(point, name) for point in curve] for name in ("paper", "counted")}
-    data["r"] = [point.samples for point in curve]
-    quantity = "ratio" if what in (_TIME, _SHARED) else "memory" if what == _MEMORY else "multiply-adds"
-    for point in curve:
-        if point.samples not in (1, units) and (units in data["r"] or point is not curve[-1]):
-            continue
-        note = f"by the paper {'at most ' if what == _MEMORY else ''}{point.paper:,.0f}"
-        if quantity == "ratio":
-            does = "does" if point.counted > 1 else "does not"
-            note = f"r ≥ n: reduction pays by the paper, and as counted it {does}" if point.samples >= units else ""
-        label, unit = f"{what}, r = {point.samples}", "entries" if what == _MEMORY else ""
-        compared, more = (Comparison("counted / paper", point.counted / point.paper),), {"samples": point.samples}
-        rows.value(label, point.counted, quantity, unit, comparisons=compared, note=note, data={**data, **more})
-    return rows.rows()

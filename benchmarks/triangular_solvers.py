@@ -19,8 +19,7 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from ._context import Context
 from ._experiment import Grid, Group, Row, where
 from ._figures import COLOURS, Cells, Line, Panel, Part, Picture
-
-__all__ = ["TriangularSolvers"]
+from ._workloads import equal_layers
 
 _PEER = "autograd, as one call"
 _METHODS: dict[str, solvers.TriangularSolver] = {
@@ -85,11 +84,10 @@ class _Network:
 
     def drawn(self) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
         """The module, its input and the gradient of its output."""
-        torch.manual_seed(0)
-        layers = [layer for _ in range(self.depth) for layer in (nn.Linear(self.width, self.width), nn.Tanh())]
-        for layer in layers[::2] if self.share else ():
+        layers = equal_layers(self.depth, self.width)
+        for layer in [*layers][::2] if self.share else ():
             prune.random_unstructured(layer, "weight", self.share)
-        return nn.Sequential(*layers), torch.randn(self.batch, self.width), torch.randn(self.batch, self.width)
+        return layers, torch.randn(self.batch, self.width), torch.randn(self.batch, self.width)
 
     def autograd(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> Callable[[], Any]:
         """The gradients of what each layer's matrix gives, by PyTorch."""
@@ -304,11 +302,8 @@ def _mini_batch(context: Context, network: _Network) -> list[Row]:
     system = solvers.propagation(*network.drawn()).system
     rows = Group(f"BiCGStab for a mini-batch of {network.batch}, {network}")
     ours, apart = "all samples in each product, with coefficients of their own", "a solve for each sample"
-    rows.in_turns(
-        context,
-        {label: partial(solvers.BiCGStab(together=label == ours).solve, system) for label in (ours, apart)},
-        role=lambda label: "ours" if label == ours else "reference",
-    )
+    calls = {label: partial(solvers.BiCGStab(together=label == ours).solve, system) for label in (ours, apart)}
+    rows.in_turns(context, calls, role={apart: "reference"})
     rows.compare("apart / together", apart, ours)
     return rows.rows()
 

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,9 +20,7 @@ from jacsparse.stages import chain as chain_of
 
 from ._context import Context
 from ._experiment import Grid, Group, Row
-from ._workloads import pruned_vgg11
-
-__all__ = ["Network", "WholeJacobian"]
+from ._workloads import pruned_vgg11, seeded
 
 PEER = "torch.func.jacrev"
 _LATER, _PREPARED = "jacobian, later calls", "prepared"
@@ -43,21 +42,11 @@ class Network:
     at_least: float = 1.0
 
 
-def _built(name: str) -> Callable[[], nn.Module]:
-    def build_seeded() -> nn.Module:
-        torch.manual_seed(0)
-        return build(name).eval()
-
-    return build_seeded
-
-
 def _perceptron() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 32))
 
 
 def _small_cnn() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(4, 8, 3), nn.ReLU())
 
 
@@ -75,8 +64,8 @@ class WholeJacobian(Grid):
         Network(f"{_VGG}, batch 4", pruned_vgg11, batch=4, at_least=25),
         Network(f"{_VGG}, float64", pruned_vgg11, dtype=torch.float64, at_least=25),
         Network(f"{_VGG}, float64, batch 4", pruned_vgg11, batch=4, dtype=torch.float64, at_least=25),
-        Network("ResNet-8, 10 × 3072", _built("resnet8")),
-        Network("LeNet-5, 10 × 3072", _built("lenet5")),
+        Network("ResNet-8, 10 × 3072", partial(build, "resnet8")),
+        Network("LeNet-5, 10 × 3072", partial(build, "lenet5")),
         Network("perceptron of two layers, 32 × 64", _perceptron, (64,)),
         Network("small CNN, 200 × 144", _small_cnn, (1, 12, 12)),
     )
@@ -91,7 +80,7 @@ class WholeJacobian(Grid):
         return self.networks
 
     def measure(self, case: Network, context: Context) -> list[Row]:
-        module = case.build().to(case.dtype)
+        module = seeded(case.build).to(case.dtype)
         shape, generator = (case.batch, *case.input_shape), torch.Generator().manual_seed(0)
         x = torch.randn(shape, generator=generator, dtype=case.dtype)
         prepared = jacsparse.prepare_jacobian(module, x)
@@ -124,13 +113,9 @@ class WholeJacobian(Grid):
             f"order {chain.order}; multiply-adds: {accumulation.multiply_adds:,} in sparse products, some by zero, "
             f"{backward:,} in operators' own backward"
         )
-        rows.in_turns(
-            replace(context, rounds=rounds),
-            {_LATER: ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)},
-            floor={_LATER: floor}.get,
-            note=lambda each: note if each == _LATER else "",
-            role=lambda each: "peer" if each == label else "ours",
-        )
+        calls = {_LATER: ours, _PREPARED: lambda: prepared.values(x), label: autograd(chunk)}
+        rows.in_turns(replace(context, rounds=rounds), calls, role={label: "peer"})
+        rows.add(replace(rows[_LATER], floor=floor, note=note))
         _first_calls(rows, case, x)
         rows.compare(f"{PEER}, the fastest / ours", label, _LATER, at_least=case.at_least)
         rows.compare(f"{_PREPARED} / {_LATER}", _PREPARED, _LATER, at=_PREPARED, at_most=1.0)
@@ -145,7 +130,7 @@ def _first_calls(rows: Group, network: Network, x: torch.Tensor) -> None:
     """Add the first two calls for a new module, whose kernels are compiled and products planned."""
     seconds: dict[str, list[float]] = {_FIRST: [], _SECOND: []}
     for _ in range(5):
-        fresh = network.build().to(network.dtype)
+        fresh = seeded(network.build).to(network.dtype)
         for times in seconds.values():
             begin = time.perf_counter()
             jacsparse.jacobian(fresh, x)

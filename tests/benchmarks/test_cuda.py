@@ -22,7 +22,7 @@ from benchmarks._calls import GRAPH, block_times, captured, full_precision, in_m
 from benchmarks._context import Context, Limits, Timing
 from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS
-from benchmarks._recurrent import OURS, PEER, Layer, RecurrentWorkload
+from benchmarks._recurrent import OURS, PEER, Layer, RecurrentCase, RecurrentWorkload
 from benchmarks._results import Result, read, write
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration
@@ -245,10 +245,11 @@ def _unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_targets_of_schedules_are_those_of_their_fastest_chunks(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    _all_alike(monkeypatch, {"backward, jacsparse chunked:64, CUDA graph": 0.5})
+    label = "backward pass, loss on the last state"
+    _all_alike(monkeypatch, {f"{label}, jacsparse chunked:64, CUDA graph": 0.5})
     _unchecked(monkeypatch)
     rows = RnnSensitivity(times=(30_000,), batches=(), others=()).run(context)
-    target, label = {"torch.nn / jacsparse chunked:64": 60.0}, "backward pass, loss on the last state"
+    target = {"torch.nn / jacsparse chunked:64": 60.0}
     assert _ratios(rows, f"{label}, jacsparse chunked:64, CUDA graph") == target
     assert _ratios(rows, f"{label}, jacsparse chunked, CUDA graph") == {"torch.nn / jacsparse chunked": None}
     wanted = [
@@ -307,6 +308,13 @@ def test_targets_of_products_are_those_of_the_fastest_method(context: Context, m
     assert not any(row.label == f"{_peers.CUSPARSE}, {GRAPH}" for row in rows)
 
 
+def _rows_of_parts(context: Context, workload: RecurrentWorkload, parts: list[str], layer: Layer) -> dict[str, Row]:
+    """Rows of a layer and of PyTorch's, by label."""
+    labels = {part: (part, part) for part in parts}
+    rows = ParallelForward().measure(RecurrentCase(workload, [(parts, (layer, PEER))], labels, {}), context)
+    return {row.label: row for row in rows}
+
+
 def test_a_layer_whose_gradients_are_wrong_is_not_timed(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
     classifier = RecurrentWorkload._classifier
 
@@ -318,9 +326,9 @@ def test_a_layer_whose_gradients_are_wrong_is_not_timed(context: Context, monkey
         return model, x, labels
 
     monkeypatch.setattr(RecurrentWorkload, "_classifier", wrong)
-    results = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["backward"])
-    assert "gradients of rnn.weight_ih_l0 differ" in results.timings[OURS, "backward", "eager"].problem
-    assert not results.timings[PEER, "backward", GRAPH].problem
+    rows = _rows_of_parts(context, RecurrentWorkload("RNN", 5, 2, 1), ["backward"], OURS)
+    assert "gradients of rnn.weight_ih_l0 differ" in rows["backward, jacsparse, eager"].not_measured
+    assert not rows["backward, torch.nn, CUDA graph"].not_measured
 
 
 def test_without_pytorchs_layer_ours_is_not_compared(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,22 +340,18 @@ def test_without_pytorchs_layer_ours_is_not_compared(context: Context, monkeypat
         return classifier(self, layer, place)
 
     monkeypatch.setattr(RecurrentWorkload, "_classifier", missing)
-    results = RecurrentWorkload("RNN", 5, 2, 1).times(context, ["step"])
-    assert results.timings[PEER, "step", "eager"].problem == "RuntimeError: cuDNN error"
-    assert "nothing to compare with" in results.timings[OURS, "step", "eager"].problem
+    rows = _rows_of_parts(context, RecurrentWorkload("RNN", 5, 2, 1), ["step"], OURS)
+    assert rows["step, torch.nn, eager"].not_measured == "RuntimeError: cuDNN error"
+    assert "nothing to compare with" in rows["step, jacsparse, eager"].not_measured
 
 
 def test_what_a_layer_did_is_said_beside_its_times(context: Context) -> None:
     layer = Layer("jacsparse relaxed", "relaxed", "relaxed")
-    results = RecurrentWorkload("RNN", 300, 2, 1).times(context, ["step", "backward"], [layer, PEER])
-    notes = {
-        (part, row.role): row.note
-        for part in ("step", "backward")
-        for row in results.rows(part, ("", ""), context.limits)
-    }
-    assert notes["step", "ours"].startswith("forward relaxed, ") and "; backward relaxed" in notes["step", "ours"]
-    assert notes["backward", "ours"].startswith("backward relaxed")
-    assert notes["step", "peer"] == ""
+    rows = _rows_of_parts(context, RecurrentWorkload("RNN", 300, 2, 1), ["step", "backward"], layer)
+    step, backward = (rows[f"{part}, jacsparse relaxed, eager"].note for part in ("step", "backward"))
+    assert step.startswith("forward relaxed, ") and "; backward relaxed" in step
+    assert backward.startswith("backward relaxed")
+    assert rows["step, torch.nn, eager"].note == ""
     assert layer.family == "relaxed" and Layer("", "chunked:16").family == "chunked"
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._pages import FigurelessItem, figureless_items, machines, readme_with_figures, status, table
-from benchmarks._paper_items import COLUMNS, Item, item_cells
-from benchmarks._papers import ITEMS, PAPERS
+from benchmarks._papers import COLUMNS, ITEMS, PAPERS, Item, item_cells
 from benchmarks._results import Result
 
 ROOT = Path(__file__).parent.parent.parent

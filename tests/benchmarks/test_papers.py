@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks._experiment import Row
-from benchmarks._paper_items import Figure, Item, item_cells, shown_figure
-from benchmarks._papers import ITEMS, PAPERS, experiments_of
+from benchmarks._papers import ITEMS, PAPERS, Figure, Item, experiments_of, item_cells, shown_figure
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read
 
