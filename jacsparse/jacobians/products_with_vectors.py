@@ -134,9 +134,7 @@ class _Diagonal(_Call):
     def _reduced(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
         """The sum over the axes along which an operand is broadcast."""
         operand: torch.Tensor = self.arguments[name]
-        before = gradient.ndim - operand.ndim
-        axes = [*range(before), *(before + n for n, size in enumerate(operand.shape) if size == 1)]
-        return (gradient.sum(axes).reshape(operand.shape) if axes else gradient).to(operand.dtype)
+        return gradient.sum_to_size(operand.shape).to(operand.dtype)
 
 
 def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
