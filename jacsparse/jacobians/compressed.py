@@ -230,10 +230,11 @@ class _Pass:
             self.parts = [[part] for part in torch.cat([seeds, padding]).split(length)]
 
         def compute(values: Values, *seeds: torch.Tensor) -> list[torch.Tensor]:
-            return [
-                products(function, values, each[:, None, :].expand(-1, batch, -1)).permute(0, 2, 1).reshape(-1, batch)
+            parts = [
+                products(function, values, each[:, None, :].expand(-1, batch, -1))
                 for each, (_, products) in zip(seeds, directions, strict=True)
             ]
+            return [(part.permute(0, 2, 1) if batch > 1 else part).reshape(-1, batch) for part in parts]
 
         reads = [value for call in function.calls for _, value in call.tensors]
         try:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ..patterns import input_gradients
 from ..tracing import Node, Operand
 from .traced_function import TracedFunction, Values, called
 
@@ -111,6 +112,39 @@ class _Call:
         return pulled(tuple([cotangents[n] if n in cotangents else torch.zeros_like(part) for n, part in pairs]))  # type: ignore[no-any-return]
 
 
+class _InputGradients(torch.autograd.Function):
+    """`input_gradients` of many gradients at once, as those of more samples."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(gradients: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        return input_gradients(arguments, gradients, [len(gradients), *arguments["input"].shape[1:]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing: nobody differentiates it."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, gradients: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+        many = gradients.movedim(in_dims[0], 0)
+        return _InputGradients.apply(many.flatten(0, 1), arguments).unflatten(0, many.shape[:2]), 0
+
+
+class _Convolution(_Call):
+    """A convolution of what is differentiated, by a constant weight: PyTorch's tangents are sums with zeros."""
+
+    def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
+        (operand,) = operands
+        return called(self.call.overload, {**self.arguments, "input": tangents[operand.value], "bias": None})
+
+    def pull(self, cotangents: Vectors) -> Sequence[torch.Tensor]:
+        if self.arguments["transposed"] or not self.arguments["input"].is_cpu:
+            return super().pull(cotangents)
+        # On CPUs there are faster kernels than those that PyTorch takes.
+        return [_InputGradients.apply(cotangents[self.results[0]], self.arguments)]
+
+
 class _Diagonal(_Call):
     """A call whose result depends on each operand at its own place alone, by given derivatives."""
 
@@ -146,6 +180,8 @@ def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
     if call.overload in _NORMALISATIONS and active == ["input"] and not arguments["training"]:
         # A scaling of each channel. PyTorch's derivative of it copies the input for each of many vectors.
         return _Diagonal(function, call, arguments, {"input": _scale(arguments)})
+    if call.overload is aten.convolution.default and active == ["input"]:
+        return _Convolution(function, call, arguments)
     if call.overload in _ELEMENTWISE:
         return _Diagonal(function, call, arguments, _derivatives(call, arguments))
     return _Call(function, call, arguments)
