@@ -153,7 +153,6 @@ def _take_results(
         if not node.users:
             graph.erase_node(node)
             del taken[value]
-    module.recompile()
     return list(taken)
 
 
