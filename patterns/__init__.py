@@ -33,7 +33,7 @@ from .rules import (
     rule_of,
 )
 from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
-from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
+from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at, transposed
 
 __all__ = [
     "CONSTANT",

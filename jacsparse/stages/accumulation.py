@@ -62,6 +62,7 @@ class _Product(_Matrix):
     """The product of two matrices; `factors` are the positions that they are stored on."""
 
     factors: tuple[Pattern, Pattern]
+    multiply_adds: int
 
     @property
     def is_large(self) -> bool:
@@ -69,6 +70,11 @@ class _Product(_Matrix):
         left, right = self.factors
         sparse_full = isinstance(right.structure, Full) and not isinstance(left.structure, Full)
         return sparse_full and left.nnz * right.shape[1] >= LARGE
+
+    @property
+    def moves(self) -> bool:
+        """Whether it mostly moves and scales values, and many."""
+        return LARGE <= 10 * self.stored.nnz and self.multiply_adds <= 2 * self.stored.nnz
 
     @cached_property
     def plan(self) -> ProductPlan:
@@ -118,14 +124,15 @@ class Accumulation:
             return left
         factors = (left_matrix.stored, right_matrix.stored)
         pattern = product_pattern(left_matrix.pattern, right_matrix.pattern)
-        self.multiply_adds += multiply_adds(*factors)
+        work = multiply_adds(*factors)
+        self.multiply_adds += work
         if self.patterns_only:
-            return self._append(_Product(pattern, pattern, (left, right), factors))
+            return self._append(_Product(pattern, pattern, (left, right), factors, work))
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
         # Where no factor is stored as a full matrix, each is stored on its pattern, and so is the product.
         stored = Pattern.of(Full(rows, columns)) if full else pattern
-        product = self._append(_Product(pattern, stored, (left, right), factors))
+        product = self._append(_Product(pattern, stored, (left, right), factors, work))
         if not full and stored.nnz > FULL * rows * columns and not isinstance(stored.structure, Full):
             return self.add([product], full=True)
         return product
@@ -157,6 +164,8 @@ class Accumulation:
         pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+
+        The values of a sample may lie together in memory, or those of an entry.
 
         ``leaf(key)`` computes the values of a leaf, and ``pull(key, matrix)`` pulls back the columns of a matrix
         ``(rows, columns, batch)`` by the operators' own backward.
@@ -211,13 +220,23 @@ class Accumulation:
 
         Of one sample such a product leaves out the zeros of both factors and reads whole cache lines. One sample's
         matrices stay in the cache from one product to the next, and those of all samples need not fit in memory.
+        Products that move values only for these are among them: of all samples they would be copied once more.
         """
         large: dict[int, None] = {}
         for number in order:
             matrix = self.matrices[number]
             if not large.keys().isdisjoint(matrix.operands) or (isinstance(matrix, _Product) and matrix.is_large):
                 large[number] = None
-        return [] if any(isinstance(self.matrices[number], Pulled) for number in large) else list(large)
+        if any(isinstance(self.matrices[number], Pulled) for number in large):
+            return []
+        others = {order[-1]}
+        for number in reversed(order) if large else ():
+            matrix = self.matrices[number]
+            if number not in others and isinstance(matrix, _Product) and matrix.moves:
+                large[number] = None
+            if number not in large:
+                others.update(matrix.operands)
+        return sorted(large)
 
     def evaluate(
         self,
@@ -335,13 +354,16 @@ def _sample(values: torch.Tensor, sample: int) -> torch.Tensor:
 
 
 def _batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:
-    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made."""
+    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made.
+
+    Those of a sample lie together in memory.
+    """
     values = torch.empty(0)
     for number, sample in enumerate(samples):
         if number == 0:
-            values = sample.new_empty((len(sample), batch))
-        values[:, number] = sample[:, 0]
-    return values
+            values = sample.new_empty((batch, len(sample)))
+        values[number] = sample[:, 0]
+    return values.T
 
 
 def matrix_of(factor: Pattern | Region) -> Pattern:

@@ -161,7 +161,9 @@ class Record:
         if result is None:
             count = len(range(self.batch)[samples])
             return SparseJacobian(pattern, self.trace.input.detach().new_empty((0, count)))
-        return self._jacobian(pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
+        return self._jacobian(
+            pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)).contiguous()
+        )
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
