@@ -32,6 +32,8 @@ from ..spgemm import (
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
+#: How many multiply-adds with a full matrix take the time of one of two sparse matrices: less than was measured.
+FASTER = 12
 #: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
 LARGE = 500_000
 
@@ -130,10 +132,15 @@ class Accumulation:
             return self._append(_Product(pattern, pattern, (left, right), factors, work))
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
+        fills = not full and pattern.nnz > FULL * rows * columns
+        if fills and factors[1].shape[0] <= rows and factors[0].nnz * columns <= FASTER * work:
+            # The product is to be full in any case.
+            self.multiply_adds -= work
+            return self.multiply(left, self.add([right], full=True))
         # Where no factor is stored as a full matrix, each is stored on its pattern, and so is the product.
         stored = Pattern.of(Full(rows, columns)) if full else pattern
         product = self._append(_Product(pattern, stored, (left, right), factors, work))
-        if not full and stored.nnz > FULL * rows * columns and not isinstance(stored.structure, Full):
+        if fills and not isinstance(stored.structure, Full):
             return self.add([product], full=True)
         return product
 
