@@ -64,6 +64,7 @@ __all__ = [
     "gathered",
     "gradient_of",
     "gradients_of",
+    "input_gradients",
     "is_pointwise",
     "pattern_figure",
     "picture",
@@ -73,4 +74,5 @@ __all__ = [
     "rows_at",
     "rule_for",
     "rule_of",
+    "transposed",
 ]

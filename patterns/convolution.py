@@ -547,7 +547,7 @@ class _ConvolutionRule(Rule):
         return pulled.reshape(*gradients.shape[:2], *call.in_shape)
 
 
-def input_gradients(arguments: Mapping[str, Any], gradients: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+def input_gradients(arguments: Call | Mapping[str, Any], gradients: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     """The gradients of a convolution's input of that shape, from those of its output.
 
     `arguments` are those of ``aten.convolution`` with ``transposed=False``.

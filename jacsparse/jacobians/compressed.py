@@ -198,7 +198,8 @@ class Compressed(Evaluator):
     @property
     def nbytes(self) -> int:
         """Bytes of the seeds and of the places that decompress."""
-        return self.coloring.places.nbytes + sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
+        of_seeds = sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
+        return self.coloring.places.nbytes + of_seeds
 
     def computed(self, trace: Trace) -> torch.Tensor:
         if not self.pattern.nnz:

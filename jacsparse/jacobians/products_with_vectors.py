@@ -8,7 +8,7 @@ that of `atan2` at the origin is no number. Here their tangents are scaled by wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -145,7 +145,7 @@ class _InputGradients(torch.autograd.Function):
         """Save nothing: nobody differentiates it."""
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, gradients: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+    def vmap(_: Any, in_dims: Any, gradients: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
         many = gradients.movedim(in_dims[0], 0)
         return _InputGradients.apply(many.flatten(0, 1), arguments).unflatten(0, many.shape[:2]), 0
 

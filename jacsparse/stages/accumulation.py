@@ -76,7 +76,7 @@ class _Product(_Matrix):
     @property
     def moves(self) -> bool:
         """Whether it mostly moves and scales values, and many."""
-        return LARGE <= 10 * self.stored.nnz and self.multiply_adds <= 2 * self.stored.nnz
+        return 10 * self.stored.nnz >= LARGE and self.multiply_adds <= 2 * self.stored.nnz
 
     @cached_property
     def plan(self) -> ProductPlan:
