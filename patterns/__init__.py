@@ -33,7 +33,7 @@ from .rules import (
     rule_of,
 )
 from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
-from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at, transposed
+from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
 
 __all__ = [
     "CONSTANT",
@@ -74,5 +74,4 @@ __all__ = [
     "rows_at",
     "rule_for",
     "rule_of",
-    "transposed",
 ]

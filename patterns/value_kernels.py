@@ -43,20 +43,6 @@ def _repeat_shifted(first, last, source, start, indptr, out, shift):
             values[place] = template[place] + offset
 
 
-#: Rows of a transposed matrix that are written together.
-_TILE = 16
-
-
-@kernel
-def _transpose(first, last, source, out):
-    rows, columns, batch = source.shape
-    for begin in range(first * _TILE, min(last * _TILE, columns), _TILE):
-        for row in range(rows):
-            for column in range(begin, min(begin + _TILE, columns)):
-                for sample in range(batch):
-                    out[column, row, sample] = source[row, column, sample]
-
-
 @kernel
 def _positive(first, last, source, out):
     source, out = source[first:last], out[first:last]
@@ -214,18 +200,6 @@ def rows_at(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         # Several times as fast again as from a matrix.
         return values[:, 0].index_select(0, places)[:, None]
     return values.index_select(0, places)
-
-
-def transposed(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """The values of a full matrix, ``(rows · columns, batch)``, in the order of its transpose."""
-    batch, source = values.shape[1], values.unflatten(0, (rows, columns))
-    if batch == 1 or values.requires_grad or not values.is_cpu:
-        # PyTorch copies one matrix in blocks, but several element by element.
-        return (source[..., 0] if batch == 1 else source).transpose(0, 1).reshape(values.shape)
-    out = values.new_empty(values.shape)
-    target = out.unflatten(0, (columns, rows)).numpy()
-    run_rows(_transpose, np.arange(-(-columns // _TILE) + 1) * (_TILE * rows), source.numpy(), target, lanes=batch)
-    return out
 
 
 def batch_last(tensor: torch.Tensor) -> torch.Tensor:

@@ -172,8 +172,6 @@ class Accumulation:
     ) -> torch.Tensor:
         """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
 
-        The values of a sample may lie together in memory, or those of an entry.
-
         ``leaf(key)`` computes the values of a leaf, and ``pull(key, matrix)`` pulls back the columns of a matrix
         ``(rows, columns, batch)`` by the operators' own backward.
         """
@@ -361,16 +359,13 @@ def _sample(values: torch.Tensor, sample: int) -> torch.Tensor:
 
 
 def _batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:
-    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made.
-
-    Those of a sample lie together in memory.
-    """
+    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made."""
     values = torch.empty(0)
     for number, sample in enumerate(samples):
         if number == 0:
-            values = sample.new_empty((batch, len(sample)))
-        values[number] = sample[:, 0]
-    return values.T
+            values = sample.new_empty((len(sample), batch))
+        values[:, number] = sample[:, 0]
+    return values
 
 
 def matrix_of(factor: Pattern | Region) -> Pattern:

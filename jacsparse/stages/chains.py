@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
-from ..patterns import Full, Identity, Pattern, UnsupportedOperatorError, transposed
+from ..patterns import Identity, Pattern, UnsupportedOperatorError
 from ..runtime import announced_where_long
 from ..spgemm import SparseJacobian, matvec
 from ..tracing import (
@@ -210,8 +210,6 @@ class Chain:
             lambda key: records[key[0]].values(key[1]),
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )
-        if isinstance(self.transposed_pattern.structure, Full):
-            return SparseJacobian(self.pattern, transposed(values, *self.transposed_pattern.shape))
         return SparseJacobian(self.transposed_pattern, values).T
 
     def __repr__(self) -> str:

@@ -161,9 +161,7 @@ class Record:
         if result is None:
             count = len(range(self.batch)[samples])
             return SparseJacobian(pattern, self.trace.input.detach().new_empty((0, count)))
-        return self._jacobian(
-            pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)).contiguous()
-        )
+        return self._jacobian(pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
