@@ -13,7 +13,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     reduction,
 )
 from .coloring import row_colors
-from .convolution import Convolution, ShiftedDiagonals, Sliding
+from .convolution import Convolution, ShiftedDiagonals, Sliding, input_gradients
 from .drawing import pattern_figure, picture
 from .engine import gradient_of, gradients_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
@@ -64,6 +64,7 @@ __all__ = [
     "gathered",
     "gradient_of",
     "gradients_of",
+    "input_gradients",
     "is_pointwise",
     "pattern_figure",
     "picture",

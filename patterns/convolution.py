@@ -543,25 +543,29 @@ class _ConvolutionRule(Rule):
             # Padding of the output may have room for windows that no input position has.
             pulled = pulled[(..., *(slice(size) for size in sizes))]
         else:
-            pulled = _input_gradients(call, images, [len(images), *call.in_shape[1:]])
+            pulled = input_gradients(call, images, [len(images), *call.in_shape[1:]])
         return pulled.reshape(*gradients.shape[:2], *call.in_shape)
 
 
-def _input_gradients(call: Call, gradients: torch.Tensor, shape: list[int]) -> torch.Tensor:
-    """The gradients of a convolution's input of that shape, from those of its output."""
-    weight, count = call["weight"].detach(), len(shape) - 2
-    stride, padding, dilation = (pairs(call[name], count) for name in ("stride", "padding", "dilation"))
+def input_gradients(arguments: Call | Mapping[str, Any], gradients: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The gradients of a convolution's input of that shape, from those of its output.
+
+    `arguments` are those of ``aten.convolution`` with ``transposed=False``.
+    """
+    weight, count = arguments["weight"].detach(), len(shape) - 2
+    stride, padding, dilation = (pairs(arguments[name], count) for name in ("stride", "padding", "dilation"))
     if weight.dtype != torch.float32:
         gradient = getattr(grad, f"conv{count}d_input")
-        return gradient(shape, weight, gradients, stride, padding, dilation, call["groups"])
+        return gradient(shape, weight, gradients, stride, padding, dilation, arguments["groups"])  # type: ignore[no-any-return]
     out_channels, channels, *kernel_size = weight.shape
     reach = [step * (taps - 1) for step, taps in zip(dilation, kernel_size, strict=True)]
-    if weight.is_cpu and count == 2 and call["groups"] == 1:
+    if weight.is_cpu and count == 2 and arguments["groups"] == 1:
         # oneDNN's kernels work on 16 channels at once, however few there are.
-        if channels <= 4 and out_channels >= 16:
-            # One product has the gradients of all windows' elements; `fold` adds them up.
-            windows = torch.matmul(weight.flatten(1).T, gradients.flatten(2))
-            return functional.fold(windows, shape[2:], kernel_size, dilation, padding, stride)  # type: ignore[arg-type]
+        if channels <= (8 if out_channels >= 16 else 4) and max(dilation) == 1:
+            # It reads the shape alone of the input.
+            x = gradients.new_empty(()).expand(shape)
+            backward = torch.ops.aten._slow_conv2d_backward.output_mask
+            return backward(gradients, x, weight, kernel_size, stride, padding, [True, False, False])[0]  # type: ignore[no-any-return]
         outer = [most - before for most, before in zip(reach, padding, strict=True)]
         if out_channels < 16 and min(outer) >= 0 and max(stride) == 1:
             return functional.conv2d(gradients, weight.flip(2, 3).transpose(0, 1), None, 1, outer, dilation)
@@ -569,4 +573,4 @@ def _input_gradients(call: Call, gradients: torch.Tensor, shape: list[int]) -> t
     sizes = zip(shape[2:], gradients.shape[2:], reach, stride, padding, strict=True)
     output_padding = [size - ((out - 1) * step - 2 * before + most + 1) for size, out, most, step, before in sizes]
     convolve = getattr(functional, f"conv_transpose{count}d")
-    return convolve(gradients, weight, None, stride, padding, output_padding, call["groups"], dilation)
+    return convolve(gradients, weight, None, stride, padding, output_padding, arguments["groups"], dilation)  # type: ignore[no-any-return]

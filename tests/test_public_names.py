@@ -27,8 +27,8 @@ INTERNAL = {
     "models": "Progress SOUNDS progress_bar vgg11_settings",
     "patterns": """
         CONSTANT Layout REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at batch_last gathered
-        gradient_of gradients_of is_pointwise pattern_figure picture requiring_gradient row_colors rows_at rule_for
-        rule_of""",
+        gradient_of gradients_of input_gradients is_pointwise pattern_figure picture requiring_gradient row_colors
+        rows_at rule_for rule_of""",
     "recurrence": "CELLS Choice Problem Recurrence SOLVERS Saved Sequences Solver Weights parse",
     "schedule": "COUNTED Cuttable EXCHANGES Names between blocked check_exchange",
     "simulation": """

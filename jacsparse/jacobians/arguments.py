@@ -42,10 +42,11 @@ class Arguments:
         """The tensors that the function is differentiated by."""
         return [self.leaves[place] for place in self.places]
 
-    @functools.cached_property
+    @property
     def batch(self) -> int:
         """The number of samples; 1 where there are none."""
-        return len(self.tensors[0]) if self.batched else 1
+        # Several times as fast as the length of a tensor.
+        return self.leaves[self.places[0]].shape[0] if self.batched else 1  # type: ignore[no-any-return]
 
     @property
     def is_one_batch(self) -> bool:
@@ -92,7 +93,7 @@ class Arguments:
         """The shape of a sample."""
         return tuple(tensor.shape[1:] if self.batched else tensor.shape)
 
-    @functools.cached_property
+    @property
     def in_shape(self) -> tuple[int, ...] | None:
         """The shape of a sample of the one tensor that the function is differentiated by; None where there are more."""
         return self.shape_of(self.tensors[0]) if len(self.places) == 1 else None
@@ -148,7 +149,7 @@ class Arguments:
             return None
         alike = object.__new__(Arguments)
         # All that is cached depends on the form alone.
-        _ = self.batch, self._sizes, self._plain
+        _ = self._sizes, self._plain
         alike.__dict__.update(self.__dict__, leaves=list(args))
         return alike
 
@@ -375,6 +376,8 @@ def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
 
 def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     """The numbers of the arguments that `argnums` names, from 0 on."""
+    if type(argnums) is int and 0 <= argnums < count:
+        return (argnums,)
     listed = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
     try:
         # A bool is no number of an argument.
@@ -397,7 +400,7 @@ def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:
     check_tensor(name, x)
     if x.dtype != first.dtype or x.device != first.device:
         raise TypeError(f"{name} is {x.dtype} on {x.device}, another one {first.dtype} on {first.device}; convert one")
-    if batched and (not x.ndim or len(x) != len(first)):
+    if batched and (not x.ndim or x.shape[0] != first.shape[0]):
         samples = len(first) if first.ndim else "the"
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}; expected {samples} samples along its first axis: pass batched=False "

@@ -148,7 +148,11 @@ class Compressed(Evaluator):
 
     def __init__(self, function: TracedFunction, colors: Coloring, *, replays: bool, compile: bool = False) -> None:
         self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
-        self._places = torch.from_numpy(colors.places).to(function.x.device)
+        #: The places of the entries in all products; None where these are the entries, in their order.
+        self._places: torch.Tensor | None = None
+        sizes = zip(colors.counts, colors.pattern.shape, strict=True)
+        if not np.array_equal(colors.places, np.arange(sum(count * size for count, size in sizes))):
+            self._places = torch.from_numpy(colors.places).to(function.x.device)
         directions = [
             (torch.from_numpy(of_colors).to(function.x), products)
             for of_colors, products in zip(seeds(colors), (push_forward, pull_back), strict=True)
@@ -194,13 +198,16 @@ class Compressed(Evaluator):
     @property
     def nbytes(self) -> int:
         """Bytes of the seeds and of the places that decompress."""
-        return self._places.nbytes + sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
+        of_seeds = sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
+        return self.coloring.places.nbytes + of_seeds
 
     def computed(self, trace: Trace) -> torch.Tensor:
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
         products = _joined([each.run(trace) for each in self._passes])
-        return rows_at(products[:, :1] if self.shared else products, self._places)
+        products = products[:, :1] if self.shared else products
+        # Products may be the seeds themselves, or lie in the memory of the run.
+        return products.clone() if self._places is None else rows_at(products, self._places)
 
 
 class _Pass:
@@ -224,10 +231,11 @@ class _Pass:
             self.parts = [[part] for part in torch.cat([seeds, padding]).split(length)]
 
         def compute(values: Values, *seeds: torch.Tensor) -> list[torch.Tensor]:
-            return [
-                products(function, values, each[:, None, :].expand(-1, batch, -1)).permute(0, 2, 1).reshape(-1, batch)
+            parts = [
+                products(function, values, each[:, None, :].expand(-1, batch, -1))
                 for each, (_, products) in zip(seeds, directions, strict=True)
             ]
+            return [(part.permute(0, 2, 1) if batch > 1 else part).reshape(-1, batch) for part in parts]
 
         reads = [value for call in function.calls for _, value in call.tensors]
         try:

@@ -8,11 +8,12 @@ that of `atan2` at the origin is no number. Here their tangents are scaled by wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from ..patterns import gradients_of, input_gradients
 from ..tracing import Node, Operand
 from .traced_function import TracedFunction, Values, called
 
@@ -57,6 +58,8 @@ def push_forward(function: TracedFunction, values: Values, tangents: torch.Tenso
 def pull_back(function: TracedFunction, values: Values, cotangents: torch.Tensor) -> torch.Tensor:
     """The products with rows, ``(many, batch, rows)`` to ``(many, batch, columns)``."""
     calls = [_call_at(function, call, values) for call in reversed(function.calls)]
+    for call in calls:
+        call.run()
     output, y = _output(function)
 
     def pulled(cotangent: torch.Tensor) -> torch.Tensor:
@@ -88,27 +91,85 @@ class _Call:
         #: By their places, the results that may have derivatives.
         self.results = {place: n for place, n in results if function.trace.tensor(n).is_floating_point()}
 
-    def _function(self, operands: Sequence[Operand]) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-        """The results as a function of some operands, and these."""
-        names = [operand.name for operand in operands]
-
-        def f(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            results = called(self.call.overload, self.arguments | dict(zip(names, tensors, strict=True)))
-            return tuple([results[place] for place in self.results])
-
-        return f, tuple([self.arguments[name] for name in names])
+    def _results(self, operands: Sequence[Operand], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The results for some operands."""
+        named = {operand.name: tensor for operand, tensor in zip(operands, tensors, strict=True)}
+        results = called(self.call.overload, self.arguments | named)
+        return tuple([results[place] for place in self.results])
 
     def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
         """The tangents of the results, from those of some operands."""
-        f, primals = self._function(operands)
-        return torch.func.jvp(f, primals, tuple([tangents[operand.value] for operand in operands]))[1]  # type: ignore[no-any-return]
+        primals = tuple([self.arguments[operand.name] for operand in operands])
+        vectors = tuple([tangents[operand.value] for operand in operands])
+        return torch.func.jvp(lambda *tensors: self._results(operands, tensors), primals, vectors)[1]  # type: ignore[no-any-return]
+
+    def run(self) -> None:
+        """Run the call for `pull`, which PyTorch's transforms do not let make a graph of autograd."""
+        if self.call.draws:
+            raise RuntimeError(f"{self.call.name} draws random numbers")
+        with torch.enable_grad():
+            primals = [self.arguments[operand.name].detach().requires_grad_() for operand in self.operands]
+            self._run = primals, self._results(self.operands, primals)
 
     def pull(self, cotangents: Vectors) -> Sequence[torch.Tensor]:
         """The cotangents of all operands, from those of some results."""
-        f, primals = self._function(self.operands)
-        results, pulled = torch.func.vjp(f, *primals)[:2]
-        pairs = zip(self.results.values(), results, strict=True)
-        return pulled(tuple([cotangents[n] if n in cotangents else torch.zeros_like(part) for n, part in pairs]))  # type: ignore[no-any-return]
+        # Not by ``torch.func.vjp``, which loads PyTorch's compiler.
+        primals, results = self._run
+        gradients: list[torch.Tensor | None] = [None] * len(primals)
+        for value, result in zip(self.results.values(), results, strict=True):
+            if value in cotangents and result.requires_grad:
+                terms = gradients_of(result, primals, cotangents[value], retain_graph=True)
+                gradients = [_sum(*pair) for pair in zip(gradients, terms, strict=True)]
+        pairs = zip(gradients, primals, strict=True)
+        return [torch.zeros_like(primal) if gradient is None else gradient for gradient, primal in pairs]
+
+
+def _sum(some: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of two gradients, of which None is zero."""
+    if some is None or other is None:
+        return other if some is None else some
+    return some + other
+
+
+class _InputGradients(torch.autograd.Function):
+    """`input_gradients` of many gradients at once, as those of more samples."""
+
+    generate_vmap_rule = False
+
+    @staticmethod
+    def forward(gradients: torch.Tensor, arguments: Mapping[str, Any]) -> torch.Tensor:
+        return input_gradients(arguments, gradients, [len(gradients), *arguments["input"].shape[1:]])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Save nothing: nobody differentiates it."""
+
+    @staticmethod
+    def vmap(_: Any, in_dims: Any, gradients: torch.Tensor, arguments: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
+        many = gradients.movedim(in_dims[0], 0)
+        return _InputGradients.apply(many.flatten(0, 1), arguments).unflatten(0, many.shape[:2]), 0
+
+
+class _Convolution(_Call):
+    """A convolution of what is differentiated, by a constant weight: PyTorch's tangents are sums with zeros."""
+
+    def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
+        (operand,) = operands
+        return called(self.call.overload, {**self.arguments, "input": tangents[operand.value], "bias": None})
+
+    @property
+    def _has_kernels(self) -> bool:
+        """Whether there are faster kernels than those that PyTorch takes."""
+        return bool(self.arguments["input"].is_cpu) and not self.arguments["transposed"]
+
+    def run(self) -> None:
+        if not self._has_kernels:
+            super().run()
+
+    def pull(self, cotangents: Vectors) -> Sequence[torch.Tensor]:
+        if not self._has_kernels:
+            return super().pull(cotangents)
+        return [_InputGradients.apply(cotangents[self.results[0]], self.arguments)]
 
 
 class _Diagonal(_Call):
@@ -123,6 +184,9 @@ class _Diagonal(_Call):
         self.results = {0: call.results[0]}
         self.derivatives, self.dtype = derivatives, function.trace.tensor(call.results[0]).dtype
 
+    def run(self) -> None:
+        """Do nothing: the derivatives are known."""
+
     def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
         terms = [tangents[operand.value] * self.derivatives[operand.name] for operand in operands]
         return [sum(terms[1:], terms[0]).to(self.dtype)]
@@ -134,9 +198,7 @@ class _Diagonal(_Call):
     def _reduced(self, gradient: torch.Tensor, name: str) -> torch.Tensor:
         """The sum over the axes along which an operand is broadcast."""
         operand: torch.Tensor = self.arguments[name]
-        before = gradient.ndim - operand.ndim
-        axes = [*range(before), *(before + n for n, size in enumerate(operand.shape) if size == 1)]
-        return (gradient.sum(axes).reshape(operand.shape) if axes else gradient).to(operand.dtype)
+        return gradient.sum_to_size(operand.shape).to(operand.dtype)
 
 
 def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
@@ -148,6 +210,8 @@ def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
     if call.overload in _NORMALISATIONS and active == ["input"] and not arguments["training"]:
         # A scaling of each channel. PyTorch's derivative of it copies the input for each of many vectors.
         return _Diagonal(function, call, arguments, {"input": _scale(arguments)})
+    if call.overload is aten.convolution.default and active == ["input"]:
+        return _Convolution(function, call, arguments)
     if call.overload in _ELEMENTWISE:
         return _Diagonal(function, call, arguments, _derivatives(call, arguments))
     return _Call(function, call, arguments)
@@ -170,5 +234,9 @@ def _derivatives(call: Node, arguments: Mapping[str, Any]) -> dict[str, torch.Te
     def applied(*tensors: torch.Tensor) -> torch.Tensor:
         return called(call.overload, {**arguments, **dict(zip(operands, tensors, strict=True))})[0]
 
-    y, pull = torch.func.vjp(applied, *(operand.detach().expand(shape) for operand in operands.values()))[:2]
-    return dict(zip(operands, pull(torch.ones_like(y)), strict=True))
+    with torch.enable_grad():
+        tensors = [operand.detach().expand(shape).requires_grad_() for operand in operands.values()]
+        y = applied(*tensors)
+    gradients = gradients_of(y, tensors, torch.ones_like(y))
+    pairs = zip(gradients, tensors, strict=True)
+    return dict(zip(operands, (torch.zeros_like(x) if each is None else each for each, x in pairs), strict=True))

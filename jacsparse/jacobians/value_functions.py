@@ -72,6 +72,19 @@ class ValueFunction:
             self._taken = _take_results(self.graph, function, self.begin, self._places, count)
         with torch.no_grad():
             self.graph = with_constants(self.graph, [*others, *self.inputs(function.trace)])
+        self._take_what_is_used(count)
+
+    def _take_what_is_used(self, others: int) -> None:
+        """Leave out the values of the function that no call of the graph takes."""
+        placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"][others:]
+        of_values = [*zip(placeholders, self.begin, strict=False)]
+        taken = placeholders[len(placeholders) - len(self._taken) :]
+        self.begin = [value for node, value in of_values if node.users]
+        self._taken = [value for node, value in zip(taken, self._taken, strict=True) if node.users]
+        for node in (*(node for node, _ in of_values), *taken):
+            if not node.users:
+                self.graph.graph.erase_node(node)
+        self.graph.recompile()
 
     @property
     def outputs(self) -> list[fx.Node]:
@@ -140,7 +153,6 @@ def _take_results(
         if not node.users:
             graph.erase_node(node)
             del taken[value]
-    module.recompile()
     return list(taken)
 
 

@@ -32,6 +32,8 @@ from ..spgemm import (
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
+#: How many multiply-adds with a full matrix take the time of one of two sparse matrices: less than was measured.
+FASTER = 12
 #: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
 LARGE = 500_000
 
@@ -62,6 +64,7 @@ class _Product(_Matrix):
     """The product of two matrices; `factors` are the positions that they are stored on."""
 
     factors: tuple[Pattern, Pattern]
+    multiply_adds: int
 
     @property
     def is_large(self) -> bool:
@@ -69,6 +72,11 @@ class _Product(_Matrix):
         left, right = self.factors
         sparse_full = isinstance(right.structure, Full) and not isinstance(left.structure, Full)
         return sparse_full and left.nnz * right.shape[1] >= LARGE
+
+    @property
+    def moves(self) -> bool:
+        """Whether it mostly moves and scales values, and many."""
+        return 10 * self.stored.nnz >= LARGE and self.multiply_adds <= 2 * self.stored.nnz
 
     @cached_property
     def plan(self) -> ProductPlan:
@@ -118,15 +126,21 @@ class Accumulation:
             return left
         factors = (left_matrix.stored, right_matrix.stored)
         pattern = product_pattern(left_matrix.pattern, right_matrix.pattern)
-        self.multiply_adds += multiply_adds(*factors)
+        work = multiply_adds(*factors)
+        self.multiply_adds += work
         if self.patterns_only:
-            return self._append(_Product(pattern, pattern, (left, right), factors))
+            return self._append(_Product(pattern, pattern, (left, right), factors, work))
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
+        fills = not full and pattern.nnz > FULL * rows * columns
+        if fills and factors[1].shape[0] <= rows and factors[0].nnz * columns <= FASTER * work:
+            # The product is to be full in any case.
+            self.multiply_adds -= work
+            return self.multiply(left, self.add([right], full=True))
         # Where no factor is stored as a full matrix, each is stored on its pattern, and so is the product.
         stored = Pattern.of(Full(rows, columns)) if full else pattern
-        product = self._append(_Product(pattern, stored, (left, right), factors))
-        if not full and stored.nnz > FULL * rows * columns and not isinstance(stored.structure, Full):
+        product = self._append(_Product(pattern, stored, (left, right), factors, work))
+        if fills and not isinstance(stored.structure, Full):
             return self.add([product], full=True)
         return product
 
@@ -211,13 +225,23 @@ class Accumulation:
 
         Of one sample such a product leaves out the zeros of both factors and reads whole cache lines. One sample's
         matrices stay in the cache from one product to the next, and those of all samples need not fit in memory.
+        Products that move values only for these are among them: of all samples they would be copied once more.
         """
         large: dict[int, None] = {}
         for number in order:
             matrix = self.matrices[number]
             if not large.keys().isdisjoint(matrix.operands) or (isinstance(matrix, _Product) and matrix.is_large):
                 large[number] = None
-        return [] if any(isinstance(self.matrices[number], Pulled) for number in large) else list(large)
+        if any(isinstance(self.matrices[number], Pulled) for number in large):
+            return []
+        others = {order[-1]}
+        for number in reversed(order) if large else ():
+            matrix = self.matrices[number]
+            if number not in others and isinstance(matrix, _Product) and matrix.moves:
+                large[number] = None
+            if number not in large:
+                others.update(matrix.operands)
+        return sorted(large)
 
     def evaluate(
         self,

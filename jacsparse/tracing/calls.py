@@ -20,7 +20,10 @@ aten = torch.ops.aten
 
 
 def calls_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The graph of the ATen calls that a function of tensors makes, of which only the values count."""
+    """The graph of the ATen calls that a function of tensors makes, of which only the values count.
+
+    It is to be recompiled before it runs.
+    """
     inputs = [tensor.detach() for tensor in inputs]
     calls = _Calls(inputs)
     with _FORWARD_MODE, calls:
@@ -108,7 +111,6 @@ def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
                 graph.graph.erase_node(node)
             calls.setdefault(call, node)
     graph.graph.eliminate_dead_code()
-    graph.recompile()
     return graph
 
 
@@ -175,7 +177,6 @@ def _with_contiguous_operands(graph: fx.GraphModule, inputs: Sequence[torch.Tens
             copy = graph.graph.call_function(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
         copy.meta["val"] = operand.meta["val"]
         node.update_arg(place, copy)
-    graph.recompile()
     return graph
 
 
@@ -246,7 +247,6 @@ def with_constants(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.
             node.replace_all_uses_with(constant, delete_user_cb=_is_fresh)
     if constants:
         graph.graph.eliminate_dead_code()
-        graph.recompile()
     return _with_contiguous_operands(graph, inputs) if constants else graph
 
 

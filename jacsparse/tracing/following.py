@@ -131,9 +131,10 @@ class Followed:
                 if type(value) is Value:
                     if value != expected:
                         return False
-                    continue
-                if not self._is_tensor(expected.number, value, graph) or kind_of(value) is not next(kinds):
+                elif not self._is_tensor(expected.number, value, graph, next(kinds)):
                     return False
+            elif expected is value:
+                continue
             elif kind is list:
                 if not isinstance(value, (list, tuple)) or len(value) != len(expected):
                     return False
@@ -141,32 +142,34 @@ class Followed:
                     if type(part) is not Value:
                         if part is not other:
                             return False
-                    elif not self._is_tensor(part.number, other, graph) or kind_of(other) is not next(kinds):
+                    elif not self._is_tensor(part.number, other, graph, next(kinds)):
                         return False
             elif kind is Scalar:
                 if type(value) not in expected.types or (value if value in (0, 1) else None) != expected.special:
                     return False
                 self._scalars.append(value)
-            elif value is not expected and not _same(expected, value):
+            elif not _same(expected, value):
                 return False
         return (not (node.contents or node.parts) or self._has_contents(node)) and (
             not node.behind or self._has_behind(node, graph)
         )
 
-    def _is_tensor(self, number: int, value: Any, graph: Graph) -> bool:
-        """Whether a value is the tensor with this number, or can be it where that is from elsewhere."""
-        if self.numbers.get(id(value)) == number:
-            return True
-        if number not in graph.captures or not isinstance(value, torch.Tensor):
-            return False
-        if number in self._captures:
-            return self._captures[number] is value
-        if number < self._begin(graph) or id(value) in self.numbers or captured_form(value) != graph.captures[number]:
-            return False
-        if any(value is each for each in self._captures.values()):
-            return False
-        self._captures[number] = value
-        return True
+    def _is_tensor(self, number: int, value: Any, graph: Graph, kind: type | None) -> bool:
+        """Whether a value is the tensor with this number and kind, or can be it where that is from elsewhere."""
+        if self.numbers.get(id(value)) != number:
+            form = graph.captures.get(number)
+            if form is None or not isinstance(value, torch.Tensor):
+                return False
+            captures = self._captures
+            if number in captures:
+                return captures[number] is value
+            if number < self._begin(graph) or id(value) in self.numbers or captured_form(value) != form:
+                return False
+            if captures and any(value is each for each in captures.values()):
+                return False
+            captures[number] = value
+        # As `kind_of`.
+        return (type(value.grad_fn) if value.requires_grad else None) is kind
 
     def _tensor(self, value: int) -> torch.Tensor:
         return self._captures[value] if value in self._captures else self.trace.tensor(value)
@@ -197,7 +200,7 @@ class Followed:
             if len(leaves) != len(expected):
                 return False
             for number, leaf in zip(expected, leaves, strict=True):
-                if not self._is_tensor(number, leaf, graph):
+                if not self._is_tensor(number, leaf, graph, kind_of(leaf)):
                     return False
         return True
 

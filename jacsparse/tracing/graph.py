@@ -68,9 +68,13 @@ class Operand(NamedTuple):
 Form = tuple[torch.Size, tuple[int, ...], torch.layout, torch.dtype, torch.device]
 
 
+#: Classes of which no tensor is without a shape, as a lazy module's parameter is.
+_WITH_SHAPES = (torch.Tensor, nn.Parameter)
+
+
 def form_of(tensor: torch.Tensor) -> Form:
     """The form of a tensor; that of a parameter without a shape, as a lazy module has, is like no other."""
-    if type(tensor) is not torch.Tensor and is_lazy(tensor):
+    if type(tensor) not in _WITH_SHAPES and is_lazy(tensor):
         return torch.Size(), (-1,), tensor.layout, tensor.dtype, tensor.device
     stride = tensor.stride() if tensor.layout == torch.strided else ()
     return tensor.shape, stride, tensor.layout, tensor.dtype, tensor.device

@@ -57,8 +57,8 @@ def _without_partial(f: Any) -> Any:
     return f
 
 
-def check_initialised(module: nn.Module) -> None:
-    """Raise where a lazy module has no weights yet.
+def check_initialised(module: nn.Module) -> list[nn.Module]:
+    """The parts of a module, unless one of them is a lazy module without weights.
 
     Raises
     ------
@@ -71,13 +71,15 @@ def check_initialised(module: nn.Module) -> None:
     Traceback (most recent call last):
     ValueError: 1: LazyLinear has no weights before its first batch; run the module on one first
     """
-    for part in parts_of(module):
+    parts = parts_of(module)
+    for part in parts:
         if isinstance(part, LazyModuleMixin) and part.has_uninitialized_params():
             kind = type(part).__name__
             path = next(name for name, other in module.named_modules() if other is part)
             raise ValueError(
                 f"{path or kind}: {kind} has no weights before its first batch; run the module on one first"
             )
+    return parts
 
 
 def parts_of(module: nn.Module) -> list[nn.Module]:
@@ -109,8 +111,7 @@ def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterat
     ValueError
         Where a lazy module has no weights yet: it could not lose again those that a forward pass creates.
     """
-    check_initialised(module)
-    parts = parts_of(module)
+    parts = check_initialised(module)
     attributes = [(part, dict(part.__dict__), dict(part._buffers)) for part in parts]
     # Pruning masks are as large as all weights: those that no forward pass has written to are not copied.
     buffers = [

@@ -18,8 +18,8 @@ _innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", Non
 def saves_by_hooks() -> bool:
     """Whether what an operator saves here passes through hooks, which may change it or compute it anew."""
     if _innermost is not None:
-        pack = _packing()
-        return pack is not None and pack is not noted
+        hooks = _innermost(False)
+        return hooks is not None and hooks[0] is not noted
     try:
         # Refused where there are hooks; nothing else is done.
         with disable_saved_tensors_hooks("hooks of saved tensors are in force"):

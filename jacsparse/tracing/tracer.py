@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from ..decompositions import is_sparse, operator_on_elements, selection
 from ..patterns import UnsupportedOperatorError
@@ -27,7 +26,6 @@ from .graph import (
     Operand,
     Value,
     captured_form,
-    form_of,
     kind_of,
     name_modules,
     tensors_in,
@@ -67,9 +65,8 @@ class Tracer(DispatchMode):
         #: The calls that take the place of an operator's, while it is decomposed.
         self.parts: list[Node] | None = None
         self.derivatives = SeenDerivatives(trace)
-        trace.edges[0] = get_gradient_edge(trace.input)
-        form = form_of(trace.input)
-        alike = [graph for graph in graphs if graph.input == form]
+        trace.note_edge(0)
+        alike = [graph for graph in graphs if graph.input == trace.graph.input]
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
         self.followed = Followed(trace, self.memory, self.derivatives, alike)
 
@@ -177,7 +174,7 @@ class Tracer(DispatchMode):
             self.memory.preserve(tensor, node)
         if node.sizes is None:
             result = node.overload(*args, **kwargs)
-        viewed = self.viewed(node, args, kwargs)
+        viewed = self.viewed(node, args, kwargs) if self.trace.graph.writes else None
         if type(result) is torch.Tensor and not written:
             self.bind(node.results[0], result, viewed=viewed)
         else:
@@ -185,8 +182,8 @@ class Tracer(DispatchMode):
         return result
 
     def viewed(self, node: Node, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The argument that a call's results are views of, where that matters."""
-        if node.facts is None or node.facts.viewed is None or not self.trace.graph.writes:
+        """The argument that a call's results are views of, which matters where calls write."""
+        if node.facts is None or node.facts.viewed is None:
             return None
         return dict(named_tensors(node.facts, args, kwargs)).get(node.facts.viewed)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import gc
 import importlib
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -139,6 +141,54 @@ def test_batch_normalisation_by_running_statistics_scales(layer: Any, columns: b
     prepared = jacsparse.prepare_jacobian(f, x, method="compressed", batched=True)
     assert_equal(prepared(x + 1), dense(f, x + 1))
     assert bool(prepared._first.evaluator.coloring.counts[0]) is columns  # type: ignore[attr-defined]
+
+
+CONVOLUTIONS = [
+    *(
+        nn.Conv2d(c, o, 3, padding=1, stride=s)
+        for c, o, s in [(1, 4, 1), (3, 6, 2), (4, 17, 1), (7, 16, 2), (8, 33, 1)]
+    ),
+    *(
+        nn.Conv2d(9, 5, (2, 3), padding=(1, 0)),
+        nn.Conv2d(9, 20, 1, stride=3),
+        nn.Conv2d(3, 20, 3, dilation=2, padding=3),
+    ),
+    *(nn.Conv2d(4, 4, 3, groups=2), nn.Conv1d(3, 16, 3, padding=2), nn.Conv3d(2, 16, 2)),
+    *(nn.ConvTranspose2d(3, 5, 3, stride=2, output_padding=1), nn.ConvTranspose1d(3, 16, 2, bias=False)),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("rows", [True, False])
+@pytest.mark.parametrize("layer", CONVOLUTIONS, ids=str)
+def test_convolutions_of_many_vectors(layer: Any, rows: bool, dtype: torch.dtype) -> None:
+    layer = layer.to(dtype)
+    axes = layer.weight.ndim - 2
+    shape = torch.Size((2, layer.in_channels, *(7, 6, 5)[:axes]))
+    size = layer(torch.zeros(shape, dtype=dtype))[0].numel()
+    narrow, wide = (drawn(*sizes).to(dtype) / size for sizes in ((size, 2), (2, shape[1:].numel())))
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        x = x if rows else (x @ wide).reshape(shape)
+        y = layer(x.tanh()).flatten(1)
+        return (y @ narrow if rows else y).sin()
+
+    x = drawn(*shape if rows else (2, 2)).to(dtype)
+    prepared = prepare_jacobian(f, x, method="compressed", batched=True)
+    assert bool(prepared._first.evaluator.coloring.counts[1]) is rows  # type: ignore[attr-defined]
+    tolerance = {} if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(prepared(x + 1).todense(0), dense(f, x + 1)[0], **tolerance)
+    torch.testing.assert_close(jacsparse.jacobian(f, x, batched=True).todense(1), dense(f, x)[1], **tolerance)
+
+
+def test_rows_are_pulled_back_without_the_compiler_of_pytorch() -> None:
+    code = """
+import sys, torch, jacsparse
+network, x = torch.nn.Sequential(torch.nn.Linear(9, 9), torch.nn.Tanh(), torch.nn.Linear(9, 2)), torch.randn(1, 9)
+print(jacsparse.prepare_jacobian(network, x, method="compressed")._first.evaluator.details, "sympy" in sys.modules)
+"""
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True).stdout
+    assert "0 colours of columns and 2 of rows" in printed and printed.endswith("False\n")
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
