@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, SMALLEST, run_rows
-from .kernel_runs import run_kernel
+from ..runtime import run_rows
+from .activations import gradient_of_sums
+from .kernel_runs import empty, numpy_dtype, run_kernel
 from .processor import columns_for, tile_positions
 from .vector_kernels import (
     add_products,
@@ -29,17 +28,6 @@ from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_re
 _VECTORS = 2
 #: How many weights take the time in which a tile is begun and ended.
 _CALL = 8
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor that begins at a cache line, in memory of an earlier one where it is large."""
-    if math.prod(shape) * dtype.itemsize < SMALLEST:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(MEMORY_POOL.empty(shape, _numpy_dtype(dtype)))
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return np.float32 if dtype is torch.float32 else np.float64
 
 
 class Correlation:
@@ -152,7 +140,7 @@ class Correlation:
             self._offsets.data_ptr(),
             (self._no_bias if bias is None else bias).data_ptr(),
             self.dtype.itemsize,
-            _numpy_dtype(self.dtype)(floor),
+            numpy_dtype(self.dtype)(floor),
             0 if winners is None else winners.data_ptr(),
             *self._steps(x, y),
         )
@@ -169,7 +157,7 @@ class Correlation:
         With winners, `y` has an element for each window, which stands where its winner is.
         """
         of_tiles, tile = (self._tiles, self._tile) if winners is None else self._pooled_tiles(pool, True)
-        kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
+        kind, blocks = numpy_dtype(self.dtype), x.shape[0]
         sums, bias_sums = np.empty(len(self.entries.source), kind), np.empty(self.entries.channels, kind)
         positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
         run_rows(
@@ -312,23 +300,32 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, values, y = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        if y is not None:
+        gradient, of_bias = gradient.contiguous(), None
+        if y is not None and torch.is_grad_enabled():
             gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
-        return *gradients(ctx, x, values, gradient), None, None
+        elif y is not None:
+            gradient, of_bias = gradient_of_sums(gradient, y)
+        return *gradients(ctx, x, values, gradient, of_bias), None, None
 
 
-def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
-    of_x = of_values = of_bias = None
-    of_parameters = any(ctx.needs_input_grad[1:3])
-    if ctx.needs_input_grad[0] and of_parameters and not torch.is_grad_enabled():
-        of_x, of_values = ctx.convolution.both_gradients(x, gradient, values)
-        of_bias = gradient.sum((0, 2, 3, 4))
-    elif of_parameters:
-        of_values, of_bias = ctx.convolution.weight_gradients(x, gradient)
-    if ctx.needs_input_grad[0] and of_x is None:
-        of_x = ctx.convolution.input_gradient(gradient, values)
+def gradients(
+    ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, of_bias: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output.
+
+    That of the bias is added up unless it is given.
+    """
+    of_x = of_values = None
+    convolution, (input_too, *parameters) = ctx.convolution, ctx.needs_input_grad[:3]
+    if input_too and any(parameters) and not torch.is_grad_enabled():
+        of_x, of_values = convolution.both_gradients(x, gradient, values)
+        if of_bias is None and parameters[1]:
+            of_bias = gradient.sum((0, 2, 3, 4))
+        return needed(ctx, of_x, of_values, of_bias)
+    if any(parameters):
+        of_values, of_bias = convolution.weight_gradients(x, gradient)
+    if input_too:
+        of_x = convolution.input_gradient(gradient, values)
     return needed(ctx, of_x, of_values, of_bias)
 
 

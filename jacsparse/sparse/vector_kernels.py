@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 from ..runtime import kernel
-from .vectors import CHAINS, INT64, VectorWriter, call, on_tile
+from .vectors import INT64, VectorWriter, call, on_tile
 
 
 @on_tile(13, 1)
