@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import run_rows
+from ..runtime import RowWork, run_rows
 from .activations import gradient_of_sums
 from .kernel_runs import empty, numpy_dtype, run_kernel
 from .processor import columns_for, tile_positions
@@ -220,10 +220,9 @@ class Correlation:
         )
 
     @functools.cached_property
-    def _work(self) -> np.ndarray:
-        """A running total of the channels' weights; a channel without any still has a bias."""
-        work: np.ndarray = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
-        return work
+    def _work(self) -> RowWork:
+        """That of channels: their weights; one without any still has a bias."""
+        return RowWork(self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1))
 
 
 class Convolution:
