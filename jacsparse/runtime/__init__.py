@@ -25,7 +25,7 @@ from .interception import intercept
 from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL, SMALLEST
 from .messages import a_type, announce, announced_where_long
-from .threads import SIMD, KernelRun, KernelSequence, on_this_thread, run_rows, split, thread_count
+from .threads import SIMD, KernelRun, KernelSequence, RowWork, on_this_thread, run_rows, split, thread_count
 from .torch_versions import (
     DispatchMode,
     destroy_process_groups,
@@ -50,6 +50,7 @@ __all__ = [
     "KernelRun",
     "KernelSequence",
     "Launch",
+    "RowWork",
     "Shelf",
     "a_type",
     "allocated",

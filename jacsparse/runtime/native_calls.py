@@ -11,6 +11,7 @@ import ctypes
 import functools
 import itertools
 import struct
+from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -48,18 +49,16 @@ class NativeCall:
     #: What holds the machine code.
     _alive: object
 
-    def __call__(self, parallel: Callable[..., Any], workers: int, bounds: Sequence[int], args: Sequence[Any]) -> None:
-        """Call the kernel on all ranges between bounds; ``parallel(body, table, workers, 0)`` starts the threads.
+    def __call__(self, parallel: Callable[..., Any], workers: int, ends: np.ndarray, args: Sequence[Any]) -> None:
+        """Call the kernel on all ranges between their ends; ``parallel(body, table, workers, 0)`` starts the threads.
 
         Raises
         ------
         MemoryError
             Where the kernel asks for memory that cannot be had.
         """
-        ends = np.array(bounds, dtype=np.int64)
-        words = self._words(ends, args)
-        table = (ctypes.c_int64 * len(words))(*words)
-        parallel(self._entry, ctypes.addressof(table), workers, 0)
+        table = array("q", self._words(ends, args))
+        parallel(self._entry, table.buffer_info()[0], workers, 0)
         if table[_FAILED]:
             self._fail()
 

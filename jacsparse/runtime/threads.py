@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from . import interception
+from .arrays import frozen
 from .native_calls import Body, NativeSequence, native_call
 
 # Fewer elementary operations than this (about 100 µs) run on one thread: waking others costs more than it saves.
@@ -161,14 +162,43 @@ def split(work: np.ndarray | int, parts: int) -> list[int]:
     return sorted({0, rows, *inner.tolist()})
 
 
-def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lanes: int = 1) -> None:
+@dataclass(frozen=True, eq=False)
+class RowWork:
+    """A running total of rows' work, for kernels that run on the same rows again and again: it is split once.
+
+    Parameters
+    ----------
+    total : ndarray of int, shape (rows + 1,)
+        As `run_rows` takes it.
+    """
+
+    total: np.ndarray
+
+
+#: The work of rows: a running total, or the number of elements of a flat loop.
+Work = np.ndarray | RowWork | int
+
+
+@functools.lru_cache(maxsize=1024)
+def _remembered_ends(work: RowWork | int, parts: int) -> np.ndarray:
+    return frozen(np.array(split(work.total if isinstance(work, RowWork) else work, parts), dtype=np.int64))
+
+
+def _ends(work: Work, parts: int) -> np.ndarray:
+    """The bounds of at most `parts` ranges of rows."""
+    return (
+        np.array(split(work, parts), dtype=np.int64) if isinstance(work, np.ndarray) else _remembered_ends(work, parts)
+    )
+
+
+def run_rows(kernel: Callable[..., Any], work: Work, *args: Any, lanes: int = 1) -> None:
     """Call ``kernel(first, last, *args)`` on ranges that cover all rows.
 
     Parameters
     ----------
     kernel : callable
         Compiled by `kernel`; must write only what belongs to its rows.
-    work : ndarray of int, shape (rows + 1,), or int
+    work : ndarray of int, shape (rows + 1,), RowWork or int
         Running total of the rows' work, in elementary operations for one lane; or the number of elements
         of a flat loop.
     *args
@@ -182,16 +212,16 @@ def run_rows(kernel: Callable[..., Any], work: np.ndarray | int, *args: Any, lan
         _run_rows(kernel, work, args, lanes)
 
 
-def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[Any, ...], lanes: int) -> None:
+def _run_rows(kernel: Callable[..., Any], work: Work, args: tuple[Any, ...], lanes: int) -> None:
     rows = _rows(work)
     if _operations(work, lanes) < SERIAL_WORK or rows < 2 or (workers := thread_count()) == 1:
         kernel(0, rows, *args)
         return
-    bounds = split(work, RANGES_PER_THREAD * workers)
+    ends = _ends(work, RANGES_PER_THREAD * workers)
     if (parallel := _openmp()) is not None and (native := native_call(kernel, args)) is not None:
-        native(parallel, workers, bounds, args)
+        native(parallel, workers, ends, args)
         return
-    ranges = iter(list(pairwise(bounds)))
+    ranges = iter(list(pairwise(ends.tolist())))
 
     def drain() -> None:
         # `next` on a shared list iterator is atomic: each range is taken once, by whoever is free.
@@ -201,13 +231,18 @@ def _run_rows(kernel: Callable[..., Any], work: np.ndarray | int, args: tuple[An
     _on_each(workers, drain)
 
 
-def _rows(work: np.ndarray | int) -> int:
-    return work if isinstance(work, int) else len(work) - 1
+def _rows(work: Work) -> int:
+    if isinstance(work, int):
+        return work
+    return len(work.total if isinstance(work, RowWork) else work) - 1
 
 
-def _operations(work: np.ndarray | int, lanes: int) -> int:
+def _operations(work: Work, lanes: int) -> int:
     """Elementary operations of all rows and lanes."""
-    return lanes * (work // SIMD if isinstance(work, int) else int(work[-1]) + ROW_WORK * _rows(work))
+    if isinstance(work, int):
+        return lanes * (work // SIMD)
+    total = work.total if isinstance(work, RowWork) else work
+    return lanes * (int(total[-1]) + ROW_WORK * (len(total) - 1))
 
 
 @dataclass(frozen=True)
@@ -215,7 +250,7 @@ class KernelRun:
     """What `run_rows` is called with."""
 
     kernel: Callable[..., Any]
-    work: np.ndarray | int
+    work: Work
     args: tuple[Any, ...]
     lanes: int = 1
 
@@ -254,5 +289,5 @@ class KernelSequence:
             if native is None or barrier is None:
                 return None
             parts = RANGES_PER_THREAD * workers if workers > 1 and _rows(run.work) > 1 else 1
-            calls.append((native, split(run.work, parts), run.args))
+            calls.append((native, _ends(run.work, parts), run.args))
         return NativeSequence(calls, barrier or 0)

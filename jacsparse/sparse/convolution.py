@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, SMALLEST, run_rows
-from .kernel_runs import run_kernel
+from ..runtime import RowWork, run_rows
+from .activations import gradient_of_sums
+from .kernel_runs import empty, numpy_dtype, run_kernel
 from .processor import columns_for, tile_positions
-from .vector_kernels import add_lanes, add_products, correlate, correlate_tile, multiply
+from .vector_kernels import (
+    add_products,
+    correlate,
+    correlate_and_multiply,
+    correlate_tile,
+    differentiate,
+    multiply,
+)
 from .vectors import Tile
 from .weights import Entries, Structure
 from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
 
-#: Bytes of the inputs that stay in the second-level cache while all output channels go over them.
-_PANEL = 2**19
 #: Vectors that a kernel multiplies and adds in the time of one elementary operation.
 _VECTORS = 2
 #: How many weights take the time in which a tile is begun and ended.
 _CALL = 8
-
-
-def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor that begins at a cache line, in memory of an earlier one where it is large."""
-    if math.prod(shape) * dtype.itemsize < SMALLEST:
-        return torch.empty(tuple(shape), dtype=dtype)
-    return torch.from_numpy(MEMORY_POOL.empty(shape, _numpy_dtype(dtype)))
-
-
-def _numpy_dtype(dtype: torch.dtype) -> Any:
-    return np.float32 if dtype is torch.float32 else np.float64
 
 
 class Correlation:
@@ -147,7 +140,7 @@ class Correlation:
             self._offsets.data_ptr(),
             (self._no_bias if bias is None else bias).data_ptr(),
             self.dtype.itemsize,
-            _numpy_dtype(self.dtype)(floor),
+            numpy_dtype(self.dtype)(floor),
             0 if winners is None else winners.data_ptr(),
             *self._steps(x, y),
         )
@@ -164,26 +157,50 @@ class Correlation:
         With winners, `y` has an element for each window, which stands where its winner is.
         """
         of_tiles, tile = (self._tiles, self._tile) if winners is None else self._pooled_tiles(pool, True)
-        kind, blocks = _numpy_dtype(self.dtype), x.shape[0]
-        gradient, bias_gradient = np.zeros(len(self.entries.source), kind), np.zeros(self.entries.channels, kind)
+        kind, blocks = numpy_dtype(self.dtype), x.shape[0]
+        sums, bias_sums = np.empty(len(self.entries.source), kind), np.empty(self.entries.channels, kind)
         positions = blocks * self.reading.out_size[0] * self.reading.out_size[1]
         run_rows(
             multiply,
             self._work,
             add_products(tile),
-            add_lanes(self._tile),
-            tile.lanes,
             of_tiles.table,
             self.entries.starts,
             self._taps,
             self._offsets.data_ptr(),
             0 if winners is None else winners.data_ptr(),
             blocks,
-            self._panel(of_tiles),
-            *self._steps(x, y, gradient, bias_gradient),
+            *self._steps(x, y, sums, bias_sums),
             lanes=1 + positions // _VECTORS,
         )
-        return torch.from_numpy(gradient), torch.from_numpy(bias_gradient)
+        return torch.from_numpy(sums), torch.from_numpy(bias_sums)
+
+    def with_products(
+        self, x: torch.Tensor, factors: torch.Tensor, values: torch.Tensor, order: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sums of `x` with ``values[order]``, and for each weight, the sum of its inputs times `factors`.
+
+        The factors have the shape of the sums. Each input is loaded once for both, which takes hardly longer than one.
+        """
+        y, products = empty(factors.shape, self.dtype), torch.empty(len(self.entries.source), dtype=self.dtype)
+        positions = x.shape[0] * self.reading.out_size[0] * self.reading.out_size[1]
+        values = values.contiguous()
+        run_rows(
+            differentiate,
+            self._work,
+            correlate_and_multiply(self._tile),
+            self._tiles.table,
+            self.entries.starts,
+            self._taps,
+            values.data_ptr(),
+            order.data_ptr(),
+            self._offsets.data_ptr(),
+            x.shape[0],
+            factors.data_ptr() - y.data_ptr(),
+            *self._steps(x, y, products.numpy()),
+            lanes=1 + 2 * positions // _VECTORS,
+        )
+        return y, products
 
     def _steps(self, x: torch.Tensor, y: torch.Tensor, *between: Any) -> tuple[Any, ...]:
         (in_rows, in_columns), (out_rows, out_columns) = self.reading.in_size, y.shape[2:4]
@@ -202,17 +219,10 @@ class Correlation:
             out_rows * out_columns * position,
         )
 
-    def _panel(self, of_tiles: Tiles) -> int:
-        """How many tiles have inputs that fit the second-level cache; neighbours share most of theirs."""
-        rows, columns = self.reading.in_size
-        plane = self.entries.sources * rows * columns * self._position
-        return max(1, _PANEL * len(of_tiles.table) // max(1, plane))
-
     @functools.cached_property
-    def _work(self) -> np.ndarray:
-        """A running total of the channels' weights; a channel without any still has a bias."""
-        work: np.ndarray = self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1)
-        return work
+    def _work(self) -> RowWork:
+        """That of channels: their weights; one without any still has a bias."""
+        return RowWork(self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1))
 
 
 class Convolution:
@@ -269,6 +279,14 @@ class Convolution:
             return _Products.apply(x, y, self)  # type: ignore[no-any-return]
         return self.forward.products(x, y)
 
+    def both_gradients(
+        self, x: torch.Tensor, y: torch.Tensor, values: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the input and of the values, where `y` is that of the output."""
+        structure = self.structure
+        of_x, of_values = self.transposed.with_products(y, x, values, structure.order)
+        return of_x, of_values.index_select(0, structure.inverse)
+
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
@@ -281,19 +299,32 @@ class _Convolve(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         x, values, y = ctx.saved_tensors
-        gradient = gradient.contiguous()
-        if y is not None:
+        gradient, of_bias = gradient.contiguous(), None
+        if y is not None and torch.is_grad_enabled():
             gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
-        return *gradients(ctx, x, values, gradient), None, None
+        elif y is not None:
+            gradient, of_bias = gradient_of_sums(gradient, y)
+        return *gradients(ctx, x, values, gradient, of_bias), None, None
 
 
-def gradients(ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor) -> tuple[Any, ...]:
-    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output."""
-    of_x = of_values = of_bias = None
-    if any(ctx.needs_input_grad[1:3]):
-        of_values, of_bias = ctx.convolution.weight_gradients(x, gradient)
-    if ctx.needs_input_grad[0]:
-        of_x = ctx.convolution.input_gradient(gradient, values)
+def gradients(
+    ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, of_bias: torch.Tensor | None
+) -> tuple[Any, ...]:
+    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output.
+
+    That of the bias is added up unless it is given.
+    """
+    of_x = of_values = None
+    convolution, (input_too, *parameters) = ctx.convolution, ctx.needs_input_grad[:3]
+    if input_too and any(parameters) and not torch.is_grad_enabled():
+        of_x, of_values = convolution.both_gradients(x, gradient, values)
+        if of_bias is None and parameters[1]:
+            of_bias = gradient.sum((0, 2, 3, 4))
+        return needed(ctx, of_x, of_values, of_bias)
+    if any(parameters):
+        of_values, of_bias = convolution.weight_gradients(x, gradient)
+    if input_too:
+        of_x = convolution.input_gradient(gradient, values)
     return needed(ctx, of_x, of_values, of_bias)
 
 

@@ -1,15 +1,17 @@
-"""Runs of kernels on tensors, which a recording of a whole model sees."""
+"""Runs of kernels on tensors, which a recording of a whole model sees, and the memory of what they compute."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
-from ..runtime import KernelRun, run_rows
+from ..runtime import MEMORY_POOL, SMALLEST, KernelRun, run_rows
 
 #: Some tensors, and None where an optional one is left out.
 Tensors = tuple[torch.Tensor | None, ...]
@@ -52,3 +54,15 @@ def run_kernel(
     run_rows(kernel, rows, *arguments(*inputs, *outputs), lanes=lanes)
     if (record := recorder.get()) is not None:
         record(TensorKernelRun(kernel, rows, arguments, inputs, outputs, lanes))
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised tensor that begins at a cache line, in memory of an earlier one where it is large."""
+    if math.prod(shape) * dtype.itemsize < SMALLEST:
+        return torch.empty(tuple(shape), dtype=dtype)
+    return torch.from_numpy(MEMORY_POOL.empty(shape, numpy_dtype(dtype)))
+
+
+def numpy_dtype(dtype: torch.dtype) -> Any:
+    """NumPy's float32 or float64."""
+    return np.float32 if dtype is torch.float32 else np.float64

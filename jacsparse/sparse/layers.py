@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import nn
@@ -237,8 +236,7 @@ class SparseLayer(nn.Module):
         return f"{len(self.values)} of {total} weights left"
 
 
-@dataclass(frozen=True, eq=False)
-class _Output:
+class _Output(NamedTuple):
     """A layer's output before it is computed."""
 
     convolution: Convolution
@@ -270,11 +268,11 @@ class _Output:
             return convolve_and_pool(self.x, self.values, self.bias, self.convolution, pool)
 
     def activated(self) -> _Output:
-        return replace(self, relu=True)
+        return self._replace(relu=True)
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output:
         values = self.values * scale.index_select(0, self.convolution.structure.outputs)
-        return replace(self, values=values, bias=shift if self.bias is None else torch.addcmul(shift, self.bias, scale))
+        return self._replace(values=values, bias=shift if self.bias is None else torch.addcmul(shift, self.bias, scale))
 
 
 class SparseConv2d(SparseLayer):

@@ -7,17 +7,10 @@ from typing import Any
 
 import torch
 
-from ..runtime import SIMD, run_rows
-from .convolution import Convolution, empty, gradients, needed
-from .kernel_runs import run_kernel
-from .pooling_kernels import (
-    add_to_winners,
-    find_winners,
-    on_rows_of_windows,
-    on_windows,
-    set_winners,
-    take_winners,
-)
+from .activations import gradient_of_sums
+from .convolution import Convolution, gradients, needed
+from .kernel_runs import empty, run_kernel
+from .pooling_kernels import add_to_winners, find_winners, on_windows, take_winners
 from .vectors import Tile
 from .windows import Pair
 
@@ -68,32 +61,14 @@ class Pool:
         work = max(1, 2 * x[0, 0].numel() // tile.lanes)
         run_kernel(on_windows, x.shape[0] * x.shape[1], arguments, (x,), (y, winners), lanes=work)
 
-    def run_on_rows(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
-        """Run a function of rows of windows, which cover each position once, over the planes of blocks."""
-        tile = Tile(x.dtype.itemsize, x.shape[4], pool=self.kernel)
-        run_rows(
-            on_rows_of_windows,
-            x.shape[0] * x.shape[1] * y.shape[2],
-            function(tile),
-            x.data_ptr(),
-            y.data_ptr(),
-            winners.data_ptr(),
-            self.kernel,
-            x.shape[3],
-            tile.lanes,
-            tile.itemsize,
-            lanes=SIMD * self.kernel[0] * x.shape[3],
-        )
-
     def scattered(self, y: torch.Tensor, winners: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Blocks of a shape with `y` where each window's maximum was, and zeros elsewhere; differentiable."""
         if torch.is_grad_enabled():
             return _Scatter.apply(y, winners, shape, self)  # type: ignore[no-any-return]
-        x = empty(shape, y.dtype)
-        if self.tiles((x.shape[2], x.shape[3])):
-            self.run_on_rows(set_winners, x, y, winners)
-        else:
-            self.run(add_to_winners, x.zero_(), y, winners)
+        if self.tiles((shape[2], shape[3])):
+            return gradient_of_sums(y, winners, self.kernel)[0]
+        x = empty(shape, y.dtype).zero_()
+        self.run(add_to_winners, x, y, winners)
         return x
 
 
@@ -171,6 +146,9 @@ class _ConvolveAndPool(torch.autograd.Function):
             # As of the first layer of a model, whose output is the largest.
             products = forward.products(x, gradient, winners, ctx.pool.kernel)
             return *needed(ctx, None, *products), None, None
-        shape = (x.shape[0], *ctx.convolution.out_shape)
-        gradient = ctx.pool.scattered(gradient, winners, shape)
-        return *gradients(ctx, x, values, gradient), None, None
+        of_bias = None
+        if torch.is_grad_enabled():
+            gradient = ctx.pool.scattered(gradient, winners, (x.shape[0], *ctx.convolution.out_shape))
+        else:
+            gradient, of_bias = gradient_of_sums(gradient, winners, ctx.pool.kernel)
+        return *gradients(ctx, x, values, gradient, of_bias), None, None

@@ -44,24 +44,6 @@ def find_winners(write, x, x_row, x_column, rows, columns, number, number_step, 
     write.store(write.builder.load(at), winner)
 
 
-@on_tile(5)
-def set_winners(write, x, x_row, y, winner, count):
-    """Set each position of a row of windows to the output where it has won, and to zero elsewhere.
-
-    The windows are the tile's, and cover each position once.
-    """
-    builder, (rows, columns) = write.builder, write.tile.pool
-    with write.each(INT64(0), count) as window:
-        gradient = write.load(write.shifted(y, write.width, window))
-        won = write.widened(write.load(write.shifted(winner, write.tile.lanes, window), write.bytes))
-        for row in range(rows):
-            first = write.shifted(write.shifted(x, x_row, row), columns * write.width, window)
-            for column in range(columns):
-                wins = builder.icmp_unsigned("==", won, write.integer(row * columns + column))
-                value = builder.select(wins, gradient, write.zero)
-                write.store(value, write.shifted(first, write.width, column))
-
-
 @on_tile(_ARGUMENTS)
 def add_to_winners(write, x, x_row, x_column, rows, columns, number, number_step, y, winner):
     """Add the output to the position that has won."""
@@ -80,16 +62,6 @@ def take_winners(write, x, x_row, x_column, rows, columns, number, number_step, 
         wins = write.builder.icmp_unsigned("==", won, each)
         write.builder.store(write.builder.select(wins, write.load(address), write.builder.load(taken)), taken)
     write.store(write.builder.load(taken), y)
-
-
-@kernel
-def on_rows_of_windows(first, last, function, x, y, winners, window, columns, lanes, itemsize):
-    """Call a function for each row of windows that cover each position once; addresses are in bytes."""
-    out_columns, width = columns // window[1], lanes * itemsize
-    for row in range(first, last):
-        at = row * out_columns
-        source = x + row * window[0] * columns * width
-        call(function, (source, columns * width, y + at * width, winners + at * lanes, out_columns))
 
 
 @kernel

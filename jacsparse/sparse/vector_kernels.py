@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
 from ..runtime import kernel
-from .vectors import CHAINS, INT64, VectorWriter, call, on_tile
+from .vectors import INT64, VectorWriter, call, on_tile
 
 
 @on_tile(13, 1)
@@ -39,27 +38,16 @@ def correlate_tile(
         builder.store(write.zero if side else start, total)
     rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
 
-    def add(place: Any, side: int, bounds: tuple[int, int, int, int]) -> None:
-        weight = write.filled(write.load(write.shifted(values, compiled.itemsize, place), write.element))
-        for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
-            total = sums[side, position]
-            builder.store(write.multiply_add(weight, loaded, builder.load(total)), total)
-
     for bounds, first, last in write.weights(groups, count, starts):
-        if compiled.unrolled > 1:
-            whole = builder.and_(builder.sub(last, first), ir.Constant(INT64, -compiled.unrolled))
-            single = builder.add(first, whole)
-            with write.each(first, single, compiled.unrolled) as place:
-                for side in range(compiled.unrolled):
-                    add(write.shifted(place, side, 1), side, bounds)
-            first = single
-        with write.each(first, last) as place:
-            add(place, 0, bounds)
-    results = {}
-    for position in compiled.positions:
-        results[position] = builder.load(sums[0, position])
-        for side in range(1, compiled.unrolled):
-            results[position] = builder.fadd(results[position], builder.load(sums[side, position]))
+        for place, side in write.side_by_side(first, last):
+            weight = write.filled(write.load(write.shifted(values, compiled.itemsize, place), write.element))
+            for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
+                total = sums[side, position]
+                builder.store(write.multiply_add(weight, loaded, builder.load(total)), total)
+    results = {
+        position: write.added([builder.load(sums[side, position]) for side in range(compiled.unrolled)])
+        for position in compiled.positions
+    }
     least = write.filled(floor)
     window_rows, window_columns = compiled.pool
     # Two columns of a vector become one.
@@ -93,7 +81,7 @@ def correlate_tile(
 def add_products(
     write, x, x_row, y, y_row, y_column, y_start, winners, offsets, starts, groups, count, shared, sums, total
 ):
-    """``sums[k] += Σ_p y[p] * x[p + offsets[k]]`` and ``total += Σ_p y[p]``, for each lane by itself.
+    """``sums[k] += Σ_p y[p] * x[p + offsets[k]]`` and ``total[0] += Σ_p y[p]``, over all lanes.
 
     Both are over the positions of a tile, without the first columns that it shares with the tile before it. With
     pooling, `y` has an element for each window, which belongs to the position that has won, as `winners` say.
@@ -110,29 +98,52 @@ def add_products(
             number = write.integer(row % window_rows * window_columns + column % window_columns)
             factor = builder.select(builder.icmp_unsigned("==", winner, number), factor, write.zero)
         factors[row, column] = builder.select(write.before(column, shared), write.zero, factor)
-    write.store(write.added([write.load(total), *factors.values()]), total)
+    write.add_lanes(list(factors.values()), total)
     rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
-    channel = write.load_index(starts, ir.Constant(INT64, 0))
     for bounds, first, last in write.weights(groups, count, starts):
         with write.each(first, last) as place:
-            address = write.shifted(sums, write.width, builder.sub(place, channel))
-            totals = [write.load(address)]
-            for number, (position, loaded) in enumerate(write.inputs(rows, write.load_index(offsets, place), bounds)):
-                chain = number % CHAINS
-                if chain < len(totals):
-                    totals[chain] = write.multiply_add(factors[position], loaded, totals[chain])
-                else:
-                    totals.append(builder.fmul(factors[position], loaded))
-            write.store(write.added(totals), address)
+            products: list[Any] = []
+            for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
+                write.add_product(products, factors[position], loaded)
+            write.add_lanes(products, write.shifted(sums, compiled.itemsize, place))
 
 
-@on_tile(2)
-def add_lanes(write, sums, out):
-    """``out[k] = Σ_lane sums[k, lane]`` for as many ``k`` as there are lanes."""
-    vectors = [write.load(write.shifted(sums, write.width, number)) for number in range(write.tile.lanes)]
-    while len(vectors) > 1:
-        vectors = [write.halved(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
-    write.store(vectors[0], out)
+@on_tile(14)
+def correlate_and_multiply(
+    write, x, x_row, y, y_row, y_column, distance, values, order, offsets, starts, groups, count, shared, sums
+):
+    """What `correlate_tile` and `add_products` compute of the same inputs, each of which is loaded once.
+
+    ``y[p] = Σ_k values[order[k]] * x[p + offsets[k]]`` and ``sums[k] += Σ_p factors[p] * x[p + offsets[k]]``, where
+    the factors lie at a distance from `y`.
+    """
+    builder, compiled = write.builder, write.tile
+    places = {
+        (row, column): write.shifted(write.shifted(y, y_row, row), y_column, column)
+        for row, column in compiled.positions
+    }
+    factors = {
+        (row, column): builder.select(write.before(column, shared), write.zero, write.load(builder.add(at, distance)))
+        for (row, column), at in places.items()
+    }
+    results = {
+        (side, position): cgutils.alloca_once_value(builder, write.zero)
+        for side in range(compiled.unrolled)
+        for position in compiled.positions
+    }
+    rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
+    for bounds, first, last in write.weights(groups, count, starts):
+        for place, side in write.side_by_side(first, last):
+            value = write.shifted(values, compiled.itemsize, write.load_index(order, place))
+            weight = write.filled(write.load(value, write.element))
+            products: list[Any] = []
+            for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
+                result = results[side, position]
+                builder.store(write.multiply_add(weight, loaded, builder.load(result)), result)
+                write.add_product(products, factors[position], loaded)
+            write.add_lanes(products, write.shifted(sums, compiled.itemsize, place))
+    for position, at in places.items():
+        write.store(write.added([builder.load(results[side, position]) for side in range(compiled.unrolled)]), at)
 
 
 @kernel
@@ -169,48 +180,71 @@ def correlate(
 
 @kernel
 def multiply(
-    first, last, add_products, add_lanes, lanes, table, starts, taps, offsets, winners, blocks, panel, position,
-    gradient, bias_gradient, x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
+    first, last, add_products, table, starts, taps, offsets, winners, blocks, position, sums, bias_sums, x, x_block,
+    x_row, y, y_block, y_row, y_column, y_channel,
 ):  # fmt: skip
-    """Weights' and biases' gradients by functions of a tile; rows are output channels.
+    """Weights' and biases' gradients by a function of a tile; rows are output channels.
 
-    As many tiles as make a panel have inputs that fit the second-level cache; all channels go over one panel before the
-    next.
+    All channels go over one tile before the next: the inputs of a tile fit the second-level cache.
     """
-    count = len(table)
-    longest = 0
-    for channel in range(first, last):
-        longest = max(longest, starts[(channel + 1) * taps] - starts[channel * taps])
-    sums = np.empty((longest + lanes, lanes), gradient.dtype)
-    totals, total = np.empty(lanes, gradient.dtype), np.empty(lanes, gradient.dtype)
-    for begin in range(0, blocks * count, panel):
+    sums[starts[first * taps] : starts[last * taps]] = 0
+    bias_sums[first:last] = 0
+    starts_begin, sums_begin, bias_begin = starts.ctypes.data, sums.ctypes.data, bias_sums.ctypes.data
+    for item in range(blocks * len(table)):
+        block, number = item // len(table), item % len(table)
+        x_tile = x + block * x_block + table[number, 0] * position
+        y_tile = y + block * y_block + table[number, 1] * position
         for channel in range(first, last):
-            start, stop = starts[channel * taps], starts[(channel + 1) * taps]
-            sums[: stop - start] = 0
-            total[:] = 0
-            for item in range(begin, min(begin + panel, blocks * count)):
-                block, number = item // count, item % count
-                call(
-                    add_products,
-                    (
-                        x + block * x_block + table[number, 0] * position,
-                        x_row,
-                        y + block * y_block + table[number, 1] * position + channel * y_channel,
-                        y_row,
-                        y_column,
-                        y,
-                        winners,
-                        offsets,
-                        starts.ctypes.data + 4 * channel * taps,
-                        table[number, 2],
-                        table[number, 3],
-                        table[number, 4],
-                        sums.ctypes.data,
-                        total.ctypes.data,
-                    ),
-                )
-            bias_gradient[channel] += total.sum()
-            for place in range(start, stop, lanes):
-                call(add_lanes, (sums[place - start :].ctypes.data, totals.ctypes.data))
-                for lane in range(min(lanes, stop - place)):
-                    gradient[place + lane] += totals[lane]
+            call(
+                add_products,
+                (
+                    x_tile,
+                    x_row,
+                    y_tile + channel * y_channel,
+                    y_row,
+                    y_column,
+                    y,
+                    winners,
+                    offsets,
+                    starts_begin + 4 * channel * taps,
+                    table[number, 2],
+                    table[number, 3],
+                    table[number, 4],
+                    sums_begin,
+                    bias_begin + channel * sums.itemsize,
+                ),
+            )
+
+
+@kernel
+def differentiate(
+    first, last, correlate_and_multiply, table, starts, taps, values, order, offsets, blocks, distance, position, sums,
+    x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
+):  # fmt: skip
+    """Sums over weights and the weights' gradients by a function of a tile; rows are the channels of the former."""
+    sums[starts[first * taps] : starts[last * taps]] = 0
+    starts_begin, sums_begin = starts.ctypes.data, sums.ctypes.data
+    for item in range(blocks * len(table)):
+        block, number = item // len(table), item % len(table)
+        x_tile = x + block * x_block + table[number, 0] * position
+        y_tile = y + block * y_block + table[number, 1] * position
+        for channel in range(first, last):
+            call(
+                correlate_and_multiply,
+                (
+                    x_tile,
+                    x_row,
+                    y_tile + channel * y_channel,
+                    y_row,
+                    y_column,
+                    distance,
+                    values,
+                    order,
+                    offsets,
+                    starts_begin + 4 * channel * taps,
+                    table[number, 2],
+                    table[number, 3],
+                    table[number, 4],
+                    sums_begin,
+                ),
+            )

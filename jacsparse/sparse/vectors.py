@@ -115,13 +115,18 @@ class VectorWriter:
         """``a * b + total``, rounded once where the processor does so."""
         return self.builder.call(self._multiply_add, [a, b, total])
 
-    def halved(self, a: Any, b: Any) -> Any:
-        """Sums of two neighbours each: those of `a`, then those of `b`."""
-        even, odd = (
-            self.builder.shuffle_vector(a, b, self._lanes([2 * lane + first for lane in range(self.tile.lanes)]))
-            for first in (0, 1)
-        )
-        return self.builder.fadd(even, odd)
+    def add_lanes(self, vectors: list[Any], address: Any) -> None:
+        """Add all lanes of some vectors to the number at an address."""
+        total, lanes = self.added(vectors), self.tile.lanes
+        while lanes > 1:
+            lanes //= 2
+            low, high = (
+                self.builder.shuffle_vector(total, total, self._lanes(list(range(first, first + lanes))))
+                for first in (0, lanes)
+            )
+            total = self.builder.fadd(low, high)
+        number = self.builder.extract_element(total, ir.Constant(INT32, 0))
+        self.store(self.builder.fadd(self.load(address, self.element), number), address)
 
     def integer(self, number: int) -> Any:
         """A number in each lane, as wide as an element: other widths would take masks of their own."""
@@ -159,6 +164,13 @@ class VectorWriter:
             vectors = [self.builder.fadd(*pair) for pair in pairs] + odd
         return vectors[0]
 
+    def add_product(self, totals: list[Any], a: Any, b: Any) -> None:
+        """Put ``a * b`` among some totals, whose number grows up to that of sums that run side by side."""
+        if len(totals) < CHAINS:
+            totals.append(self.builder.fmul(a, b))
+        else:
+            totals.append(self.multiply_add(a, b, totals.pop(0)))
+
     def weights(self, groups: Any, count: Any, starts: Any) -> Iterator[tuple[tuple[int, int, int, int], Any, Any]]:
         """For each rectangle, the code's place for the weights ``first`` to ``last`` of a group that has it."""
         builder = self.builder
@@ -177,6 +189,19 @@ class VectorWriter:
                 yield bounds, first, last
                 builder.branch(end)
             builder.position_at_end(end)
+
+    def side_by_side(self, first: Any, last: Any) -> Iterator[tuple[Any, int]]:
+        """The code's place for each weight, and the number of its sum among those that are under way at once."""
+        count = self.tile.unrolled
+        if count > 1:
+            whole = self.builder.and_(self.builder.sub(last, first), ir.Constant(INT64, -count))
+            single = self.builder.add(first, whole)
+            with self.each(first, single, count) as place:
+                for side in range(count):
+                    yield self.shifted(place, side, 1), side
+            first = single
+        with self.each(first, last) as place:
+            yield place, 0
 
     @contextmanager
     def each(self, first: Any, last: Any, step: int = 1) -> Iterator[Any]:

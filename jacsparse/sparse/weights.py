@@ -47,6 +47,8 @@ class Structure:
     transposed: Entries
     #: For each weight of `transposed`, its number in the layer's order.
     order: torch.Tensor
+    #: For each weight in the layer's order, its number in `transposed`.
+    inverse: torch.Tensor
 
     @classmethod
     def of(cls, mask: torch.Tensor, window: Window, groups: int) -> Structure:
@@ -69,6 +71,7 @@ class Structure:
             _entries(out_channels, in_channels, taps, output, source, forward_tap),
             _entries(in_channels, out_channels, taps, source[back], output[back], transposed_tap[back]),
             torch.from_numpy(back.astype(np.int32)),
+            torch.from_numpy(np.argsort(back).astype(np.int32)),
         )
 
 
