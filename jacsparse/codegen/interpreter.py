@@ -1,4 +1,7 @@
-"""Loops of fused operations as a program that one kernel interprets: nothing is compiled for it."""
+"""Loops of fused operations as a program that one kernel interprets: nothing is compiled for a function.
+
+Each register holds the points of a block, so that what an instruction takes beside its arithmetic is little.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,9 @@ from .loops import OUT, Loop, Place
 from .operations import is_number
 
 _RELATIONS = {"<": kernels.LESS, "<=": kernels.LESS_EQUAL, "==": kernels.EQUAL, "!=": kernels.NOT_EQUAL}
+_STORES = (kernels.STORE, kernels.STORE_TRUTH, kernels.STORE_CHECKED)
+#: The fields of an instruction; see `kernels.interpret`.
+_FIELDS = 6
 
 
 class MixedDtypesError(Exception):
@@ -22,82 +28,73 @@ class MixedDtypesError(Exception):
 
 
 class Interpreted:
-    """As `MachineCode`, by a kernel that interprets the loops block by block."""
+    """Loops as `MachineCode` runs them, by the kernel that interprets programs.
+
+    Raises
+    ------
+    MixedDtypesError
+        Where loops compute in other floating-point numbers than those of `dtype`.
+    """
 
     def __init__(self, loops: Sequence[Loop], dtype: torch.dtype) -> None:
-        self._dtype = dtype
         self.memories: list[Any] = []
+        #: Tables of places are no memories here.
         self.runs: dict[str, np.ndarray] = {}
         self.work = sum(loop.work * loop.points for loop in loops)
-        self._constants: dict[str, int] = {}
-        numbers: list[float] = []
-        program, blocks, counts, starts = [], [], [], []
-        self._registers, instructions = 1, 0
-        self._works: list[np.ndarray] = []
-        size_of_counts = size_of_starts = 0
+        constants, registers = list[float](), 1
+        blocks, counts, starts, program = (list[np.ndarray]() for _ in range(4))
         for loop in loops:
-            for place in [*(each for each in loop.expressions if isinstance(each, Place)), *(p for _, p in loop.stores)]:
-                if place.dtype not in (dtype, torch.bool):
-                    raise MixedDtypesError
-                if place.memory not in self.memories:
-                    self.memories.append(place.memory)
-            code = _Code(self.memories, loop, dtype, numbers)
-            rows, registers = code.rows()
-            program.append(rows)
-            self._registers = max(self._registers, registers)
+            code = _Code(loop, dtype, self.memories, constants)
+            instructions, count = code.program()
             length, places = _pieces(loop)
-            begins = _blocks(length, loop.strides is None)
-            pieces = np.diff(begins)
-            points = np.add.reduceat(length, begins[:-1])
-            blocks.append(np.stack(np.broadcast_arrays(
-                instructions, instructions + len(rows), pieces, size_of_counts + begins[:-1],
-                size_of_starts + begins[:-1], len(length), int(loop.strides is None), points,
-            ), 1))
-            self._works.append(row_starts(points * loop.work // SIMD, np.int64))
-            counts.append(length)
-            starts.append(places.reshape(-1))
-            instructions += len(rows)
-            size_of_counts += len(length)
-            size_of_starts += places.size
-        self._arguments = (
-            *(np.ascontiguousarray(np.concatenate(each), np.int64) for each in (blocks, counts, starts, program)),
-            np.array(numbers or [0.0], torch.empty(0, dtype=dtype).numpy().dtype),
-            self._registers,
-        )
-        self._truth = np.zeros(1, np.uint8)
+            begins = _blocks(length)
+            first, of_counts, of_starts = (sum(map(len, arrays)) for arrays in (program, counts, starts))
+            columns = np.broadcast_arrays(
+                *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
+                *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
+            )
+            blocks.append(np.stack(columns, 1))
+            for arrays, array in ((counts, length), (starts, places.reshape(-1)), (program, instructions)):
+                arrays.append(array)
+            registers = max(registers, count)
+        self._works = [
+            row_starts(rows[:, -1] * loop.work // SIMD, np.int64) for rows, loop in zip(blocks, loops, strict=True)
+        ]
+        with np.errstate(over="ignore"):
+            numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype).numpy().dtype)
+        tables = [np.concatenate(arrays).astype(np.int64, copy=False) for arrays in (blocks, counts, starts, program)]
+        self._arguments = (*tables, numbers, registers, np.zeros(1, np.uint8))
 
     def run(self, table: Any) -> None:
         """Run the loops with a table of addresses."""
-        addresses = np.frombuffer(table, np.uint64)
-        kernels.interpret(0, len(self._arguments[0]), 0, *self._arguments, addresses, self._truth)
+        addresses = np.frombuffer(table, np.int64)
+        kernels.interpret(0, len(self._arguments[0]), 0, *self._arguments, addresses)
 
     def run_on_threads(self, table: Any) -> None:
         """As `run`, on as many threads as a loop pays for."""
-        addresses, begin = np.frombuffer(table, np.uint64), 0
+        addresses, begin = np.frombuffer(table, np.int64), 0
         for work in self._works:
-            run_rows(kernels.interpret, work, begin, *self._arguments, addresses, self._truth)
+            run_rows(kernels.interpret, work, begin, *self._arguments, addresses)
             begin += len(work) - 1
 
 
 def _pieces(loop: Loop) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths of a loop's runs, cut where they are longer than a block, and their places by sequences."""
+    """The lengths of a loop's runs, cut where they are longer than a block, and their places in each sequence."""
     length, places = loop.runs[:, 0], loop.runs[:, 1:]
     if loop.strides is None:
         return length, places.T
     number = -(-length // kernels.BLOCK)
-    run, piece = np.repeat(np.arange(len(length)), number), within_rows(number)
-    places = places[run] + piece[:, None] * kernels.BLOCK * np.array(loop.strides, np.int64)
-    return np.minimum(kernels.BLOCK, length[run] - piece * kernels.BLOCK), places.T
+    run, before = np.repeat(np.arange(len(length)), number), within_rows(number) * kernels.BLOCK
+    places = places[run] + before[:, None] * np.array(loop.strides, np.int64)
+    return np.minimum(kernels.BLOCK, length[run] - before), places.T
 
 
-def _blocks(length: np.ndarray, single: bool) -> np.ndarray:
+def _blocks(length: np.ndarray) -> np.ndarray:
     """Where blocks of pieces begin, and the end of the last one."""
-    if single:
-        return np.append(np.arange(0, len(length), kernels.BLOCK), len(length))
     begins, points = [0], 0
-    for place, count in enumerate(length.tolist()):
+    for piece, count in enumerate(length.tolist()):
         if points + count > kernels.BLOCK:
-            begins.append(place)
+            begins.append(piece)
             points = 0
         points += count
     return np.array([*begins, len(length)])
@@ -105,136 +102,130 @@ def _blocks(length: np.ndarray, single: bool) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Instruction:
+    """What it does, the instructions whose results it reads, and numbers, as where it finds a memory."""
+
     op: int
-    operands: tuple[Any, ...]
-    #: Of what moves between registers and memories: a memory, a sequence, a distance and a stride; or a constant.
+    operands: tuple[_Instruction, ...] = ()
     fields: tuple[int, ...] = ()
 
 
 class _Code:
-    """The instructions of a loop, as an emitter of operations; truth is 0 or 1."""
+    """The instructions of a loop, as an emitter of operations makes them; a truth value is 0 or 1."""
 
-    def __init__(self, memories: Sequence[Any], loop: Loop, dtype: torch.dtype, numbers: list[float]) -> None:
-        self.builder, self._numbers, self._itemsize = self, numbers, dtype.itemsize
-        self._instructions: list[_Instruction] = []
-        self._known: dict[Any, _Instruction] = {}
-        strides = loop.strides or [0] * loop.runs.shape[1]
-
-        def fields(place: Place) -> tuple[int, ...]:
-            return memories.index(place.memory), place.sequence, place.distance, strides[place.sequence]
-
+    def __init__(self, loop: Loop, dtype: torch.dtype, memories: list[Any], constants: list[float]) -> None:
+        self.builder, self._dtype, self._memories, self._constants = self, dtype, memories, constants
+        self._strides = loop.strides or [0] * loop.runs.shape[1]
+        #: Each instruction once, in order.
+        self._instructions: dict[Any, _Instruction] = {}
         values = list[Any]()
         for each in loop.expressions:
             if isinstance(each, Place):
-                op = kernels.LOAD_TRUTH if each.dtype == torch.bool else kernels.LOAD
-                values.append(self._added(op, fields=fields(each)))
+                load = kernels.LOAD_TRUTH if each.dtype == torch.bool else kernels.LOAD
+                each = self._added(load, fields=self._fields(each))
             elif isinstance(each, tuple):
                 operation, operands = each
-                if {*operation.reads, operation.dtype} - {dtype, torch.bool}:
-                    raise MixedDtypesError
-                read = [
-                    self._converted(values[n], to, self._dtypes(loop, n)) for n, to in zip(operands, operation.reads, strict=True)
-                ]
-                values.append(operation.emit(self, read))
-            else:
-                values.append(each)
+                pairs = zip(operands, operation.reads, strict=True)
+                self._check(operation.dtype)
+                each = operation.emit(self, [self._converted(values[n], read) for n, read in pairs])
+            values.append(each)
         for number, place in loop.stores:
-            value = self.value(self._converted(values[number], place.dtype, self._dtypes(loop, number)))
-            op = kernels.STORE_CHECKED if place.memory == OUT else kernels.STORE
-            op = kernels.STORE_TRUTH if place.dtype == torch.bool else op
-            self._instructions.append(_Instruction(op, (value,), fields(place)))
+            store = kernels.STORE_CHECKED if place.memory == OUT else kernels.STORE
+            store = kernels.STORE_TRUTH if place.dtype == torch.bool else store
+            self._added(store, self._converted(values[number], place.dtype), fields=self._fields(place))
 
-    @staticmethod
-    def _dtypes(loop: Loop, number: int) -> Any:
-        each = loop.expressions[number]
-        return each.dtype if isinstance(each, Place) else each[0].dtype if isinstance(each, tuple) else None
+    def _check(self, dtype: torch.dtype) -> None:
+        if dtype not in (self._dtype, torch.bool):
+            raise MixedDtypesError
 
-    def _converted(self, value: Any, dtype: torch.dtype, before: Any) -> Any:
-        if dtype != torch.bool or before == torch.bool:
+    def _fields(self, place: Place) -> tuple[int, ...]:
+        self._check(place.dtype)
+        if place.memory not in self._memories:
+            self._memories.append(place.memory)
+        return self._memories.index(place.memory), place.sequence, place.distance, self._strides[place.sequence]
+
+    def _converted(self, value: Any, dtype: torch.dtype) -> Any:
+        self._check(dtype)
+        if dtype != torch.bool:
             return value
-        return bool(value) if is_number(value) else self._added(kernels.NOT_EQUAL, value, 0.0)
+        return bool(value) if is_number(value) else self.compare("!=", value, 0.0)
 
     def _added(self, op: int, *operands: Any, fields: tuple[int, ...] = ()) -> _Instruction:
-        operands = tuple(self.value(each) for each in operands)
-        key = op, operands, fields
-        if key not in self._known:
-            self._known[key] = _Instruction(op, operands, fields)
-            self._instructions.append(self._known[key])
-        return self._known[key]
+        key = op, tuple([self.value(each) for each in operands]), fields
+        if key not in self._instructions:
+            self._instructions[key] = _Instruction(*key)
+        return self._instructions[key]
 
-    def rows(self) -> tuple[np.ndarray, int]:
-        """The instructions with their registers, and the number of registers."""
-        last = {operand: place for place, each in enumerate(self._instructions) for operand in each.operands}
-        registers: dict[_Instruction, int] = {}
-        free, count, rows, size = list[int](), 0, [], kernels.BLOCK * self._itemsize
-        for place, each in enumerate(self._instructions):
+    def program(self) -> tuple[np.ndarray, int]:
+        """The instructions with the places of their registers in bytes, and the number of registers."""
+        instructions = list(self._instructions.values())
+        last = {operand: place for place, each in enumerate(instructions) for operand in each.operands}
+        registers = dict[_Instruction, int]()
+        free, count, size = list[int](), 0, kernels.BLOCK * self._dtype.itemsize
+        rows = np.zeros((len(instructions), _FIELDS), np.int64)
+        for place, each in enumerate(instructions):
             operands = [registers[operand] for operand in each.operands]
-            if each.op in (kernels.STORE, kernels.STORE_TRUTH, kernels.STORE_CHECKED):
-                to = operands.pop()
-            else:
-                # A register of its own: loops over equal ones are not vectorised.
+            if each.op not in _STORES:
+                # No operand's register: loops that write what they read are not vectorised.
                 if not free:
-                    free.append(count)
+                    free.append(count * size)
                     count += 1
-                to = registers[each] = free.pop()
-            row = [each.op, to * size, *([n * size for n in operands] or each.fields)]
-            rows.append(row + [0] * (6 - len(row)))
+                registers[each] = free.pop()
+                operands.insert(0, registers[each])
+            row = [each.op, *operands, *each.fields]
+            rows[place, : len(row)] = row
             free += [registers[operand] for operand in dict.fromkeys(each.operands) if last[operand] == place]
-        return np.array(rows, np.int64), count
-
-    # What follows is what operations are made of.
+        return rows, count
 
     def value(self, x: Any) -> _Instruction:
         if not is_number(x):
             return x  # type: ignore[no-any-return]
-        text = repr(float(x))
-        key = kernels.FILL, text
-        if key not in self._known:
-            self._known[key] = _Instruction(kernels.FILL, (), (len(self._numbers),))
-            self._numbers.append(float(x))
-            self._instructions.append(self._known[key])
-        return self._known[key]
+        # By its text: zeros have signs.
+        key = kernels.FILL, repr(float(x))
+        if key not in self._instructions:
+            self._instructions[key] = _Instruction(kernels.FILL, (), (len(self._constants),))
+            self._constants.append(float(x))
+        return self._instructions[key]
 
-    def add(self, x: Any, y: Any) -> Any:
+    def add(self, x: Any, y: Any) -> _Instruction:
         return self._added(kernels.ADD, x, y)
 
-    def sub(self, x: Any, y: Any) -> Any:
+    def sub(self, x: Any, y: Any) -> _Instruction:
         return self._added(kernels.SUB, x, y)
 
-    def mul(self, x: Any, y: Any) -> Any:
+    def mul(self, x: Any, y: Any) -> _Instruction:
         return self._added(kernels.MUL, x, y)
 
-    def div(self, x: Any, y: Any) -> Any:
+    def div(self, x: Any, y: Any) -> _Instruction:
         return self._added(kernels.DIV, x, y)
 
-    def neg(self, x: Any) -> Any:
+    def neg(self, x: Any) -> _Instruction:
         return self._added(kernels.NEG, x)
 
-    def compare(self, relation: str, x: Any, y: Any) -> Any:
+    def compare(self, relation: str, x: Any, y: Any) -> _Instruction:
         if relation in (">", ">="):
             relation, x, y = relation.replace(">", "<"), y, x
         return self._added(_RELATIONS[relation], x, y)
 
-    def is_nan(self, x: Any) -> Any:
+    def is_nan(self, x: Any) -> _Instruction:
         return self._added(kernels.NOT_EQUAL, x, x)
 
-    def select(self, condition: Any, x: Any, y: Any) -> Any:
+    def select(self, condition: Any, x: Any, y: Any) -> _Instruction:
         return self._added(kernels.SELECT, condition, x, y)
 
-    def from_truth(self, condition: Any) -> Any:
-        return condition
-
-    def call(self, name: str, *operands: Any) -> Any:
+    def call(self, name: str, *operands: Any) -> _Instruction:
         return self._added(getattr(kernels, name.upper()), *operands)
 
-    def and_(self, x: Any, y: Any) -> Any:
-        return self._added(kernels.AND, x, y)
+    def from_truth(self, condition: _Instruction) -> _Instruction:
+        return condition
 
-    def or_(self, x: Any, y: Any) -> Any:
+    def and_(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.MUL, x, y)
+
+    def or_(self, x: Any, y: Any) -> _Instruction:
         return self._added(kernels.OR, x, y)
 
-    def xor(self, x: Any, y: Any) -> Any:
-        return self._added(kernels.XOR, x, y)
+    def xor(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.NOT_EQUAL, x, y)
 
-    def not_(self, x: Any) -> Any:
-        return self._added(kernels.NOT, x)
+    def not_(self, x: Any) -> _Instruction:
+        return self.compare("==", x, 0.0)

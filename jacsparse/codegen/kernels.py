@@ -17,8 +17,8 @@ BLOCK = 256
 #: What an instruction does.
 (
     LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL, ADD, SUB, MUL, DIV, NEG, LESS, LESS_EQUAL,
-    EQUAL, NOT_EQUAL, SELECT, AND, OR, XOR, NOT, COS, EXP, FABS, LOG, POW, SIN, SQRT, TAN, TANH,
-) = range(29)  # fmt: skip
+    EQUAL, NOT_EQUAL, OR, SELECT, COS, EXP, FABS, LOG, POW, SIN, SQRT, TAN, TANH,
+) = range(26)  # fmt: skip
 
 
 @intrinsic
@@ -40,17 +40,17 @@ def _at(address, like, count):
 def _load(out, memory, counts, starts, single, stride, distance):
     if single:
         for k in range(len(out)):
-            out[k] = memory[starts[k] + distance]
+            out[k] = memory[np.uint64(starts[k] + distance)]
         return
     begin = 0
     for piece in range(len(counts)):
         start, count = starts[piece] + distance, counts[piece]
         if stride == 1:
             for k in range(count):
-                out[begin + k] = memory[start + k]
+                out[np.uint64(begin + k)] = memory[np.uint64(start + k)]
         else:
             for k in range(count):
-                out[begin + k] = memory[start + k * stride]
+                out[np.uint64(begin + k)] = memory[np.uint64(start + k * stride)]
         begin += count
 
 
@@ -58,22 +58,25 @@ def _load(out, memory, counts, starts, single, stride, distance):
 def _store(memory, values, counts, starts, single, stride, distance):
     if single:
         for k in range(len(values)):
-            memory[starts[k] + distance] = values[k]
+            memory[np.uint64(starts[k] + distance)] = values[k]
         return
     begin = 0
     for piece in range(len(counts)):
         start, count = starts[piece] + distance, counts[piece]
         if stride == 1:
             for k in range(count):
-                memory[start + k] = values[begin + k]
+                memory[np.uint64(start + k)] = values[np.uint64(begin + k)]
         else:
             for k in range(count):
-                memory[start + k * stride] = values[begin + k]
+                memory[np.uint64(start + k * stride)] = values[np.uint64(begin + k)]
         begin += count
 
 
+# Places in memories are unsigned.
+
+
 @kernel
-def interpret(first, last, begin, blocks, counts, starts, program, constants, registers, table, truth):
+def interpret(first, last, begin, blocks, counts, starts, program, constants, registers, truth, table):
     memory = np.empty(registers * BLOCK, constants.dtype)
     base = memory.ctypes.data
     largest = np.finfo(constants.dtype).max
@@ -136,19 +139,12 @@ def interpret(first, last, begin, blocks, counts, starts, program, constants, re
                     out[k] = x[k] != y[k]
             elif op == SELECT:
                 for k in range(n):
-                    out[k] = y[k] if x[k] != 0 else z[k]
-            elif op == AND:
-                for k in range(n):
-                    out[k] = x[k] * y[k]
+                    # Both are read, so that the loop is vectorised.
+                    chosen, other = y[k], z[k]
+                    out[k] = chosen if x[k] != 0 else other
             elif op == OR:
                 for k in range(n):
                     out[k] = max(x[k], y[k])
-            elif op == XOR:
-                for k in range(n):
-                    out[k] = x[k] != y[k]
-            elif op == NOT:
-                for k in range(n):
-                    out[k] = x[k] == 0
             elif op == FABS:
                 for k in range(n):
                     out[k] = abs(x[k])
