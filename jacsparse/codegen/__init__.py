@@ -1,4 +1,4 @@
-"""Arithmetic on single elements of tensors as fused loops of machine code, by the compiler that Numba brings."""
+"""Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
 
 from .elements import CallsOfElements, ElementGraph, UnreadableWriteError, sums
 from .interpreter import Interpreted, MixedDtypesError

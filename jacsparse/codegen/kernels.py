@@ -72,7 +72,11 @@ def _store(memory, values, counts, starts, single, stride, distance):
         begin += count
 
 
-# Places in memories are unsigned.
+# A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths begin
+# in `counts`, and their places of the first sequence in `starts`, how far on those of the next sequence begin, whether
+# each piece is one point, and the number of points. An instruction has its operator and its result's register, and then
+# the registers of its operands; or a register, a memory, a sequence of places, a distance from these and a stride; or a
+# constant. Registers are offsets in bytes.
 
 
 @kernel
@@ -86,7 +90,6 @@ def interpret(first, last, begin, blocks, counts, starts, program, constants, re
         for place in range(first_instruction, last_instruction):
             op, to, p, q, r, stride = program[place]
             if op <= STORE_CHECKED:
-                # A register, a memory, a sequence of places, a distance from these and a stride.
                 register = _at(base + to, constants, n)
                 where = starts[of_starts + q * across : of_starts + q * across + pieces]
                 if op == LOAD:

@@ -1,8 +1,8 @@
 """Values by products of local Jacobians along paths.
 
-Where the entries fold into sums of local derivatives, and of their products with elements of weights, a call runs the
-graph of these and one pass of a kernel over the entries; else it multiplies the matrices of the operators in the order
-of least cost.
+Where the entries fold into sums of local derivatives, and of their products with elements of weights, a prepared call
+computes all by fused loops; a run has PyTorch compute the local derivatives, and a kernel the sums. Else a call
+multiplies the matrices of the operators in the order of least cost.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from .passes import Pass, in_turn
 from .terms import Step
 from .traced_function import TracedFunction, same_numbers
 
-#: The most local derivatives and factors of terms that a prepared Jacobian computes in one call without machine code:
-#: above, PyTorch's calls cost little beside their arithmetic, and the loops take longer to prepare.
-INTERPRETED = 2**18
+#: The most local derivatives and terms of a prepared Jacobian whose loops are interpreted: those of more take longer to
+#: find than they save.
+INTERPRETED = 2**23
 #: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
 Weights = list[np.ndarray]
 
@@ -48,7 +48,7 @@ class Products(Evaluator):
     replays : bool
         As in `ValueFunction`.
     compile : bool
-        Whether machine code computes them; small ones of replays are interpreted otherwise.
+        Whether machine code computes them. Else a kernel interprets the same loops in replays.
     """
 
     name = "products"
@@ -86,16 +86,15 @@ class Products(Evaluator):
         self._weights: tuple[tuple[float, ...], Weights] | None = None
 
     def _fuse(self, function: TracedFunction, compile: bool) -> None:
-        """Make what computes the values in one call, where there is such a thing."""
-        local, numbers = self._local, self._derivatives.numbers
-        assert local is not None
+        """Make what computes the values in one call, where loops compute in one dtype."""
+        assert self._local is not None
         self._scalars = tuple(function.trace.scalars)
         self._at_first = self.weights(self._derivatives.numbers_of(function.trace))
         with contextlib.suppress(MixedDtypesError):
             self.fused = FusedValues(
-                local, function, self._entries, self.pattern, arrays=self._weights_of, compile=compile
+                self._local, function, self._entries, self.pattern, arrays=self._weights_of, compile=compile
             )
-            self.fused.reads.update(numbers)
+            self.fused.reads.update(self._derivatives.numbers)
 
     def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
         """The numbers of the entries, from those of the local derivatives."""
