@@ -48,7 +48,8 @@ class Interpreted:
             instructions, count = code.program()
             length, places = _pieces(loop)
             begins = _blocks(length)
-            first, of_counts, of_starts = (sum(map(len, arrays)) for arrays in (program, counts, starts))
+            first, of_counts, of_starts = [sum(map(np.size, arrays)) for arrays in (program, counts, starts)]
+            first //= _FIELDS
             columns = np.broadcast_arrays(
                 *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
                 *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
@@ -119,15 +120,16 @@ class _Code:
         self._instructions: dict[Any, _Instruction] = {}
         values = list[Any]()
         for each in loop.expressions:
+            value: Any = each
             if isinstance(each, Place):
                 load = kernels.LOAD_TRUTH if each.dtype == torch.bool else kernels.LOAD
-                each = self._added(load, fields=self._fields(each))
+                value = self._added(load, fields=self._fields(each))
             elif isinstance(each, tuple):
                 operation, operands = each
                 pairs = zip(operands, operation.reads, strict=True)
                 self._check(operation.dtype)
-                each = operation.emit(self, [self._converted(values[n], read) for n, read in pairs])
-            values.append(each)
+                value = operation.emit(self, [self._converted(values[n], read) for n, read in pairs])
+            values.append(value)
         for number, place in loop.stores:
             store = kernels.STORE_CHECKED if place.memory == OUT else kernels.STORE
             store = kernels.STORE_TRUTH if place.dtype == torch.bool else store

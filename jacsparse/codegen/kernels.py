@@ -28,7 +28,7 @@ def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
-    return types.CPointer(like.dtype)(address, like), generate
+    return types.CPointer(like.dtype)(address, like), generate  # type: ignore[attr-defined]
 
 
 @inlined
@@ -72,11 +72,11 @@ def _store(memory, values, counts, starts, single, stride, distance):
         begin += count
 
 
-# A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths begin
-# in `counts`, and their places of the first sequence in `starts`, how far on those of the next sequence begin, whether
-# each piece is one point, and the number of points. An instruction has its operator and its result's register, and then
-# the registers of its operands; or a register, a memory, a sequence of places, a distance from these and a stride; or a
-# constant. Registers are offsets in bytes.
+# A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
+# begin in `counts` and places of the first sequence in `starts`, how far behind those of the next sequence begin,
+# whether each piece is one point, and the number of points. An instruction has its operator, its result's register, and
+# the registers of its operands, or a constant; or it has a register, a memory, a sequence of places, a distance from
+# these and a stride. Registers are offsets in bytes.
 
 
 @kernel

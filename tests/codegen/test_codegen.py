@@ -100,7 +100,8 @@ def test_kinks_are_those_of_the_program(x: list[float]) -> None:
 
 #: Each operator that loops know, in as few operands as it takes.
 ELEMENTWISE: dict[str, Function] = {
-    "abs": torch.abs, "cos": torch.cos, "div": lambda x: 1.5 / (x + 3), "exp": torch.exp, "fmax": lambda x: x.fmax(x * x),
+    "abs": torch.abs, "cos": torch.cos, "div": lambda x: 1.5 / (x + 3), "exp": torch.exp,
+    "fmax": lambda x: x.fmax(x * x),
     "leaky relu": lambda x: nn.functional.leaky_relu(x, 0.2), "log": lambda x: x.abs().log(), "pow": lambda x: x**2.5,
     "cube": lambda x: x**3, "inverse square": lambda x: x**-2, "pow of numbers": lambda x: 1.7**x,
     "pow of tensors": lambda x: x.abs() ** x.roll(1), "rsqrt": lambda x: x.rsqrt(), "sigmoid": torch.sigmoid,
