@@ -50,7 +50,7 @@ class Interpreted:
             begins = _blocks(length)
             first, of_counts, of_starts = [sum(map(np.size, arrays)) for arrays in (program, counts, starts)]
             first //= _FIELDS
-            columns = np.broadcast_arrays(
+            columns: Sequence[np.ndarray] = np.broadcast_arrays(
                 *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
                 *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
             )
