@@ -50,7 +50,7 @@ class Interpreted:
             begins = _blocks(length)
             first, of_counts, of_starts = [sum(map(np.size, arrays)) for arrays in (program, counts, starts)]
             first //= _FIELDS
-            columns: Sequence[np.ndarray] = np.broadcast_arrays(
+            columns = np.broadcast_arrays(
                 *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
                 *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
             )
@@ -64,7 +64,7 @@ class Interpreted:
         with np.errstate(over="ignore"):
             numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype).numpy().dtype)
         tables = [np.concatenate(arrays).astype(np.int64, copy=False) for arrays in (blocks, counts, starts, program)]
-        self._arguments = (*tables, numbers, registers, np.zeros(1, np.uint8))
+        self._arguments: tuple[Any, ...] = (*tables, numbers, registers, np.zeros(1, np.uint8))
 
     def run(self, table: Any) -> None:
         """Run the loops with a table of addresses."""
