@@ -12,7 +12,6 @@ from torch import nn
 
 from jacsparse import PreparedJacobian, SparseJacobian, prepare_jacobian
 from jacsparse.codegen import elements, kernels
-from jacsparse.jacobians import products
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 from tests.jacobians.test_prepared import FUNCTIONS, brusselator, heat
 
@@ -22,7 +21,7 @@ Function = Callable[..., torch.Tensor]
 def by_pytorch(f: Function, x: torch.Tensor, **options: Any) -> PreparedJacobian:
     """A prepared Jacobian whose local derivatives PyTorch computes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(products, "INTERPRETED", -1)
+        patch.setattr("jacsparse.jacobians.products.INTERPRETED", -1)
         return prepare_jacobian(f, x, **options)
 
 
