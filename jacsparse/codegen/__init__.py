@@ -1,6 +1,7 @@
-"""Arithmetic on single elements of tensors as fused loops of machine code, by the compiler that Numba brings."""
+"""Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
 
 from .elements import CallsOfElements, ElementGraph, UnreadableWriteError, sums
+from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion, Scratch
 from .machine_code import MachineCode
 from .operations import FLOATS
@@ -11,7 +12,9 @@ __all__ = [
     "CallsOfElements",
     "ElementGraph",
     "Fusion",
+    "Interpreted",
     "MachineCode",
+    "MixedDtypesError",
     "Scratch",
     "UnreadableWriteError",
     "sums",

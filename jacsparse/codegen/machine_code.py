@@ -13,7 +13,7 @@ from llvmlite import ir
 
 from ..runtime import SIMD, compiled_module, run_rows
 from .loops import OUT, Loop, Place
-from .operations import FLOATS, TRUTH, constant, converted
+from .operations import FLOATS, TRUTH, Emitter, constant, converted
 
 _INDEX, _BYTE = ir.IntType(64), ir.IntType(8)
 _NUMBERS = itertools.count()
@@ -129,7 +129,8 @@ class MachineCode:
                 elif isinstance(each, tuple):
                     operation, operands = each
                     pairs = zip(operands, operation.reads, strict=True)
-                    values.append(operation.emit(builder, [converted(builder, values[n], dtype) for n, dtype in pairs]))
+                    read = [converted(builder, values[n], dtype) for n, dtype in pairs]
+                    values.append(operation.emit(Emitter(builder, operation.type), read))
                 else:
                     values.append(each)
             for number, place in loop.stores:

@@ -20,7 +20,7 @@ COSTS = dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 5) | dict.fromkeys
     ("cos", "exp", "log", "pow", "sigmoid", "silu_backward", "sin", "tan", "tanh"), 40
 )
 
-#: A value in registers: an `ir.Value`.
+#: A value in registers: an `ir.Value`, or what another emitter makes of instructions.
 Value = Any
 
 
@@ -50,25 +50,29 @@ class ElementOperation:
         """Its cost relative to a sum of two numbers."""
         return 2 * len(self.reads) if self.name == "sum" else COSTS.get(self.name, 1)
 
-    def emit(self, builder: ir.IRBuilder, operands: Sequence[Value]) -> Value:
-        """Its result, of operands of the dtypes that it reads."""
+    @property
+    def type(self) -> ir.Type:
+        """The type that it computes in."""
         floats = [dtype for dtype in (*self.reads, self.dtype) if dtype in FLOATS]
+        return FLOATS[floats[0]] if floats else TRUTH
+
+    def emit(self, emitter: Any, operands: Sequence[Value]) -> Value:
+        """Its result by the instructions of an emitter, of operands of the dtypes that it reads."""
         rest = iter(operands)
-        emitter = _Emitter(builder, FLOATS[floats[0]] if floats else TRUTH)
         if self.name == "sum":
             return _sum(emitter, rest, *self.arguments)
         arguments = [next(rest) if each is OPERAND else each for each in self.arguments]
         return _EMITTERS[self.name](emitter, *arguments)
 
 
-class _Emitter:
-    """Instructions on numbers of one type, of which any may be a Python number."""
+class Emitter:
+    """Instructions of LLVM on numbers of one type, of which any may be a Python number."""
 
     def __init__(self, builder: ir.IRBuilder, type: ir.Type) -> None:
         self.builder, self.type = builder, type
 
     def value(self, x: Any) -> Value:
-        return x if isinstance(x, ir.Value) else constant(x, self.type)
+        return constant(x, self.type) if is_number(x) else x
 
     def add(self, x: Any, y: Any) -> Value:
         return self.builder.fadd(self.value(x), self.value(y))
@@ -115,6 +119,11 @@ class _Emitter:
 _INTRINSICS = ("cos", "exp", "fabs", "log", "pow", "sin", "sqrt")
 
 
+def is_number(x: Any) -> bool:
+    """Whether an operand is a Python number, and not in registers."""
+    return isinstance(x, (bool, int, float))
+
+
 def constant(value: Any, type: ir.Type) -> Value:
     """A number of a type in registers."""
     if type == TRUTH:
@@ -138,7 +147,7 @@ def converted(builder: ir.IRBuilder, value: Any, dtype: torch.dtype) -> Any:
     return builder.fpext(value, type) if type == FLOATS[torch.float64] else builder.fptrunc(value, type)
 
 
-def _sum(b: _Emitter, operands: Iterator[Value], start: Any, terms: Sequence[tuple[Any, int]]) -> Value:
+def _sum(b: Emitter, operands: Iterator[Value], start: Any, terms: Sequence[tuple[Any, int]]) -> Value:
     """A number plus weighted products: for each its weight and the number of its factors."""
     total = next(operands) if start is OPERAND else start
     for weight, factors in terms:
@@ -155,8 +164,8 @@ def _sum(b: _Emitter, operands: Iterator[Value], start: Any, terms: Sequence[tup
     return b.value(total)
 
 
-def _pow(b: _Emitter, self: Any, exponent: Any) -> Value:
-    if isinstance(exponent, ir.Value) or isinstance(self, (int, float)):
+def _pow(b: Emitter, self: Any, exponent: Any) -> Value:
+    if is_number(self) or not is_number(exponent):
         return b.call("pow", self, exponent)
     if exponent in (0, 1, 2, 3, -1, -2):
         if not exponent:
@@ -168,31 +177,31 @@ def _pow(b: _Emitter, self: Any, exponent: Any) -> Value:
     return b.call("sqrt", self) if exponent == 0.5 else b.call("pow", self, exponent)
 
 
-def _larger(b: _Emitter, relation: str, x: Any, y: Any) -> Value:
+def _larger(b: Emitter, relation: str, x: Any, y: Any) -> Value:
     """The larger, or by another relation the smaller, of two numbers; NaN where one of them is."""
     return b.select(b.builder.or_(b.compare(relation, x, y), b.is_nan(x)), x, y)
 
 
-def _not_nan(b: _Emitter, relation: str, x: Any, y: Any) -> Value:
+def _not_nan(b: Emitter, relation: str, x: Any, y: Any) -> Value:
     """The larger, or the smaller, of two numbers; the other one where one of them is NaN."""
     return b.select(b.builder.or_(b.compare(relation, x, y), b.is_nan(y)), x, y)
 
 
-def _clamp(b: _Emitter, self: Any, min: Any = None, max: Any = None) -> Value:
+def _clamp(b: Emitter, self: Any, min: Any = None, max: Any = None) -> Value:
     if min is not None:
         self = b.select(b.compare("<", self, min), min, self)
     return self if max is None else b.select(b.compare(">", self, max), max, self)
 
 
-def _sign(b: _Emitter, self: Any) -> Value:
+def _sign(b: Emitter, self: Any) -> Value:
     return b.sub(b.from_truth(b.compare(">", self, 0.0)), b.from_truth(b.compare("<", self, 0.0)))
 
 
-def _sigmoid(b: _Emitter, self: Any) -> Value:
+def _sigmoid(b: Emitter, self: Any) -> Value:
     return b.div(1.0, b.add(1.0, b.call("exp", b.neg(self))))
 
 
-def _silu_backward(b: _Emitter, grad_output: Any, self: Any) -> Value:
+def _silu_backward(b: Emitter, grad_output: Any, self: Any) -> Value:
     sigmoid = _sigmoid(b, self)
     return b.mul(b.mul(grad_output, sigmoid), b.add(1.0, b.mul(self, b.sub(1.0, sigmoid))))
 
@@ -201,7 +210,7 @@ def _comparison(relation: str) -> Callable[..., Value]:
     return lambda b, self, other: b.compare(relation, self, other)
 
 
-def _scaled(b: _Emitter, x: Any, alpha: Any) -> Any:
+def _scaled(b: Emitter, x: Any, alpha: Any) -> Any:
     return x if alpha == 1 else b.mul(x, alpha)
 
 

@@ -1,4 +1,4 @@
-"""The values of a Jacobian as one piece of machine code."""
+"""The values of a Jacobian by one call, of machine code or of the kernel that interprets loops."""
 
 from __future__ import annotations
 
@@ -14,7 +14,17 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from ..codegen import FLOATS, OUT, CallsOfElements, ElementGraph, Fusion, MachineCode, Scratch, UnreadableWriteError
+from ..codegen import (
+    FLOATS,
+    OUT,
+    CallsOfElements,
+    ElementGraph,
+    Fusion,
+    Interpreted,
+    MachineCode,
+    Scratch,
+    UnreadableWriteError,
+)
 from ..patterns import Pattern
 from ..runtime import on_this_thread, thread_count
 from ..tracing import Trace
@@ -55,6 +65,8 @@ class FusedValues:
         The other tensors that `calls` takes.
     arrays : callable, optional
         ``arrays(known)``: the arrays that elements of the graph may be read from, by `array_of`.
+    compile : bool
+        Whether machine code is compiled for the function; else a kernel for all functions interprets its loops.
 
     Attributes
     ----------
@@ -70,6 +82,8 @@ class FusedValues:
         pattern: Pattern,
         others: Sequence[torch.Tensor] = (),
         arrays: Arrays | None = None,
+        *,
+        compile: bool = True,
     ) -> None:
         begin = time.perf_counter()
         self._calls, self._dtype, self._arrays_of = calls, function.x.dtype, arrays
@@ -81,9 +95,10 @@ class FusedValues:
         wanted = entries(graph, elements.results[: len(calls.outputs)])
         self._shape = wanted.shape
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
-        self._code = MachineCode(fusion.loops, self._dtype)
+        self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
         self._make_table(graph, fusion, inputs)
-        _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
+        if compile:
+            _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
 
     def _make_table(self, graph: ElementGraph, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
         """Decide where each call finds the memories of the machine code."""
@@ -187,7 +202,7 @@ class FusedValues:
         """What the machine code reads of PyTorch's calls, and puts into a table."""
         begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
         with torch.no_grad(), contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread():
-            results = self._by_pytorch(*begin)  # type: ignore[misc]
+            results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]
         converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
             table[slot] = tensor.data_ptr()

@@ -1,20 +1,21 @@
 """Values by products of local Jacobians along paths.
 
-Where the entries fold into sums of local derivatives, and of their products with elements of weights, a call runs the
-graph of these and one pass of a kernel over the entries; else it multiplies the matrices of the operators in the order
-of least cost.
+Where the entries fold into sums of local derivatives, and of their products with elements of weights, a prepared call
+computes all by fused loops; a run has PyTorch compute the local derivatives, and a kernel the sums. Else a call
+multiplies the matrices of the operators in the order of least cost.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
 
 import numpy as np
 import torch
 
-from ..codegen import ElementGraph, sums
+from ..codegen import ElementGraph, MixedDtypesError, sums
 from ..patterns import Pattern
 from ..runtime import unsigned
 from ..stages import in_own_memory
@@ -26,6 +27,9 @@ from .passes import Pass, in_turn
 from .terms import Step
 from .traced_function import TracedFunction, same_numbers
 
+#: The most local derivatives and terms of a prepared Jacobian whose loops are interpreted: those of more take longer to
+#: find than they save.
+INTERPRETED = 2**23
 #: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
 Weights = list[np.ndarray]
 
@@ -44,7 +48,7 @@ class Products(Evaluator):
     replays : bool
         As in `ValueFunction`.
     compile : bool
-        Whether machine code computes them.
+        Whether machine code computes them. Else a kernel interprets the same loops in replays.
     """
 
     name = "products"
@@ -60,22 +64,37 @@ class Products(Evaluator):
     ) -> None:
         self.pattern, self.folded, self._derivatives = folded.pattern, folded, derivatives
         self.batch, self.dtype = 1 if function.shared else function.batch, function.x.dtype
-        self._weights: tuple[tuple[float, ...], Weights] | None = None
         self._shape, self._dtype = (self.pattern.nnz, self.batch), torch.empty(0, dtype=self.dtype).numpy().dtype
         self._local = derivatives.function
-        fuses = compile and self._local is not None and self.pattern.nnz > 0
-        steps = folded.steps if fuses else in_turn(folded.steps)
-        self._passes = [] if fuses else [Pass(step, self.batch) for step in steps]
+        self._use(folded.steps)
+        if self._local is not None and self.pattern.nnz > 0:
+            elements = self.batch * (folded.derivatives + sum(len(step.left) for step in folded.steps))
+            if compile or (replays and elements <= INTERPRETED):
+                self._fuse(function, compile)
+        if self.fused is None:
+            steps = in_turn(folded.steps)
+            self._use(steps)
+            self._passes = [Pass(step, self.batch) for step in steps]
+
+    def _use(self, steps: Sequence[Step]) -> None:
+        """Take the weights of these steps."""
+        folded = self.folded
         self._from_monomials = [
             _OfMonomials(partial(_constants_of, folded), folded.constants[1], self._dtype),
             *(_OfMonomials(partial(_weights_of, step), step.monomial, self._dtype) for step in steps),
         ]
-        if fuses:
-            assert self._local is not None
-            self._scalars = tuple(function.trace.scalars)
-            self._at_first = self.weights(derivatives.numbers_of(function.trace))
-            self.fused = FusedValues(self._local, function, self._entries, self.pattern, arrays=self._weights_of)
-            self.fused.reads.update(derivatives.numbers)
+        self._weights: tuple[tuple[float, ...], Weights] | None = None
+
+    def _fuse(self, function: TracedFunction, compile: bool) -> None:
+        """Make what computes the values in one call, where loops compute in one dtype."""
+        assert self._local is not None
+        self._scalars = tuple(function.trace.scalars)
+        self._at_first = self.weights(self._derivatives.numbers_of(function.trace))
+        with contextlib.suppress(MixedDtypesError):
+            self.fused = FusedValues(
+                self._local, function, self._entries, self.pattern, arrays=self._weights_of, compile=compile
+            )
+            self.fused.reads.update(self._derivatives.numbers)
 
     def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
         """The numbers of the entries, from those of the local derivatives."""

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from jacsparse import SparseJacobian, prepare_jacobian
-from jacsparse.codegen import elements
+from jacsparse import PreparedJacobian, SparseJacobian, prepare_jacobian
+from jacsparse.codegen import elements, kernels
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 from tests.jacobians.test_prepared import FUNCTIONS, brusselator, heat
 
 Function = Callable[..., torch.Tensor]
+
+
+def by_pytorch(f: Function, x: torch.Tensor, **options: Any) -> PreparedJacobian:
+    """A prepared Jacobian whose local derivatives PyTorch computes."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jacsparse.jacobians.products.INTERPRETED", -1)
+        return prepare_jacobian(f, x, **options)
 
 
 def uneven(x: torch.Tensor) -> torch.Tensor:
@@ -67,13 +75,15 @@ def kinks(x: torch.Tensor) -> torch.Tensor:
 def test_equals_the_program(f: Function, shape: tuple[int, ...], method: str, dtype: torch.dtype, batch: int) -> None:
     x = drawn(batch, *shape).to(dtype)
     f = f.to(dtype) if isinstance(f, nn.Module) else f
-    prepared, compiled = (prepare_jacobian(f, x, method=method, compile=flag, batched=True) for flag in (False, True))
-    for shift in (0.0, 0.3):
-        expected, actual = prepared.values(x + shift), compiled.values(x + shift)
-        assert actual.shape == expected.shape
-        assert actual.dtype == dtype
-        # Roundings of a few dozen operators.
-        assert (actual - expected).abs().amax() <= 1e2 * torch.finfo(dtype).eps * expected.abs().amax()
+    program = by_pytorch(f, x, method=method, batched=True)
+    for compile in (False, True):
+        prepared = prepare_jacobian(f, x, method=method, compile=compile, batched=True)
+        for shift in (0.0, 0.3):
+            expected, actual = program.values(x + shift), prepared.values(x + shift)
+            assert actual.shape == expected.shape
+            assert actual.dtype == dtype
+            # Roundings of a few dozen operators.
+            assert (actual - expected).abs().amax() <= 1e2 * torch.finfo(dtype).eps * expected.abs().amax()
 
 
 @pytest.mark.parametrize(
@@ -81,8 +91,50 @@ def test_equals_the_program(f: Function, shape: tuple[int, ...], method: str, dt
 )
 def test_kinks_are_those_of_the_program(x: list[float]) -> None:
     at = torch.tensor([x], dtype=FLOAT)
-    prepared, compiled = (prepare_jacobian(kinks, drawn(1, 6), compile=flag, batched=True) for flag in (False, True))
-    assert torch.equal(prepared.values(at).nan_to_num(7.0), compiled.values(at).nan_to_num(7.0))
+    expected = by_pytorch(kinks, drawn(1, 6), batched=True).values(at)
+    for compile in (False, True):
+        prepared = prepare_jacobian(kinks, drawn(1, 6), compile=compile, batched=True)
+        assert torch.equal(prepared.values(at).nan_to_num(7.0), expected.nan_to_num(7.0))
+
+
+#: Each operator that loops know, in as few operands as it takes.
+ELEMENTWISE: dict[str, Function] = {
+    "abs": torch.abs, "cos": torch.cos, "div": lambda x: 1.5 / (x + 3), "exp": torch.exp,
+    "fmax": lambda x: x.fmax(x * x),
+    "leaky relu": lambda x: nn.functional.leaky_relu(x, 0.2), "log": lambda x: x.abs().log(), "pow": lambda x: x**2.5,
+    "cube": lambda x: x**3, "inverse square": lambda x: x**-2, "pow of numbers": lambda x: 1.7**x,
+    "pow of tensors": lambda x: x.abs() ** x.roll(1), "rsqrt": lambda x: x.rsqrt(), "sigmoid": torch.sigmoid,
+    "silu": nn.functional.silu, "softplus": nn.functional.softplus, "tan": torch.tan, "tanh": torch.tanh,
+    "threshold": lambda x: nn.functional.threshold(x, 0.1, 20.0), "sqrt": torch.sqrt, "sign": lambda x: x.sign() * x,
+    "truth": lambda x: torch.where((x > 0) & ~(x.roll(1) > 0.5) | (x < -1) ^ (x.roll(2) >= 0), x.sin(), x * x),
+    "nan": lambda x: torch.where(x.isnan(), 2 * x.roll(1), x.exp()), "clamp": lambda x: x.sin().clamp(-0.2, 0.4) * x,
+    "of truth": lambda x: (x > 0.2) * x * x, "masked": lambda x: (x * x).masked_fill(x.roll(1) > 0, 2.0) * x,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_elementwise_operators_are_pytorch_s(name: str, dtype: torch.dtype) -> None:
+    """At more points than a block has, negative zeros, infinities and NaN among them."""
+    f, n = ELEMENTWISE[name], 2 * kernels.BLOCK + 3
+    x, at = drawn(n).to(dtype), drawn(n, seed=1).to(dtype)
+    at[:6] = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 1e30])
+    interpreted, expected = prepare_jacobian(f, x, batched=False), by_pytorch(f, x, batched=False).values(at)
+    assert interpreted._first.evaluator.fused is not None
+    # Sums of logarithms cancel.
+    torch.testing.assert_close(
+        interpreted.values(at), expected, rtol=1e2 * torch.finfo(dtype).eps, atol=0, equal_nan=True
+    )
+    assert torch.equal(interpreted.values(at).isfinite(), expected.isfinite())
+
+
+def test_several_dtypes_are_left_to_pytorch() -> None:
+    f = lambda x: (x.double().sin() * x.roll(1)).float()  # noqa: E731
+    x = drawn(8).float()
+    prepared, compiled = (prepare_jacobian(f, x, batched=False, compile=flag) for flag in (False, True))
+    assert prepared._first.evaluator.fused is None
+    for jacobian in (prepared(x), compiled(x)):
+        torch.testing.assert_close(jacobian.todense(), dense(f, x, batched=False)[0])
 
 
 def test_takes_what_the_function_reads_now() -> None:
@@ -102,27 +154,31 @@ def test_takes_any_memory() -> None:
         assert torch.equal(compiled(other).values, expected.values)
 
 
+@pytest.mark.parametrize("compile", [False, True])
 @pytest.mark.parametrize("kinds", [1, elements.MOST_KINDS])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_equals_autograd(name: str, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_autograd(name: str, kinds: int, compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(elements, "MOST_KINDS", kinds)
     f, shape = FUNCTIONS[name]
-    compiled = prepare_jacobian(f, drawn(2, *shape), compile=True, batched=True)
+    prepared = prepare_jacobian(f, drawn(2, *shape), compile=compile, batched=True)
     for seed in (1, 2):
         x = drawn(2, *shape, seed=seed)
-        jacobian = compiled(x)
+        jacobian = prepared(x)
         values = jacobian.values.expand(-1, len(x))
         assert_equal(SparseJacobian(jacobian.pattern, values), dense(f, x))
 
 
-def test_threads_give_the_same_bits() -> None:
+@pytest.mark.parametrize("compile", [False, True])
+def test_threads_give_the_same_bits(compile: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("jacsparse.jacobians.fused_values.SERIAL_WORK", 0)
+    monkeypatch.setattr("jacsparse.runtime.threads.SERIAL_WORK", 0)
     x, threads = drawn(1, 2, 40, 40), torch.get_num_threads()
-    compiled = prepare_jacobian(brusselator, x, compile=True, batched=True)
+    prepared = prepare_jacobian(brusselator, x, compile=compile, batched=True)
     try:
         torch.set_num_threads(1)
-        alone = compiled.values(x)
+        alone = prepared.values(x)
         torch.set_num_threads(2)
-        assert torch.equal(compiled.values(x), alone)
+        assert torch.equal(prepared.values(x), alone)
     finally:
         torch.set_num_threads(threads)
 

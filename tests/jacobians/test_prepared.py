@@ -306,7 +306,8 @@ def test_the_cheaper_way_is_taken() -> None:
     layer, h = messages(300, 2000, 6)
     prepared = prepare_jacobian(layer, h, batched=False)
     assert prepared.method == "products"
-    assert_equal(prepared(h), dense(layer, h, batched=False))
+    # Where tanh is not saturated: else one rounding of it, which libraries do otherwise, changes 1 - tanh² by more.
+    assert_equal(prepared(h / 10), dense(layer, h / 10, batched=False))
 
 
 @pytest.mark.parametrize("batch", [1, 3])

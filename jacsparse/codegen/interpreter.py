@@ -1,0 +1,233 @@
+"""Loops of fused operations as a program that one kernel interprets: nothing is compiled for a function.
+
+Each register holds the points of a block, so that what an instruction takes beside its arithmetic is little.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..runtime import SIMD, row_starts, run_rows, within_rows
+from . import kernels
+from .loops import OUT, Loop, Place
+from .operations import is_number
+
+_RELATIONS = {"<": kernels.LESS, "<=": kernels.LESS_EQUAL, "==": kernels.EQUAL, "!=": kernels.NOT_EQUAL}
+_STORES = (kernels.STORE, kernels.STORE_TRUTH, kernels.STORE_CHECKED)
+#: The fields of an instruction; see `kernels.interpret`.
+_FIELDS = 6
+
+
+class MixedDtypesError(Exception):
+    """Loops compute in several dtypes of floating-point numbers, and programs in one."""
+
+
+class Interpreted:
+    """Loops as `MachineCode` runs them, by the kernel that interprets programs.
+
+    Raises
+    ------
+    MixedDtypesError
+        Where loops compute in other floating-point numbers than those of `dtype`.
+    """
+
+    def __init__(self, loops: Sequence[Loop], dtype: torch.dtype) -> None:
+        self.memories: list[Any] = []
+        #: Tables of places are no memories here.
+        self.runs: dict[str, np.ndarray] = {}
+        self.work = sum(loop.work * loop.points for loop in loops)
+        constants, registers = list[float](), 1
+        blocks, counts, starts, program = (list[np.ndarray]() for _ in range(4))
+        for loop in loops:
+            code = _Code(loop, dtype, self.memories, constants)
+            instructions, count = code.program()
+            length, places = _pieces(loop)
+            begins = _blocks(length)
+            first, of_counts, of_starts = [sum(map(np.size, arrays)) for arrays in (program, counts, starts)]
+            first //= _FIELDS
+            columns = np.broadcast_arrays(
+                *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
+                *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
+            )
+            blocks.append(np.stack(columns, 1))
+            for arrays, array in ((counts, length), (starts, places.reshape(-1)), (program, instructions)):
+                arrays.append(array)
+            registers = max(registers, count)
+        self._works = [
+            row_starts(rows[:, -1] * loop.work // SIMD, np.int64) for rows, loop in zip(blocks, loops, strict=True)
+        ]
+        with np.errstate(over="ignore"):
+            numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype).numpy().dtype)
+        tables = [np.concatenate(arrays).astype(np.int64, copy=False) for arrays in (blocks, counts, starts, program)]
+        self._arguments: tuple[Any, ...] = (*tables, numbers, registers, np.zeros(1, np.uint8))
+
+    def run(self, table: Any) -> None:
+        """Run the loops with a table of addresses."""
+        addresses = np.frombuffer(table, np.int64)
+        kernels.interpret(0, len(self._arguments[0]), 0, *self._arguments, addresses)
+
+    def run_on_threads(self, table: Any) -> None:
+        """As `run`, on as many threads as a loop pays for."""
+        addresses, begin = np.frombuffer(table, np.int64), 0
+        for work in self._works:
+            run_rows(kernels.interpret, work, begin, *self._arguments, addresses)
+            begin += len(work) - 1
+
+
+def _pieces(loop: Loop) -> tuple[np.ndarray, np.ndarray]:
+    """The lengths of a loop's runs, cut where they are longer than a block, and their places in each sequence."""
+    length, places = loop.runs[:, 0], loop.runs[:, 1:]
+    if loop.strides is None:
+        return length, places.T
+    number = -(-length // kernels.BLOCK)
+    run, before = np.repeat(np.arange(len(length)), number), within_rows(number) * kernels.BLOCK
+    places = places[run] + before[:, None] * np.array(loop.strides, np.int64)
+    return np.minimum(kernels.BLOCK, length[run] - before), places.T
+
+
+def _blocks(length: np.ndarray) -> np.ndarray:
+    """Where blocks of pieces begin, and the end of the last one."""
+    begins, points = [0], 0
+    for piece, count in enumerate(length.tolist()):
+        if points + count > kernels.BLOCK:
+            begins.append(piece)
+            points = 0
+        points += count
+    return np.array([*begins, len(length)])
+
+
+@dataclass(frozen=True, eq=False)
+class _Instruction:
+    """What it does, the instructions whose results it reads, and numbers, as where it finds a memory."""
+
+    op: int
+    operands: tuple[_Instruction, ...] = ()
+    fields: tuple[int, ...] = ()
+
+
+class _Code:
+    """The instructions of a loop, as an emitter of operations makes them; a truth value is 0 or 1."""
+
+    def __init__(self, loop: Loop, dtype: torch.dtype, memories: list[Any], constants: list[float]) -> None:
+        self.builder, self._dtype, self._memories, self._constants = self, dtype, memories, constants
+        self._strides = loop.strides or [0] * loop.runs.shape[1]
+        #: Each instruction once, in order.
+        self._instructions: dict[Any, _Instruction] = {}
+        values = list[Any]()
+        for each in loop.expressions:
+            value: Any = each
+            if isinstance(each, Place):
+                load = kernels.LOAD_TRUTH if each.dtype == torch.bool else kernels.LOAD
+                value = self._added(load, fields=self._fields(each))
+            elif isinstance(each, tuple):
+                operation, operands = each
+                pairs = zip(operands, operation.reads, strict=True)
+                self._check(operation.dtype)
+                value = operation.emit(self, [self._converted(values[n], read) for n, read in pairs])
+            values.append(value)
+        for number, place in loop.stores:
+            store = kernels.STORE_CHECKED if place.memory == OUT else kernels.STORE
+            store = kernels.STORE_TRUTH if place.dtype == torch.bool else store
+            self._added(store, self._converted(values[number], place.dtype), fields=self._fields(place))
+
+    def _check(self, dtype: torch.dtype) -> None:
+        if dtype not in (self._dtype, torch.bool):
+            raise MixedDtypesError
+
+    def _fields(self, place: Place) -> tuple[int, ...]:
+        self._check(place.dtype)
+        if place.memory not in self._memories:
+            self._memories.append(place.memory)
+        return self._memories.index(place.memory), place.sequence, place.distance, self._strides[place.sequence]
+
+    def _converted(self, value: Any, dtype: torch.dtype) -> Any:
+        self._check(dtype)
+        if dtype != torch.bool:
+            return value
+        return bool(value) if is_number(value) else self.compare("!=", value, 0.0)
+
+    def _added(self, op: int, *operands: Any, fields: tuple[int, ...] = ()) -> _Instruction:
+        key = op, tuple([self.value(each) for each in operands]), fields
+        if key not in self._instructions:
+            self._instructions[key] = _Instruction(*key)
+        return self._instructions[key]
+
+    def program(self) -> tuple[np.ndarray, int]:
+        """The instructions with the places of their registers in bytes, and the number of registers."""
+        instructions = list(self._instructions.values())
+        last = {operand: place for place, each in enumerate(instructions) for operand in each.operands}
+        registers = dict[_Instruction, int]()
+        free, count, size = list[int](), 0, kernels.BLOCK * self._dtype.itemsize
+        rows = np.zeros((len(instructions), _FIELDS), np.int64)
+        for place, each in enumerate(instructions):
+            operands = [registers[operand] for operand in each.operands]
+            if each.op not in _STORES:
+                # No operand's register: loops that write what they read are not vectorised.
+                if not free:
+                    free.append(count * size)
+                    count += 1
+                registers[each] = free.pop()
+                operands.insert(0, registers[each])
+            row = [each.op, *operands, *each.fields]
+            rows[place, : len(row)] = row
+            free += [registers[operand] for operand in dict.fromkeys(each.operands) if last[operand] == place]
+        return rows, count
+
+    def value(self, x: Any) -> _Instruction:
+        if not is_number(x):
+            return x  # type: ignore[no-any-return]
+        # By its text: zeros have signs.
+        key = kernels.FILL, repr(float(x))
+        if key not in self._instructions:
+            self._instructions[key] = _Instruction(kernels.FILL, (), (len(self._constants),))
+            self._constants.append(float(x))
+        return self._instructions[key]
+
+    def add(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.ADD, x, y)
+
+    def sub(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.SUB, x, y)
+
+    def mul(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.MUL, x, y)
+
+    def div(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.DIV, x, y)
+
+    def neg(self, x: Any) -> _Instruction:
+        return self._added(kernels.NEG, x)
+
+    def compare(self, relation: str, x: Any, y: Any) -> _Instruction:
+        if relation in (">", ">="):
+            relation, x, y = relation.replace(">", "<"), y, x
+        return self._added(_RELATIONS[relation], x, y)
+
+    def is_nan(self, x: Any) -> _Instruction:
+        return self._added(kernels.NOT_EQUAL, x, x)
+
+    def select(self, condition: Any, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.SELECT, condition, x, y)
+
+    def call(self, name: str, *operands: Any) -> _Instruction:
+        return self._added(getattr(kernels, name.upper()), *operands)
+
+    def from_truth(self, condition: _Instruction) -> _Instruction:
+        return condition
+
+    def and_(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.MUL, x, y)
+
+    def or_(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.OR, x, y)
+
+    def xor(self, x: Any, y: Any) -> _Instruction:
+        return self._added(kernels.NOT_EQUAL, x, y)
+
+    def not_(self, x: Any) -> _Instruction:
+        return self.compare("==", x, 0.0)

@@ -1,0 +1,177 @@
+"""The CPU kernel that interprets programs: instructions on registers, each of which holds the points of a block."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numba
+import numpy as np
+from numba.core import types
+from numba.extending import intrinsic
+
+from ..runtime import inlined, kernel
+
+#: The most points of a block: their registers shall stay in the caches next to the processor.
+BLOCK = 256
+#: What an instruction does.
+(
+    LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL, ADD, SUB, MUL, DIV, NEG, LESS, LESS_EQUAL,
+    EQUAL, NOT_EQUAL, OR, SELECT, COS, EXP, FABS, LOG, POW, SIN, SQRT, TAN, TANH,
+) = range(26)  # fmt: skip
+
+
+@intrinsic
+def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
+    """The pointer to elements of an array's dtype at an address."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
+
+    return types.CPointer(like.dtype)(address, like), generate  # type: ignore[attr-defined]
+
+
+@inlined
+def _at(address, like, count):
+    return numba.carray(_pointer(address, like), count)
+
+
+@inlined
+def _load(out, memory, counts, starts, single, stride, distance):
+    if single:
+        for k in range(len(out)):
+            out[k] = memory[np.uint64(starts[k] + distance)]
+        return
+    begin = 0
+    for piece in range(len(counts)):
+        start, count = starts[piece] + distance, counts[piece]
+        if stride == 1:
+            for k in range(count):
+                out[np.uint64(begin + k)] = memory[np.uint64(start + k)]
+        else:
+            for k in range(count):
+                out[np.uint64(begin + k)] = memory[np.uint64(start + k * stride)]
+        begin += count
+
+
+@inlined
+def _store(memory, values, counts, starts, single, stride, distance):
+    if single:
+        for k in range(len(values)):
+            memory[np.uint64(starts[k] + distance)] = values[k]
+        return
+    begin = 0
+    for piece in range(len(counts)):
+        start, count = starts[piece] + distance, counts[piece]
+        if stride == 1:
+            for k in range(count):
+                memory[np.uint64(start + k)] = values[np.uint64(begin + k)]
+        else:
+            for k in range(count):
+                memory[np.uint64(start + k * stride)] = values[np.uint64(begin + k)]
+        begin += count
+
+
+# A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
+# begin in `counts` and places of the first sequence in `starts`, how far behind those of the next sequence begin,
+# whether each piece is one point, and the number of points. An instruction has its operator, its result's register, and
+# the registers of its operands, or a constant; or it has a register, a memory, a sequence of places, a distance from
+# these and a stride. Registers are offsets in bytes.
+
+
+@kernel
+def interpret(first, last, begin, blocks, counts, starts, program, constants, registers, truth, table):
+    memory = np.empty(registers * BLOCK, constants.dtype)
+    base = memory.ctypes.data
+    largest = np.finfo(constants.dtype).max
+    for block in range(begin + first, begin + last):
+        first_instruction, last_instruction, pieces, of_counts, of_starts, across, single, n = blocks[block]
+        lengths = counts[of_counts : of_counts + pieces]
+        for place in range(first_instruction, last_instruction):
+            op, to, p, q, r, stride = program[place]
+            if op <= STORE_CHECKED:
+                register = _at(base + to, constants, n)
+                where = starts[of_starts + q * across : of_starts + q * across + pieces]
+                if op == LOAD:
+                    _load(register, _at(table[p], constants, 1), lengths, where, single, stride, r)
+                elif op == LOAD_TRUTH:
+                    _load(register, _at(table[p], truth, 1), lengths, where, single, stride, r)
+                elif op == STORE_TRUTH:
+                    _store(_at(table[p], truth, 1), register, lengths, where, single, stride, r)
+                else:
+                    _store(_at(table[p], constants, 1), register, lengths, where, single, stride, r)
+                    if op == STORE_CHECKED:
+                        others = 0
+                        for k in range(n):
+                            others += not abs(register[k]) <= largest
+                        if others:
+                            table[-1] = 1
+                continue
+            out, x = _at(base + to, constants, n), _at(base + p, constants, n)
+            y, z = _at(base + q, constants, n), _at(base + r, constants, n)
+            if op == FILL:
+                value = constants[p]
+                for k in range(n):
+                    out[k] = value
+            elif op == ADD:
+                for k in range(n):
+                    out[k] = x[k] + y[k]
+            elif op == SUB:
+                for k in range(n):
+                    out[k] = x[k] - y[k]
+            elif op == MUL:
+                for k in range(n):
+                    out[k] = x[k] * y[k]
+            elif op == DIV:
+                for k in range(n):
+                    out[k] = x[k] / y[k]
+            elif op == NEG:
+                for k in range(n):
+                    out[k] = -x[k]
+            elif op == LESS:
+                for k in range(n):
+                    out[k] = x[k] < y[k]
+            elif op == LESS_EQUAL:
+                for k in range(n):
+                    out[k] = x[k] <= y[k]
+            elif op == EQUAL:
+                for k in range(n):
+                    out[k] = x[k] == y[k]
+            elif op == NOT_EQUAL:
+                for k in range(n):
+                    out[k] = x[k] != y[k]
+            elif op == SELECT:
+                for k in range(n):
+                    # Both are read, so that the loop is vectorised.
+                    chosen, other = y[k], z[k]
+                    out[k] = chosen if x[k] != 0 else other
+            elif op == OR:
+                for k in range(n):
+                    out[k] = max(x[k], y[k])
+            elif op == FABS:
+                for k in range(n):
+                    out[k] = abs(x[k])
+            elif op == SQRT:
+                for k in range(n):
+                    out[k] = math.sqrt(x[k])
+            elif op == COS:
+                for k in range(n):
+                    out[k] = math.cos(x[k])
+            elif op == EXP:
+                for k in range(n):
+                    out[k] = math.exp(x[k])
+            elif op == LOG:
+                for k in range(n):
+                    out[k] = math.log(x[k])
+            elif op == POW:
+                for k in range(n):
+                    out[k] = x[k] ** y[k]
+            elif op == SIN:
+                for k in range(n):
+                    out[k] = math.sin(x[k])
+            elif op == TAN:
+                for k in range(n):
+                    out[k] = math.tan(x[k])
+            elif op == TANH:
+                for k in range(n):
+                    out[k] = math.tanh(x[k])
