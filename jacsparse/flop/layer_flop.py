@@ -190,7 +190,7 @@ def _executed(edges: Sequence[Edge]) -> int:
 
 def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[str, torch.Tensor]:
     """The arguments of an operator that are parameters, or computed from parameters, by name."""
-    trace, node = record.trace, record.operation(edge).node
+    trace, node = record.trace, edge.operation.node
     dependent = {operand.name for operand in node.operands}
     constants = {name: value for name, value in node.tensors if name not in dependent}
     return {
@@ -202,7 +202,7 @@ def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[
 
 def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
     """What is the same for two weights that are one: the parameters that they come from, and the part of these."""
-    trace, values = record.trace, dict(record.operation(edge).node.tensors)
+    trace, values = record.trace, dict(edge.operation.node.tensors)
 
     def key(value: int) -> Hashable:
         tensor, parameters = trace.tensor(value), trace.graph.infos[value].externals

@@ -14,7 +14,7 @@ from torch import nn
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
 from ..stages import (
-    Chains,
+    ChainCache,
     CoupledEdge,
     Edge,
     Record,
@@ -84,7 +84,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     """The stages of a module's chain."""
     check_module(module)
     shape = check_shape(input_shape)
-    chains = Chains(module, couples=True)
+    chains = ChainCache(couples=True)
     with undisturbed(module):
         chain, run = chains.of_trace(traced(module, samples_of(module, shape), readable=False))
         records = [counted_record(record) for record in run]
@@ -102,7 +102,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
         with undisturbed(module):
-            records = [counted_record(record) for record in chains.of(x, by_autograd=False)[1].records]
+            records = [counted_record(record) for record in chains.of(module, x, by_autograd=False)[1].records]
         for n in range(count):
             factors = [
                 factor_of(record, [observed_pattern(record, edge, n) for edge in record.stage.edges])

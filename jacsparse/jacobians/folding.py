@@ -190,7 +190,7 @@ class _Leaves:
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        operation = record.operation(edge)
+        operation = edge.operation
         factor = self._factor(edge, operation)
         if factor is not None:
             number, power, coefficient = factor
@@ -226,7 +226,7 @@ class _Leaves:
             return None
         (name,) = names
         weight = call.arguments[name]
-        if record.trace.read(record.operation(edge).node.arguments[name]).numel() != weight.numel():
+        if record.trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
             return None
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
@@ -249,10 +249,9 @@ class _Leaves:
         """The local Jacobians of the edges that have derivatives."""
         if not self.derivatives:
             return {}
-        operations = {edge: record.operation(edge) for edge, record in self.derivatives.items()}
-        references = (value for operation in operations.values() for value in operation.referenced.values())
+        references = (value for edge in self.derivatives for value in edge.operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
-        computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)
+        computed = ValueFunction(self.function, self._computed(), reads, replays=self.replays)
         parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first
@@ -264,22 +263,24 @@ class _Leaves:
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }
 
-    def _computed(self, operations: Mapping[Edge, Operation]) -> Callable[[Values], list[torch.Tensor]]:
+    def _computed(self) -> Callable[[Values], list[torch.Tensor]]:
         """What computes the local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
         # It is to hold no record of this run.
         function, batch, selections = self.function, self.function.batch, self.selections
-        layouts = {edge: record.stage.program.layouts[edge.target] for edge, record in self.derivatives.items()}
+        edges = list(self.derivatives)
 
         def derivatives(values: Values) -> list[torch.Tensor]:
             parts = []
-            for edge, operation in operations.items():
-                arguments = values.arguments(operation.referenced)
+            for edge in edges:
+                arguments = values.arguments(edge.operation.referenced)
                 if edge in selections:
                     weight = arguments[selections[edge][0]].reshape(1, -1)
                     parts.append(weight if function.shared else weight.expand(batch, -1))
                     continue
-                derivative = _derivative(operation, arguments, edge.call.argument, function)
-                of_samples = layouts[edge].split(derivative).reshape(batch, -1)
+                derivative = _derivative(edge, arguments, function)
+                layout = edge.operation.layout
+                assert layout is not None
+                of_samples = layout.split(derivative).reshape(batch, -1)
                 parts.append(of_samples[:1] if function.shared else of_samples)
             return parts
 
@@ -317,11 +318,9 @@ class _Leaves:
         return self.local.scalars + numbers.index(value)
 
 
-def _derivative(
-    operation: Operation, arguments: Mapping[str, Any], argument: str, function: TracedFunction
-) -> torch.Tensor:
+def _derivative(edge: Edge, arguments: Mapping[str, Any], function: TracedFunction) -> torch.Tensor:
     """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
-    shape = function.trace.tensor(operation.value).shape
+    shape, operation, argument = function.trace.tensor(edge.target).shape, edge.operation, edge.call.argument
     with torch.enable_grad():
         operand = arguments[argument].expand(shape).detach().requires_grad_()
         y = called(operation.overload, {**arguments, argument: operand})[operation.number]

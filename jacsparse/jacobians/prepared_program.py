@@ -37,24 +37,19 @@ class WatchedWeights:
 
     def __init__(self, function: TracedFunction) -> None:
         self._graph = function.graph
-        uses = (
-            (edge, record.operation(edge), weight)
-            for edge, record in function.edges()
-            for weight in edge.pruned_weights
-        )
         #: Without truth values that select, which are compared themselves.
         self.uses = [
-            (edge, operation, weight, operation.node.arguments[weight.name].number)
-            for edge, operation, weight in uses
-            if weight.floating and not self._graph.infos[operation.node.arguments[weight.name].number].fixed
+            (edge, weight)
+            for edge, _ in function.edges()
+            for weight in edge.pruned_weights
+            if weight.floating and not self._graph.infos[edge.operation.number_of(weight.name)].fixed
         ]
 
     def check(self, trace: Trace) -> None:
         """Raise FilledWeightError where an element that the pattern leaves out is not zero in a run."""
-        for edge, operation, weight, value in self.uses:
-            tensor = operation.of_sample(weight.name, trace.value(value))
-            if not weight.holds(edge.weight(weight.name, tensor)):
-                raise FilledWeightError(self._name_of(value, trace))
+        for edge, weight in self.uses:
+            if not weight.holds(edge.weight(weight.name, trace)):
+                raise FilledWeightError(self._name_of(edge.operation.number_of(weight.name), trace))
 
     def _name_of(self, value: int, trace: Trace) -> str:
         """The parameters and buffers that a weight is computed from, or the shapes of other tensors."""

@@ -44,7 +44,7 @@ class TracedFunction:
                 f"pattern has shape {pattern.shape}; expected {expected}: a row for each element of what "
                 f"{name_of(trace.module)} returns, a column for each of its arguments"
             )
-        return cls(trace, Chain(trace.module, (), in_shape, out_shape), [], pattern)
+        return cls(trace, Chain(name_of(trace.module), (), in_shape, out_shape), [], pattern)
 
     @property
     def graph(self) -> Graph:

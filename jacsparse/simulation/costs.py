@@ -109,7 +109,7 @@ def measured_workload(
 
 def _records(module: nn.Module, x: torch.Tensor) -> list[Record]:
     """The records of the module's stages, as counts see them."""
-    run = recent_chains(module, couples=True).of(_samples(x), by_autograd=False)[1]
+    run = recent_chains(module, couples=True).of(module, _samples(x), by_autograd=False)[1]
     return [counted_record(record) for record in run.records]
 
 

@@ -30,7 +30,7 @@ def stretches_of(
     if isinstance(module, nn.RNN):
         system = propagation(module, x, gradient).system
         return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
-    chain, run = recent_chains(check_module(module), couples=True).of(check_input("x", x))
+    chain, run = recent_chains(check_module(module), couples=True).of(module, check_input("x", x))
     _check_run(module, chain, run, gradient)
     refuse_hooks(run.records)
     systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()
@@ -74,7 +74,7 @@ class ModulePropagation(Propagation):
     def __init__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor, graph: bool) -> None:
         check_input("x", x)
         self.module = module
-        chain, self.run = recent_chains(check_module(module), pruned=True).of(x)
+        chain, self.run = recent_chains(check_module(module)).of(module, x)
         _check_run(module, chain, self.run, gradient)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())

@@ -2,7 +2,7 @@
 
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, is_light, matrix_of
 from .balance import boundaries
-from .chain_cache import ChainCache, Chains, Run, recent_chains
+from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor, is_fit
 from .coupled_region import CoupledEdge, CoupledRegion, counted_record, factor_of
@@ -19,7 +19,6 @@ __all__ = [
     "Accumulation",
     "Chain",
     "ChainCache",
-    "Chains",
     "CoupledEdge",
     "CoupledRegion",
     "Edge",

@@ -23,8 +23,12 @@ class CallDerivative:
 
     record: Record
     edge: Edge
-    operation: Operation
     samples: slice
+
+    @property
+    def operation(self) -> Operation:
+        """The call."""
+        return self.edge.operation
 
     @functools.cached_property
     def node(self) -> Any:
@@ -81,7 +85,9 @@ class CallDerivative:
     @property
     def _layouts(self) -> tuple[Layout, Layout]:
         """The layouts of the operand and of the result."""
-        return self.operation.layouts[self.edge.call.argument], self.record.stage.program.layouts[self.edge.target]
+        out = self.operation.layout
+        assert out is not None
+        return self.operation.layouts[self.edge.call.argument], out
 
     @functools.cached_property
     def _x(self) -> torch.Tensor:

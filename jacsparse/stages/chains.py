@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import os
-import weakref
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
@@ -46,38 +45,22 @@ class Chain:
     Attributes
     ----------
     module : Module
-        The module.
+        The module, of a chain that `chain` made: one in a cache must not keep it alive.
+    name : str
+        The module's class, or the name of a function.
     stages : tuple of Stage
         The stages; the first one is next to the input.
     in_shape, out_shape : tuple of int
         Shapes of one sample of the input and of the output.
     """
 
+    module: nn.Module
+
     def __init__(
-        self,
-        module: nn.Module | weakref.ref[nn.Module],
-        stages: Sequence[Stage],
-        in_shape: tuple[int, ...],
-        out_shape: tuple[int, ...],
-        name: str | None = None,
+        self, name: str, stages: Sequence[Stage], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
     ) -> None:
-        self._module, self.name = module, name_of(module) if name is None else name
-        self.stages = tuple(stages)
+        self.name, self.stages = name, tuple(stages)
         self.in_shape, self.out_shape = in_shape, out_shape
-
-    @property
-    def module(self) -> nn.Module:
-        """The module; of a chain in a cache RuntimeError is raised after its end."""
-        if not isinstance(self._module, weakref.ref):
-            return self._module
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the module of this chain has ended; make its chain by jacsparse.chain")
-        return module
-
-    def let_go_of_module(self) -> None:
-        """Do not keep the module alive."""
-        self._module = weakref.ref(self.module)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -93,8 +76,7 @@ class Chain:
         stages = [record.stage for record in records]
         if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
             return self, records
-        chain = Chain(self._module, stages, self.in_shape, self.out_shape, self.name)
-        return chain, records
+        return Chain(self.name, stages, self.in_shape, self.out_shape), records
 
     def fitting_records(self, trace: Trace) -> list[Record]:
         """The record of each stage in a run in which all that the patterns omit is known to be zero."""
@@ -281,6 +263,7 @@ def chain_for_all(
         trace = traced(module, x, readable=False)
         with without_autocast(x.device):
             chain = chain_of(trace, pruned=pruned, varying=varying, couples=couples)
+        chain.module = module
         refuse_hooks(chain.records(trace)[1])
     for edge in (edge for stage in chain for edge in stage.edges):
         if edge.call.sources is not None and edge.call.sources.rows > 1:
@@ -333,8 +316,8 @@ def chain_of(
     among the `varying` tensors or was computed from one. Weights of the `watched` tensors may vary too: their zeros are
     pruned, but the truth values of a selection that was computed from them are not.
     """
-    module, x, y = trace.module, trace.input, trace.output
-    name, in_shape, out_shape = name_of(module), tuple(x.shape[1:]), tuple(y.shape[1:])
+    x, y, name = trace.input, trace.output, name_of(trace.module)
+    in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
     if trace.graph.last is None:
         raise UnsupportedOperatorError(
             f"{name}: no operator that was seen leads from its input to its output; compute it by PyTorch's operators, "
@@ -351,7 +334,7 @@ def chain_of(
         raise without_samples
     if trace.graph.last.value and not program.operations:
         # No derivative passes.
-        stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
-        return Chain(module, [stage], in_shape, out_shape)
+        stage = Stage(name, in_shape, out_shape, (), 0, program.output, ())
+        return Chain(name, [stage], in_shape, out_shape)
     kinds = trace.values_of(varying), trace.values_of(watched)
-    return Chain(module, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)
+    return Chain(name, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)

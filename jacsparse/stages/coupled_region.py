@@ -80,9 +80,7 @@ def counted_record(record: Record) -> Record:
     if not record.stage.couples:
         return record
     edges = [
-        _coupled(record, operation, name)
-        if operation.couples
-        else edge_of(record.stage.program, record.trace, operation, name)
+        _coupled(record, operation, name) if operation.couples else edge_of(record.trace, operation, name)
         for operation in record.stage.operations
         for name in operation.operands
     ]
@@ -90,17 +88,14 @@ def counted_record(record: Record) -> Record:
 
 
 def _coupled(record: Record, operation: Operation, argument: str) -> CoupledEdge:
-    source, program = operation.operands[argument], record.stage.program
-
-    def share(value: int) -> tuple[int, ...]:
-        """The shape of one sample; of a tensor without an axis of samples, its share of the elements."""
-        shape = program.shapes[value]
-        return shape if value in program.layouts else (math.ceil(math.prod(shape) / program.batch),)
+    def share(value: int) -> tuple[int]:
+        """A sample's share of the elements, as a shape."""
+        return (math.ceil(record.trace.tensor(value).numel() / record.batch),)
 
     path, where = operation.node.path, operation.node.source
-    call = Call(operation.name, {}, share(source), share(operation.value), path, where, argument)
-    products = math.ceil(_multiply_adds(record, operation) / program.batch)
-    return CoupledEdge(source, operation.value, call, products=products)
+    call = Call(operation.name, {}, share(operation.operands[argument]), share(operation.value), path, where, argument)
+    products = math.ceil(_multiply_adds(record, operation) / record.batch)
+    return CoupledEdge(operation, call, products=products)
 
 
 def _multiply_adds(record: Record, operation: Operation) -> int:

@@ -45,45 +45,34 @@ class Record:
     #: The forward pass of the whole module.
     trace: Trace = field(repr=False)
 
-    def operation(self, edge: Edge) -> Operation:
-        """The operation whose local Jacobian an edge is."""
-        return self.stage.program.operations[edge.target]
-
     def adapted(self) -> Record:
         """The same record with patterns that omit only elements that are zero in this forward's weights."""
-        replaced: dict[Edge, Edge] = {}
+        replaced, trace = dict[Edge, Edge](), self.trace
         for edge in self.stage.edges:
-            arguments = self.operation(edge).node.arguments
             # A tensor that was overwritten after the run does not tell which elements were zero.
-            stale = {w.name for w in edge.pruned_weights if self.trace.is_stale(arguments[w.name].number)}
-            if stale or not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
+            stale = {w.name for w in edge.pruned_weights if trace.is_stale(edge.operation.number_of(w.name))}
+            if stale or not all(weight.holds(edge.weight(weight.name, trace)) for weight in edge.pruned_weights):
                 # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
                 names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
-                replaced[edge] = edge.without([PrunedWeight(name, self.weight(edge, name), None) for name in names])
+                replaced[edge] = edge.without([PrunedWeight(name, edge.weight(name, trace), None) for name in names])
         if not replaced:
             return self
         edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
         return Record(replace(self.stage, edges=edges), self.trace)
 
-    def weight(self, edge: Edge, name: str) -> torch.Tensor:
-        """A weight of an edge in this forward."""
-        operation = self.operation(edge)
-        return edge.weight(name, operation.of_sample(name, self.trace.read(operation.node.arguments[name])))
-
     @property
     def trained_zeros(self) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
-        edges = self.stage.edges
-        pairs = ((self.operation(edge).node.arguments[w.name], w) for edge in edges for w in edge.pruned_weights)
+        pairs = ((edge.operation, weight) for edge in self.stage.edges for weight in edge.pruned_weights)
         return any(
-            not weight.masked and self.trace.tensor(value.number).requires_grad and not bool(weight.mask.all())
-            for value, weight in pairs
+            not w.masked and self.trace.tensor(operation.number_of(w.name)).requires_grad and not bool(w.mask.all())
+            for operation, w in pairs
         )
 
     @property
     def batch(self) -> int:
         """The number of samples."""
-        return self.stage.program.batch
+        return len(self.trace.input)
 
     @property
     def input(self) -> torch.Tensor:
@@ -234,11 +223,12 @@ class Record:
 
     def call(self, edge: Edge, samples: slice = slice(None)) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
-        operation, trace = self.operation(edge), self.trace
+        operation, trace = edge.operation, self.trace
         path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
         whole = samples == slice(None)
 
-        def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+        def of_samples(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
+            assert layout is not None
             split = layout.split(tensor.detach())
             return self.in_input_dtype(split if whole else split[samples])
 
@@ -254,14 +244,14 @@ class Record:
 
         arguments = {**edge.call.arguments, **operation.referenced}
         arguments.pop(argument, None)
-        derivative = CallDerivative(self, edge, operation, samples)
+        derivative = CallDerivative(self, edge, samples)
         reads = edge.rule.reads
         x = self.elements(edge.source, f"{path}.{argument}", read="input" in reads)
         result = self.elements(edge.target, f"{path}: what {operation.name} gave", read="output" in reads)
         return edge.call.with_tensors(
             arguments=_Arguments(arguments, read),
             input=of_samples(x, layouts[argument]),
-            output=of_samples(result, self.stage.program.layouts[edge.target]),
+            output=of_samples(result, operation.layout),
             node=(lambda: derivative.node) if whole else None,
             vjp=derivative.vjp,
             vjps=None if operation.random else derivative.vjps,

@@ -12,21 +12,29 @@ from typing import Any
 import torch
 
 from ..patterns import Call, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
-from ..tracing import Operation, Program, PrunedWeight
+from ..tracing import Operation, PrunedWeight, Trace
 from .accumulation import Accumulation, Region, eliminate, empty_pattern, is_light
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Edge:
-    """The dependence of one operator on one of its operands: a local Jacobian."""
+    """The dependence of one operation on one of its operands: a local Jacobian."""
 
-    #: Values of the operand and of the result.
-    source: int
-    target: int
-    #: The call of the operator, with shapes only.
+    operation: Operation
+    #: The call of the operator for this operand, with shapes only.
     call: Call
     #: The weights from which the pattern omits elements.
     pruned_weights: tuple[PrunedWeight, ...] = ()
+
+    @property
+    def source(self) -> int:
+        """The value of the operand."""
+        return self.operation.operands[self.call.argument]
+
+    @property
+    def target(self) -> int:
+        """The value of the result."""
+        return self.operation.value
 
     @functools.cached_property
     def rule(self) -> Rule:
@@ -56,9 +64,10 @@ class Edge:
         """Whether all samples share the values."""
         return self.rule.shared(self.call)
 
-    def weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A constant argument as a weight, whose zeros the pattern may omit."""
-        return self.rule.as_weight(self.call, name, value)
+    def weight(self, name: str, trace: Trace) -> torch.Tensor:
+        """A constant argument in a run as a weight, whose zeros the pattern may omit."""
+        constant = trace.value(self.operation.number_of(name))
+        return self.rule.as_weight(self.call, name, self.operation.of_sample(name, constant))
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
@@ -94,8 +103,8 @@ class Stage:
         An edge for each operand of each operator.
     start, stop : int
         Values of the input and of the output.
-    program : Program
-        The program that the stage is a part of.
+    operations : tuple of Operation
+        The operators, in order.
     """
 
     path: str
@@ -104,10 +113,12 @@ class Stage:
     edges: tuple[Edge, ...]
     start: int
     stop: int
-    program: Program
+    operations: tuple[Operation, ...]
 
-    #: Whether the samples of a batch depend on each other: then there are no edges, and no matrix.
-    couples: bool = False
+    @functools.cached_property
+    def couples(self) -> bool:
+        """Whether the samples of a batch depend on each other: then there are no edges, and no matrix."""
+        return any(operation.couples for operation in self.operations)
 
     @functools.cached_property
     def operator(self) -> Edge | None:
@@ -188,13 +199,6 @@ class Stage:
                 f"{self.path}: {name} couples the samples of a batch, so that there is no Jacobian of each of them; "
                 "take products with vectors, as schedule='linear' and exchange='linear' do"
             )
-
-    @functools.cached_property
-    def operations(self) -> tuple[Operation, ...]:
-        """The operations, in order."""
-        if self.couples:
-            return tuple(self.program.between(self.start, self.stop))
-        return tuple(self.program.operations[target] for target in dict.fromkeys(edge.target for edge in self.edges))
 
     @functools.cached_property
     def hooked(self) -> bool:

@@ -49,12 +49,14 @@ class Operation:
     dependent: frozenset[str]
     #: Arguments by name, for one sample: tensors are on the meta device, except indices and masks.
     arguments: dict[str, Any]
-    #: Where the samples are in the arguments that have samples; and those of them that are equal for all samples.
+    #: Where the samples are in the arguments that have samples, and in the result; None where that has none.
     layouts: dict[str, Layout]
-    alike: frozenset[str]
+    layout: Layout | None = None
+    #: The arguments that are equal for all samples.
+    alike: frozenset[str] = frozenset()
     #: `Placement.sources` of an operator that moves elements.
-    sources: dict[str, Sources]
-    #: Whether the samples of a batch depend on each other, here or in an operand: shapes are those of the batch.
+    sources: dict[str, Sources] = field(default_factory=dict)
+    #: Whether the samples of a batch depend on each other, here or in an operand.
     couples: bool = False
     #: Whether the operator itself mixes them; and why it is taken only beside one that does, where it is so.
     mixes: bool = False
@@ -74,6 +76,10 @@ class Operation:
     def random(self) -> bool:
         """Whether the operator may draw random numbers, so that it must not run again."""
         return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
+
+    def number_of(self, name: str) -> int:
+        """The value of an argument that is a tensor."""
+        return self.node.arguments[name].number  # type: ignore[no-any-return]
 
     def of_sample(self, name: str, constant: torch.Tensor) -> torch.Tensor:
         """An argument that is equal for all samples, for one of them."""
@@ -175,12 +181,13 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
                 f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        operation, layout = _operation(program, trace, node, value, couples)
-        if layout is None and value in passed and result.shape[:1] == x.shape[:1]:
-            layout = program.layouts[0]
+        operation = _operation(program, trace, node, value, couples)
+        if operation.layout is None and value in passed and result.shape[:1] == x.shape[:1]:
+            operation = replace(operation, layout=program.layouts[0])
         program.operations[value], program.shapes[value] = operation, tuple(result.shape)
-        if layout is not None:
-            program.layouts[value], program.shapes[value] = layout, layout.shape_of_sample(result.shape)
+        if operation.layout is not None:
+            program.layouts[value] = operation.layout
+            program.shapes[value] = operation.layout.shape_of_sample(result.shape)
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
     without_gradient = {value for value in program.operations if trace.edge(value) is None}
     program.uncut = without_gradient | _written_views(trace) | _between_hooks(trace)
@@ -258,10 +265,8 @@ def _needed(trace: Trace) -> list[int]:
     return sorted(needed)
 
 
-def _operation(
-    program: Program, trace: Trace, node: Node, value: int, couples: bool
-) -> tuple[Operation, Layout | None]:
-    """The operation that computes a value, and the layout of its result; None where it has none."""
+def _operation(program: Program, trace: Trace, node: Node, value: int, couples: bool) -> Operation:
+    """The operation that computes a value."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
     arguments = {**defaults, **{name: trace.read(argument) for name, argument in node.arguments.items()}}
@@ -275,9 +280,9 @@ def _operation(
     active = {operand.name: operand.value for operand in operands}
     name, where = operator_name(overload), node.path
     dependent = frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands)
-    coupling = Operation(value, node, number, overload, active, dependent, {}, {}, frozenset(), {}, couples=True)
+    coupling = Operation(value, node, number, overload, active, dependent, {}, {}, couples=True)
     if not program.layouts.keys() >= set(active.values()):
-        return coupling, None
+        return coupling
 
     def unchanged() -> Layout | None:
         """Where shapes are equal, samples go on to lie where they lay, although they may depend on each other."""
@@ -302,12 +307,12 @@ def _operation(
             )
         if not couples:
             raise UnsupportedOperatorError(refusal)
-        return replace(coupling, refusal=refusal), unchanged()
+        return replace(coupling, refusal=refusal, layout=unchanged())
     try:
         placement = rule.placement(use)
     except MixedSamplesError as error:
         if couples:
-            return replace(coupling, mixes=True), unchanged()
+            return replace(coupling, mixes=True, layout=unchanged())
         what, remedy = error.args or (
             f"{name} mixes the samples of a batch{node.source}",
             "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",
@@ -321,10 +326,9 @@ def _operation(
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
     symbolic = {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()}
-    apart = replace(
-        coupling, arguments=symbolic, layouts=layouts, alike=alike, sources=placement.sources, couples=False
+    return Operation(
+        value, node, number, overload, active, dependent, symbolic, layouts, placement.output, alike, placement.sources
     )
-    return apart, placement.output
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:
