@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..patterns import Identity
-from ..stages import CoupledEdge, Edge, Record, Stage
+from ..stages import Edge, Record, Stage
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,7 @@ def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor
     """The FLOP of an operator with `operands` operands that need a gradient; `fresh` weights are not counted yet."""
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
-    patterns = [edge.transposed_pattern for edge in edges if not isinstance(edge, CoupledEdge)]
+    patterns = [edge.transposed_pattern for edge in edges if not edge.coupling]
     nnz = sum(pattern.nnz for pattern in patterns)
     sparse = nnz if _is_entrywise(edges) else dense
     # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.

@@ -17,9 +17,9 @@ from torch import fx
 from ..patterns import Identity, Pattern, gradient_of
 from ..runtime import array_in
 from ..stages import Accumulation, Edge, Record, eliminate
-from ..tracing import Operation, Scalar, Trace, Value
+from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
-from .traced_function import TracedFunction, Values, called
+from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
@@ -320,8 +320,8 @@ class _Leaves:
 
 def _derivative(edge: Edge, arguments: Mapping[str, Any], function: TracedFunction) -> torch.Tensor:
     """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
-    shape, operation, argument = function.trace.tensor(edge.target).shape, edge.operation, edge.call.argument
+    shape, argument = function.trace.tensor(edge.target).shape, edge.call.argument
     with torch.enable_grad():
         operand = arguments[argument].expand(shape).detach().requires_grad_()
-        y = called(operation.overload, {**arguments, argument: operand})[operation.number]
+        y = edge.operation.evaluate({**arguments, argument: operand})
         return gradient_of(y, operand, torch.ones_like(y))

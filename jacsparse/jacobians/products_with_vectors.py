@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from ..tracing import Node, Operand
-from .traced_function import TracedFunction, Values, called
+from ..tracing import Node, Operand, Values
+from .traced_function import TracedFunction
 
 aten = torch.ops.aten
 
@@ -93,7 +93,7 @@ class _Call:
         names = [operand.name for operand in operands]
 
         def f(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            results = called(self.call.overload, self.arguments | dict(zip(names, tensors, strict=True)))
+            results = self.call.computed(self.arguments | dict(zip(names, tensors, strict=True)))
             return tuple([results[place] for place in self.results])
 
         return f, tuple([self.arguments[name] for name in names])
@@ -168,7 +168,7 @@ def _derivatives(call: Node, arguments: Mapping[str, Any]) -> dict[str, torch.Te
     shape = torch.broadcast_shapes(*(operand.shape for operand in operands.values()))
 
     def applied(*tensors: torch.Tensor) -> torch.Tensor:
-        return called(call.overload, {**arguments, **dict(zip(operands, tensors, strict=True))})[0]
+        return call.computed({**arguments, **dict(zip(operands, tensors, strict=True))})[0]
 
     y, pull = torch.func.vjp(applied, *(operand.detach().expand(shape) for operand in operands.values()))[:2]
     return dict(zip(operands, pull(torch.ones_like(y)), strict=True))

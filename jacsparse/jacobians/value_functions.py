@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..tracing import Scalar, Trace, Value, calls_of, in_graphs, with_constants
-from .traced_function import TracedFunction, Values, same_numbers
+from ..tracing import Scalar, Trace, Value, Values, calls_of, in_graphs, with_constants
+from .traced_function import TracedFunction, same_numbers
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -62,7 +62,7 @@ class ValueFunction:
             of_run = list(scalars)
             for place in self._places:
                 of_run[place] = next(rest)
-            values = Values(function, known, of_run)
+            values = Values(function.graph, known, of_run)
             return [*compute(values, *others), *(values[value] for value in self._kept)]
 
         with torch.no_grad():

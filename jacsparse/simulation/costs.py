@@ -14,7 +14,7 @@ from torch import nn
 from ..flop import layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
-from ..stages import Record, Region, check_input, counted_record, factor_of, recent_chains
+from ..stages import Record, Region, check_input, counted_record, recent_chains
 from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
@@ -148,7 +148,7 @@ def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
             weights += record.trace.externals[place].nbytes
         counted |= record.externals
         copies = 1 if stage.shared else record.batch
-        factor = factor_of(record)
+        factor = record.stage.factor()
         operations = factor.nnz if isinstance(factor, Pattern) else 0.0 if stage.couples else factor.estimate
         sizes = (_stored(record), record.output.nbytes, weights)
         stages.append(StageCost(0.0, 0.0, 0.0, operations * copies / rate, *sizes, factor, stage.shared, stage.path))

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Run, check_input, counted_record, factor_of, pull_back, recent_chains, refuse_hooks
+from ..stages import Chain, Run, check_input, counted_record, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
 from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
 from .recurrent_run import RecurrentRun, check_like, weight_block
@@ -37,7 +37,7 @@ def stretches_of(
     with without_autocast(x.device):
         for part in reversed(stretches(run.records)):
             if part[0].stage.couples:
-                systems.append(factor_of(counted_record(part[0])).nnz * len(x))
+                systems.append(counted_record(part[0]).stage.factor().nnz * len(x))
             else:
                 chained = ChainSystem(part, gradient)
                 systems.append(chained.system)

@@ -5,7 +5,7 @@ from .balance import boundaries
 from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor, is_fit
-from .coupled_region import CoupledEdge, CoupledRegion, counted_record, factor_of
+from .coupled_edges import counted_record
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
@@ -19,8 +19,6 @@ __all__ = [
     "Accumulation",
     "Chain",
     "ChainCache",
-    "CoupledEdge",
-    "CoupledRegion",
     "Edge",
     "Pulled",
     "Record",
@@ -40,7 +38,6 @@ __all__ = [
     "counted_record",
     "eliminate",
     "empty_pattern",
-    "factor_of",
     "has_hooks",
     "in_own_memory",
     "is_fit",

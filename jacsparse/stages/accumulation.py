@@ -8,7 +8,7 @@ sparse matrix products*). After the last inner vertex, the edge from input to ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeVar
@@ -271,11 +271,14 @@ class Region:
     #: The vertices of the rows and of the columns of the matrix.
     start: Any
     stop: Any
+    #: The multiply-adds of the edges that couple samples, by their numbers: vectors go through the region then, and no
+    #: matrix stands for it.
+    coupling: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nnz(self) -> int:
-        """Entries of all edges' patterns."""
-        return sum(pattern.nnz for _, _, pattern in self.edges)
+        """Multiply-adds of a product with a full vector: the entries of all edges' patterns."""
+        return sum(self.coupling.get(number, pattern.nnz) for number, (*_, pattern) in enumerate(self.edges))
 
     @property
     def pattern(self) -> Pattern:
@@ -326,6 +329,9 @@ class Region:
                     read[number] = int(np.count_nonzero(reached[target]))
                 rows = pairs[number] = meeting(pattern, reached[target])
                 reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
+                if number in self.coupling and rows.any():
+                    each, more = divmod(self.coupling[number], len(rows))
+                    pairs[number] = each + (np.arange(len(rows)) < more)
         return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
 
 

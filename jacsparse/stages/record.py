@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,7 +12,7 @@ import torch
 
 from ..patterns import Call, Diagonal, Identity, Layout, Pattern
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import Operation, PrunedWeight, StaleError, Trace, Value
+from ..tracing import PrunedWeight, StaleError, Trace, Value
 from .call_derivative import CallDerivative
 from .stage import Edge, Stage
 
@@ -84,25 +83,15 @@ class Record:
         """The stage's output, whose elements a later call may have overwritten."""
         return self.trace.tensor(self.stage.stop)
 
-    def output_for(
-        self,
-        x: torch.Tensor,
-        around: Callable[[Operation], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
-        *,
-        constants: bool = False,
-    ) -> torch.Tensor:
-        """The stage's output for another input, by its operators; those of the run are left as they are.
-
-        Each runs in a context of its own, on request without gradients of its other arguments.
-        """
-        values = {self.stage.start: x}
-        for operation in self.stage.operations:
-            arguments = {name: self.trace.read(argument) for name, argument in operation.referenced.items()}
-            if constants:
-                arguments = {n: a.detach() if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
-            arguments |= {name: values[value] for name, value in operation.operands.items()}
-            with around(operation):
-                values[operation.value] = operation.evaluate(arguments)
+    def output_for(self, x: torch.Tensor) -> torch.Tensor:
+        """The stage's output for another input, by the run's calls; its tensors are left as they are."""
+        trace, values = self.trace, {self.stage.start: x}
+        for call in trace.graph.replayed:
+            if any(value in values for _, value in call.tensors):
+                arguments = {name: trace.read(a, values) for name, a in call.arguments.items()}
+                values |= call.by_value(call.computed(arguments))
+            if self.stage.stop in values:
+                break
         return values[self.stage.stop]
 
     def elements(self, value: int, what: str, *, read: bool = True) -> torch.Tensor:

@@ -7,13 +7,28 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from ..patterns import Call, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
+from ..patterns import Call, Full, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
 from ..tracing import Operation, PrunedWeight, Trace
 from .accumulation import Accumulation, Region, eliminate, empty_pattern, is_light
+
+
+class _CouplingRule(Rule):
+    """The rule of an operator that couples samples: its products are counted, and it has no matrix."""
+
+    entrywise = False
+
+    def multiply_adds(self, call: Call) -> int:
+        return call["products"]  # type: ignore[no-any-return]
+
+    def pattern(self, call: Call) -> Pattern:
+        # A gradient that reaches one element reaches all.
+        return Pattern.of(Full(call.out_size, call.in_size))
+
+
+_COUPLING = _CouplingRule()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -25,6 +40,8 @@ class Edge:
     call: Call
     #: The weights from which the pattern omits elements.
     pruned_weights: tuple[PrunedWeight, ...] = ()
+    #: Of an edge that couples samples, for counts alone: the multiply-adds of its product with a vector, for a sample.
+    coupling: int = 0
 
     @property
     def source(self) -> int:
@@ -39,7 +56,7 @@ class Edge:
     @functools.cached_property
     def rule(self) -> Rule:
         """The rule that computes the pattern and the values."""
-        return rule_for(self.call)
+        return _COUPLING if self.coupling else rule_for(self.call)
 
     @property
     def pattern(self) -> Pattern:
@@ -155,18 +172,20 @@ class Stage:
         return accumulation.matrices[result].pattern
 
     def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
-        """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request."""
-        self.check_matrix()
+        """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request.
+
+        That of a stage that couples samples takes a record of `counted_record`.
+        """
+        if not self.edges:
+            self.check_matrix()
         if self.operator is not None:
             return self.operator.transposed_pattern if patterns is None else patterns[self.edges.index(self.operator)]
-        return Region(*self._region(patterns))
-
-    def _region(self, patterns: Sequence[Pattern] | None) -> tuple[tuple[int, int], list[Any], int, int]:
-        """What a `Region` is made of: the shape of its matrix, its edges, and the vertices of its rows and columns."""
         if patterns is None:
             patterns = [edge.transposed_pattern for edge in self.edges]
         edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, patterns, strict=True)]
-        return (math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop
+        shape = math.prod(self.in_shape), math.prod(self.out_shape)
+        coupling = {number: edge.coupling for number, edge in enumerate(self.edges) if edge.coupling}
+        return Region(shape, edges, self.start, self.stop, coupling)
 
     def joined(self, accumulation: Accumulation, leaf: Callable[[Edge], int]) -> int | None:
         """Add the stage's matrix to an accumulation, from the leaves of its edges; None where it is zero."""

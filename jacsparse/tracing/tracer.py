@@ -246,6 +246,8 @@ class Tracer(DispatchMode):
             and not any(tensor.is_complex() for tensor in results)
         ):
             self.decompose(node, parts, [copies.get(id(arg), arg) for arg in args], kwargs, results)
+            # The derivative of a cross product is not elementwise.
+            node.by_parts = overload is aten.linalg_cross.default or any(map(is_sparse, tensors.values()))
             depends = False
         self.append(node, results, written, tensors.get(facts.viewed or ""), dependent=depends)
         return result

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Graph, form_of, referred, results_of
+from .graph import Graph, Value, form_of, referred
 from .saved_tensors import version_of
 
 
@@ -129,11 +129,16 @@ class Trace:
             with torch.no_grad():
                 for call in calls:
                     arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
-                    self.copies |= call.by_value(results_of(call.overload, arguments))
+                    self.copies |= call.by_value(call.computed(arguments))
         return self.copies[value]
 
-    def read(self, argument: Any) -> Any:
-        """What an argument refers to: the elements, or the number, of the run; what is no reference as it is."""
+    def read(self, argument: Any, others: Mapping[int, torch.Tensor] | None = None) -> Any:
+        """What an argument refers to: the elements, or the number, of the run; what is no reference as it is.
+
+        Some values may have other elements.
+        """
+        if others and type(argument) is Value and argument.number in others:
+            return others[argument.number]
         return referred(argument, self.value, self.scalars)
 
     def edge(self, value: int) -> GradientEdge | None:
