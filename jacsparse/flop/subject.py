@@ -96,7 +96,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def nonzero_operands(record: Record, entrywise: Sequence[int], sample: int) -> dict[int, np.ndarray]:
         edges = _operator_edges(record.stage)
-        return {number: (record.operand(edges[number])[sample] != 0).flatten().cpu().numpy() for number in entrywise}
+        return {number: (record.call(edges[number]).input[sample] != 0).flatten().cpu().numpy() for number in entrywise}
 
     def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
         with undisturbed(module):

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..patterns import Blocks, Diagonal, Full, Pattern
+from ..patterns import Diagonal, Full, Pattern
 from ..runtime import row_starts
 from ..spgemm import matvec
 from ..stages import Edge, Record
@@ -75,30 +75,28 @@ class EdgeMatrix:
         """The values of all rows, cached where all samples are in one slice."""
         if self._whole is not None:
             return self._whole
-        whole = len(self.samples) == 1
-        call = self.record.call(self.edge, slice(None) if whole else samples)
-        values = self.edge.rule.transposed_values(call, self.pattern)
-        if whole:
+        values = self.edge.rule.transposed_values(self.record.call(self.edge, samples), self.pattern)
+        if len(self.samples) == 1:
             self._whole = values
         return values
+
+    def _pieces(self, samples: slice) -> Iterator[tuple[int, int, Pattern, torch.Tensor]]:
+        """Parts of the rows for a slice of the samples: the first and the last row, the pattern and the values."""
+        parts = None if len(self.bounds) == 2 else self._parts(self.bounds, samples)
+        if parts is None:
+            yield 0, self.pattern.shape[0], self.pattern, self._values(samples)
+            return
+        for bounds, part, values in zip(
+            pairwise(self.bounds), self.pattern.structure.parts(self.bounds), parts, strict=True
+        ):
+            yield *bounds, Pattern.of(part), values
 
     def times(self, vectors: torch.Tensor) -> torch.Tensor:
         """The products with many vectors for each sample, ``(outputs, many, batch)`` to ``(inputs, many, batch)``."""
         products = vectors.new_empty((self.pattern.shape[0], *vectors.shape[1:]))
         for samples in self.samples:
-            factors, out = vectors[:, :, samples], products[:, :, samples]
-            if len(self.bounds) == 2:
-                out[:] = times(self.pattern, self._values(samples), factors)
-                continue
-            parts = self._parts(self.bounds, samples)
-            assert parts is not None
-            structure, bounds = self.pattern.structure, pairwise(self.bounds)
-            if isinstance(structure, Blocks) and structure.inner == 1:
-                for (first, last), values in zip(bounds, parts, strict=True):
-                    _times_blocks(structure, first, values, factors, out[first:last])
-            else:
-                for (first, last), part, values in zip(bounds, structure.parts(self.bounds), parts, strict=True):
-                    out[first:last] = times(Pattern.of(part), values, factors)
+            for first, last, pattern, values in self._pieces(samples):
+                products[first:last, :, samples] = times(pattern, values, vectors[:, :, samples])
         return products
 
     def row(self, number: int, sample: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -129,17 +127,3 @@ def times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torc
         # A multiple of the number of columns that the kernel takes at once.
         products = matvec(pattern, values, torch.nn.functional.pad(columns, (0, -count * batch % LANES)))
     return products[:, : count * batch].reshape(rows, count, batch)
-
-
-def _times_blocks(
-    structure: Blocks, first: int, values: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Write the products of the rows from `first` on to `out`, as `times` does: full blocks need no index."""
-    values = values.reshape(len(out), structure.columns, -1)
-    while len(out):
-        block = first // structure.rows
-        count = min(first + len(out), (block + 1) * structure.rows) - first
-        factor = vectors[block * structure.columns : (block + 1) * structure.columns]
-        # A product of two dense matrices for each sample.
-        out[:count] = torch.matmul(values[:count].movedim(2, 0), factor.movedim(2, 0)).movedim(0, 2)
-        values, out, first = values[count:], out[count:], first + count

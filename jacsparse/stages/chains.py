@@ -24,7 +24,7 @@ from ..tracing import (
     undisturbed,
     without_autocast,
 )
-from .accumulation import Accumulation, Region, empty_pattern
+from .accumulation import Accumulation, empty_pattern
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
@@ -32,7 +32,7 @@ from .cutting import stages_of
 from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
-from .order import Order, accumulated, best_order
+from .order import Estimates, Order, accumulated, best_order
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
@@ -108,11 +108,6 @@ class Chain:
         """The stages, from 0, in which the samples of a batch depend on each other."""
         return tuple(number for number, stage in enumerate(self.stages) if stage.couples)
 
-    @property
-    def factors(self) -> list[Pattern | Region]:
-        """The transposed Jacobian of each stage, as counts see it."""
-        return [stage.factor() for stage in self.stages]
-
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the stages from input to output: the entries of each Jacobian beside all positions of the matrix.
 
@@ -139,6 +134,12 @@ class Chain:
         for number in self.coupling:
             self.stages[number].check_matrix()
         return best_order(self.stages)
+
+    @functools.cached_property
+    def estimated_entries(self) -> float:
+        """The entries of the Jacobian; of several operators an estimate, without any pattern of a product."""
+        operator = self.stages[0].operator if len(self) == 1 else None
+        return float(Estimates(self.stages).entries[0, -1]) if operator is None else operator.transposed_pattern.nnz
 
     @property
     def accumulation(self) -> Accumulation:
@@ -179,7 +180,7 @@ class Chain:
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)
-            check_size(self.name, self.stages, batch * x.element_size(), x.device)
+            check_size(self, batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):

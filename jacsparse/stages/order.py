@@ -65,7 +65,7 @@ class Order:
         return f"({self.left}·{self.right if self.right else f'J{self.stage + 1}'})"
 
 
-class _Estimates:
+class Estimates:
     """Estimated entries of intervals of stages, and multiply-adds of their products."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -183,7 +183,7 @@ def _unpacked(nodes: Iterator[tuple[int, int, float]]) -> Order:
 
 def _cheapest(stages: Sequence[Stage]) -> Order:
     n = len(stages)
-    estimates = _Estimates(stages)
+    estimates = Estimates(stages)
     # Cost of each stage's own backward for one column.
     backward = [DENSE * stage.backward_work for stage in stages]
     start = [START * len(stage.edges) for stage in stages]

@@ -148,12 +148,6 @@ class Record:
             rows, columns = pattern.shape
             raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
 
-    def operand(self, edge: Edge) -> torch.Tensor:
-        """The operand of an edge, ``(batch, *in_shape)``."""
-        x = self.call(edge).input
-        assert x is not None
-        return x
-
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         if not edge.transposed_pattern.nnz:
