@@ -100,10 +100,18 @@ class Accumulation:
     Each method that adds a matrix returns its number. Plans are made when `run` first computes values.
     """
 
+    #: The shape of the matrix that all are for, and its number; None where that is without any entry.
+    shape: tuple[int, int] = (0, 0)
+    result: int | None = None
     matrices: list[_Leaf | _Product | _Sum | Pulled] = field(default_factory=list)
     multiply_adds: int = 0
     #: Whether `run` is never called.
     patterns_only: bool = False
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the result."""
+        return empty_pattern(*self.shape) if self.result is None else self.matrices[self.result].pattern
 
     def leaf(self, key: Hashable, pattern: Pattern) -> int:
         """Add a matrix whose values `run` gets for this key."""
@@ -152,15 +160,16 @@ class Accumulation:
 
     def run(
         self,
-        result: int,
         leaf: Callable[[Any], torch.Tensor],
         pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+        """Values of the result, which has entries, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
 
         ``leaf(key)`` computes the values of a leaf, and ``pull(key, matrix)`` pulls back the columns of a matrix
         ``(rows, columns, batch)`` by the operators' own backward.
         """
+        result = self.result
+        assert result is not None
         order, last_use = self._order(result)
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
@@ -307,11 +316,10 @@ class Region:
     @cached_property
     def _eliminated(self) -> tuple[Pattern, int]:
         """The pattern of the one matrix, and the multiply-adds to compute it."""
-        shadow = Accumulation(patterns_only=True)
+        shadow = Accumulation(self.shape, patterns_only=True)
         edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
-        result = eliminate(shadow, edges, self.start, self.stop)
-        pattern = empty_pattern(*self.shape) if result is None else shadow.matrices[result].pattern
-        return pattern, shadow.multiply_adds
+        shadow.result = eliminate(shadow, edges, self.start, self.stop)
+        return shadow.pattern, shadow.multiply_adds
 
     def pairs(
         self, nonzero: np.ndarray, read: dict[int, int] | None = None

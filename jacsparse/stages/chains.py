@@ -24,7 +24,7 @@ from ..tracing import (
     undisturbed,
     without_autocast,
 )
-from .accumulation import Accumulation, empty_pattern
+from .accumulation import Accumulation
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
@@ -141,13 +141,9 @@ class Chain:
         operator = self.stages[0].operator if len(self) == 1 else None
         return float(Estimates(self.stages).entries[0, -1]) if operator is None else operator.transposed_pattern.nnz
 
-    @property
+    @functools.cached_property
     def accumulation(self) -> Accumulation:
         """The products and sums of `jacobian`; the chain has at least one stage."""
-        return self._accumulated[0]
-
-    @functools.cached_property
-    def _accumulated(self) -> tuple[Accumulation, int | None]:
         with announced_where_long(f"planning the Jacobian of {self.name}, for calls that run alike"):
             return accumulated(self.stages, self.order)
 
@@ -159,11 +155,7 @@ class Chain:
     @functools.cached_property
     def transposed_pattern(self) -> Pattern:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
-        rows, columns = math.prod(self.in_shape), math.prod(self.out_shape)
-        if not len(self):
-            return Pattern.of(Identity(rows))
-        accumulation, result = self._accumulated
-        return empty_pattern(rows, columns) if result is None else accumulation.matrices[result].pattern
+        return self.accumulation.pattern if len(self) else Pattern.of(Identity(math.prod(self.in_shape)))
 
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
@@ -185,11 +177,9 @@ class Chain:
             return records[0].jacobian()
         if not len(self):
             return SparseJacobian(self.pattern, x.new_ones((self.pattern.nnz, 1)))
-        accumulation, result = self._accumulated
-        if result is None:
+        if self.accumulation.result is None:
             return SparseJacobian(self.pattern, x.new_empty((0, len(x))))
-        values = accumulation.run(
-            result,
+        values = self.accumulation.run(
             lambda key: records[key[0]].values(key[1]),
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )

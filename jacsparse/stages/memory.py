@@ -28,10 +28,11 @@ def check_size(chain: Chain, itemsize: int, device: torch.device) -> None:
     memory = machine_memory(device)
     if rows * columns * itemsize <= SURE * memory:
         return
-    nbytes = chain.estimated_entries * itemsize
+    entries = chain.estimated_entries
+    nbytes = entries * itemsize
     if SURE * nbytes > memory:
         raise MemoryError(
-            f"{chain.name}: its Jacobian, {rows:,} × {columns:,} with about {chain.estimated_entries:.1e} entries, takes about "
+            f"{chain.name}: its Jacobian, {rows:,} × {columns:,} with about {entries:.1e} entries, takes about "
             f"{nbytes / 2**30:,.0f} GiB, and {device} has {memory / 2**30:,.0f}; take products with it, by "
             "jacsparse.vjp or jacsparse.nn.Scan, or the Jacobian of a part of the module, or fewer samples"
         )

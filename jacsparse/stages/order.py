@@ -223,12 +223,9 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
     return best[0, n - 1]
 
 
-def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, int | None]:
-    """The products and sums that compute a chain's transposed Jacobian, and its number among the matrices.
-
-    Keys of leaves are (number of the stage, edge). The number is None where the output does not depend on the input.
-    """
-    accumulation = Accumulation()
+def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
+    """The products and sums of a chain's transposed Jacobian; keys of leaves are (number of the stage, edge)."""
+    accumulation = Accumulation((math.prod(stages[0].in_shape), math.prod(stages[-1].out_shape)))
 
     def leaf(number: int, edge: Edge) -> int:
         return accumulation.leaf((number, edge), edge.transposed_pattern)
@@ -271,7 +268,8 @@ def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, in
             return None
         return accumulation.pull_back((order.stage, span[-1].stage), interval, shadow.matrices[product].pattern)
 
-    return accumulation, add(order)
+    accumulation.result = add(order)
+    return accumulation
 
 
 def _multiply(accumulation: Accumulation, stage: Stage, order: Order, interval: int, leaf: Any) -> int | None:

@@ -132,14 +132,10 @@ class Record:
 
     def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
         """``J.T`` for a slice of the batch."""
-        operator, pattern = self.stage.operator, self.stage.transposed_pattern
-        if operator is not None:
-            return self._jacobian(pattern, lambda: self.values(operator, samples))
-        accumulation, result = self.stage._accumulated
-        if result is None:
-            count = len(range(self.batch)[samples])
-            return SparseJacobian(pattern, self.trace.input.detach().new_empty((0, count)))
-        return self._jacobian(pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
+        accumulation, pattern = self.stage.accumulation, self.stage.transposed_pattern
+        if accumulation.result is None:
+            return SparseJacobian(pattern, self._no_values(samples))
+        return self._jacobian(pattern, lambda: accumulation.run(lambda edge: self.values(edge, samples)))
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
@@ -148,10 +144,14 @@ class Record:
             rows, columns = pattern.shape
             raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
 
+    def _no_values(self, samples: slice) -> torch.Tensor:
+        """The values of a matrix without entries."""
+        return self.trace.input.detach().new_empty((0, len(range(self.batch)[samples])))
+
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         if not edge.transposed_pattern.nnz:
-            return self.trace.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
+            return self._no_values(samples if not edge.shared else slice(1))
         return edge.rule.transposed_values(self.call(edge, samples), edge.transposed_pattern)
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:

@@ -154,9 +154,11 @@ class Stage:
         return f"{count} operators" if operator is None else operator.call.operator
 
     @functools.cached_property
-    def _accumulated(self) -> tuple[Accumulation, int | None]:
-        accumulation = Accumulation()
-        return accumulation, self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern))
+    def accumulation(self) -> Accumulation:
+        """The products and sums of the transposed Jacobian, whose leaves are edges."""
+        accumulation = Accumulation((math.prod(self.in_shape), math.prod(self.out_shape)))
+        accumulation.result = self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern))
+        return accumulation
 
     @property
     def pattern(self) -> Pattern:
@@ -166,10 +168,7 @@ class Stage:
     @functools.cached_property
     def transposed_pattern(self) -> Pattern:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
-        accumulation, result = self._accumulated
-        if result is None:
-            return empty_pattern(math.prod(self.in_shape), math.prod(self.out_shape))
-        return accumulation.matrices[result].pattern
+        return self.accumulation.pattern
 
     def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
         """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request.
