@@ -64,7 +64,7 @@ class PreparedProgram:
         infos = function.graph.infos
         watched = [
             (edge, weight)
-            for edge, _ in function.edges()
+            for edge in function.chain.edges
             for weight in edge.pruned_weights
             if weight.floating and not infos[edge.operation.number_of(weight.name)].fixed
         ]

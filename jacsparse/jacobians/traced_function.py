@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..patterns import Pattern
-from ..stages import Chain, Edge, Record
+from ..stages import Chain
 from ..tracing import Graph, Node, Scalar, Trace, name_of
 
 
@@ -26,7 +26,6 @@ class TracedFunction:
 
     trace: Trace
     chain: Chain
-    records: list[Record]
     #: The pattern that a user gave, where the operators' rules are not asked.
     given: Pattern | None = None
     #: The values that replays are to leave in their traces: what the function returns, where that is asked for.
@@ -42,7 +41,7 @@ class TracedFunction:
                 f"pattern has shape {pattern.shape}; expected {expected}: a row for each element of what "
                 f"{name_of(trace.module)} returns, a column for each of its arguments"
             )
-        return cls(trace, Chain(name_of(trace.module), (), in_shape, out_shape), [], pattern)
+        return cls(trace, Chain(name_of(trace.module), (), in_shape, out_shape), pattern)
 
     @property
     def graph(self) -> Graph:
@@ -68,12 +67,6 @@ class TracedFunction:
     def shared(self) -> bool:
         """Whether all samples share the Jacobian's values."""
         return self.given is None and all(stage.shared for stage in self.chain)
-
-    def edges(self) -> Iterator[tuple[Edge, Record]]:
-        """The edges of all stages in order, with their stages' records."""
-        for record in self.records:
-            for edge in record.stage.edges:
-                yield edge, record
 
     @functools.cached_property
     def calls(self) -> list[Node]:
@@ -121,7 +114,7 @@ class TracedFunction:
         """Let go of the run's elements, and on request of the module; what replays ask for then are forms."""
         # These ask for forms of what the run did not compute itself.
         _ = self.calls, self.inputs, self.scalar_dtypes
-        self.trace, self.records = self.trace.without_elements(), []
+        self.trace = self.trace.without_elements()
         if module:
             self.trace.module = nn.Module()
 

@@ -94,8 +94,8 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             chain, records = chain_of(trace, varying=varying, watched=watched).records(trace)
             refuse_hooks(records)
             if options.create_graph and any(record.trained_zeros for record in records):
-                chain, records = chain_of(trace, varying=floats).records(trace)
-            function = TracedFunction(trace, chain, records)
+                chain, _ = chain_of(trace, varying=floats).records(trace)
+            function = TracedFunction(trace, chain)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
     if options.value or options.gradient:

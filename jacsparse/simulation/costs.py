@@ -190,7 +190,7 @@ def _weights(record: Record) -> list[torch.Tensor]:
     for operation in record.stage.operations:
         for name, value in operation.node.tensors:
             tensor = record.trace.tensor(value)
-            if tensor.requires_grad and name not in operation.dependent:
+            if tensor.requires_grad and all(name != operand.name for operand in operation.node.operands):
                 weights[value] = tensor
     return [*weights.values()]
 

@@ -8,6 +8,7 @@ from .checks import agree, check_input, check_shape, check_tensor, is_fit
 from .coupled_edges import counted_record
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
+from .local_jacobian import LocalJacobian
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
 from .order import DENSE, START
 from .record import Record, in_own_memory, pull_back_all
@@ -20,6 +21,7 @@ __all__ = [
     "Chain",
     "ChainCache",
     "Edge",
+    "LocalJacobian",
     "Pulled",
     "Record",
     "Region",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
@@ -88,20 +89,25 @@ class Chain:
         with without_autocast(x.device):
             return chain_of(trace).records(trace)[1]
 
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """The edges of all stages, in order."""
+        return itertools.chain.from_iterable(stage.edges for stage in self.stages)
+
     @functools.cached_property
     def _prunes(self) -> bool:
-        return any(edge.pruned_weights for stage in self.stages for edge in stage.edges)
+        return any(edge.pruned_weights for edge in self.edges)
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
         """The weights from which patterns omit elements; masks that select are none."""
-        weights = (weight for stage in self.stages for edge in stage.edges for weight in edge.pruned_weights)
+        weights = (weight for edge in self.edges for weight in edge.pruned_weights)
         return tuple(weight for weight in weights if weight.floating)
 
     @functools.cached_property
     def registered_values(self) -> tuple[Edge, ...]:
         """The edges whose values were registered, and may be others than those of PyTorch's derivative."""
-        return tuple(edge for stage in self.stages for edge in stage.edges if edge.rule.has_registered_values)
+        return tuple(edge for edge in self.edges if edge.rule.has_registered_values)
 
     @functools.cached_property
     def coupling(self) -> tuple[int, ...]:
@@ -256,7 +262,7 @@ def chain_for_all(
             chain = chain_of(trace, pruned=pruned, varying=varying, couples=couples)
         chain.module = module
         refuse_hooks(chain.records(trace)[1])
-    for edge in (edge for stage in chain for edge in stage.edges):
+    for edge in chain.edges:
         if edge.call.sources is not None and edge.call.sources.rows > 1:
             raise edge.call.unsupported(
                 f"{edge.call.operator} mixes the samples of a batch: it moves the elements of each in another way",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..patterns import Call, Identity
+from ..patterns import Identity
 from ..tracing import Operation, Program, PrunedWeight, Trace, mask_of
 from .stage import Edge, Stage, working
 
@@ -62,23 +62,8 @@ def _path(operations: Sequence[Operation], taken: set[str]) -> str:
 
 def edge_of(trace: Trace, operation: Operation, argument: str, varying: Varying | None = NONE_VARIES) -> Edge:
     """The edge of an operator that works on each sample by itself; its pattern omits pruned weights."""
-    x, result = trace.tensor(operation.operands[argument]), trace.tensor(operation.value)
-    assert operation.layout is not None
-    call = Call(
-        operation.name,
-        {name: value for name, value in operation.arguments.items() if name != argument},
-        operation.layouts[argument].shape_of_sample(x.shape),
-        operation.layout.shape_of_sample(result.shape),
-        operation.node.path,
-        operation.node.source,
-        argument=argument,
-        batched=frozenset(operation.layouts.keys() - {argument} - operation.alike),
-        dependent=operation.dependent - {argument},
-        sources=operation.sources.get(argument),
-        function=operation.evaluate,
-    )
-    edge = Edge(operation, call)
-    edge.rule.check(call)
+    edge = Edge(operation, operation.calls[argument])
+    edge.rule.check(edge.call)
     return edge if varying is None else _pruned(edge, trace, varying)
 
 

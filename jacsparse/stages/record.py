@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
-from ..patterns import Call, Diagonal, Identity, Layout, Pattern
+from ..patterns import Call, Diagonal, Identity, Pattern
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import PrunedWeight, StaleError, Trace, Value
-from .call_derivative import CallDerivative
+from ..tracing import PrunedWeight, Trace
+from .local_jacobian import LocalJacobian
 from .stage import Edge, Stage
-
-
-class _Arguments(Mapping[str, Any]):
-    """Arguments of a call; ``read(name, argument)`` gives each of them where it is asked for."""
-
-    def __init__(self, arguments: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
-        self._arguments, self._read = arguments, read
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name, self._arguments[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arguments)
-
-    def __len__(self) -> int:
-        return len(self._arguments)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 @dataclass(eq=False)
@@ -94,15 +74,6 @@ class Record:
                 break
         return values[self.stage.stop]
 
-    def elements(self, value: int, what: str, *, read: bool = True) -> torch.Tensor:
-        """The elements that a value had in the run or, where they are not read, any; an error names what it is."""
-        try:
-            return self.trace.value(value) if read else self.trace.tensor(value)
-        except StaleError:
-            raise RuntimeError(
-                f"{what} was changed in place between forward and backward; run the forward again"
-            ) from None
-
     @functools.cached_property
     def externals(self) -> set[int]:
         """The places of the externals that the stage reads, or that constants which it reads were computed from."""
@@ -134,7 +105,7 @@ class Record:
         """``J.T`` for a slice of the batch."""
         accumulation, pattern = self.stage.accumulation, self.stage.transposed_pattern
         if accumulation.result is None:
-            return SparseJacobian(pattern, self._no_values(samples))
+            return SparseJacobian(pattern, self.input.detach().new_empty((0, len(range(self.batch)[samples]))))
         return self._jacobian(pattern, lambda: accumulation.run(lambda edge: self.values(edge, samples)))
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
@@ -144,15 +115,9 @@ class Record:
             rows, columns = pattern.shape
             raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
 
-    def _no_values(self, samples: slice) -> torch.Tensor:
-        """The values of a matrix without entries."""
-        return self.trace.input.detach().new_empty((0, len(range(self.batch)[samples])))
-
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
-        if not edge.transposed_pattern.nnz:
-            return self._no_values(samples if not edge.shared else slice(1))
-        return edge.rule.transposed_values(self.call(edge, samples), edge.transposed_pattern)
+        return LocalJacobian(edge, self.trace, samples).values
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
         """``Jᵀ g``, ``(elements, batch)``, for a slice of the batch, by the operators' sparse Jacobians one by one."""
@@ -199,48 +164,9 @@ class Record:
         operator = self.stage.operator
         return None if operator is None else operator.rule.selection(self.call(operator, samples))
 
-    def in_input_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A floating-point tensor in the input's dtype, in which Jacobians are; another tensor as it is."""
-        dtype = self.trace.input.dtype
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
     def call(self, edge: Edge, samples: slice = slice(None)) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
-        operation, trace = edge.operation, self.trace
-        path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
-        whole = samples == slice(None)
-
-        def of_samples(tensor: torch.Tensor, layout: Layout | None) -> torch.Tensor:
-            assert layout is not None
-            split = layout.split(tensor.detach())
-            return self.in_input_dtype(split if whole else split[samples])
-
-        def read(name: str, value: Any) -> Any:
-            if type(value) is not Value:
-                return trace.read(value)
-            tensor, layout = self.elements(value.number, f"{path}.{name}"), layouts.get(name)
-            if layout is None:
-                return self.in_input_dtype(tensor)
-            if name in operation.alike:
-                return self.in_input_dtype(layout.split(tensor.detach())[0])
-            return of_samples(tensor, layout)
-
-        arguments = {**edge.call.arguments, **operation.referenced}
-        arguments.pop(argument, None)
-        derivative = CallDerivative(self, edge, samples)
-        reads = edge.rule.reads
-        x = self.elements(edge.source, f"{path}.{argument}", read="input" in reads)
-        result = self.elements(edge.target, f"{path}: what {operation.name} gave", read="output" in reads)
-        return edge.call.with_tensors(
-            arguments=_Arguments(arguments, read),
-            input=of_samples(x, layouts[argument]),
-            output=of_samples(result, operation.layout),
-            node=(lambda: derivative.node) if whole else None,
-            vjp=derivative.vjp,
-            vjps=None if operation.random else derivative.vjps,
-            jvp=None if operation.random else derivative.jvp,
-            sources=None if edge.call.sources is None else replace(edge.call.sources, samples=samples),
-        )
+        return LocalJacobian(edge, self.trace, samples).call
 
 
 @dataclass(frozen=True)

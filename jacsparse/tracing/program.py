@@ -17,10 +17,10 @@ import torch
 from ..patterns import (
     CONSTANT,
     WHOLE,
+    Call,
     Layout,
     MixedSamplesError,
     Rule,
-    Sources,
     UnsupportedOperatorError,
     Use,
     rule_of,
@@ -45,20 +45,16 @@ class Operation:
     overload: Any
     #: The arguments through which a derivative passes, and their values.
     operands: dict[str, int]
-    #: All arguments that depend on the input.
-    dependent: frozenset[str]
-    #: Arguments by name, for one sample: tensors are on the meta device, except indices and masks.
-    arguments: dict[str, Any]
+    #: Whether the samples of a batch depend on each other, here or in an operand; else, by operand, the call as its
+    #: rule sees it.
+    couples: bool = True
+    calls: dict[str, Call] = field(default_factory=dict)
     #: Where the samples are in the arguments that have samples, and in the result; None where that has none.
-    layouts: dict[str, Layout]
+    layouts: dict[str, Layout] = field(default_factory=dict)
     layout: Layout | None = None
     #: The arguments that are equal for all samples.
     alike: frozenset[str] = frozenset()
-    #: `Placement.sources` of an operator that moves elements.
-    sources: dict[str, Sources] = field(default_factory=dict)
-    #: Whether the samples of a batch depend on each other, here or in an operand.
-    couples: bool = False
-    #: Whether the operator itself mixes them; and why it is taken only beside one that does, where it is so.
+    #: Whether the operator itself mixes samples; and why it is taken only beside one that does, where it is so.
     mixes: bool = False
     refusal: str = ""
 
@@ -280,7 +276,7 @@ def _operation(program: Program, trace: Trace, node: Node, value: int, couples: 
     active = {operand.name: operand.value for operand in operands}
     name, where = operator_name(overload), node.path
     dependent = frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands)
-    coupling = Operation(value, node, number, overload, active, dependent, {}, {}, couples=True)
+    coupling = Operation(value, node, number, overload, active)
     if not program.layouts.keys() >= set(active.values()):
         return coupling
 
@@ -289,14 +285,8 @@ def _operation(program: Program, trace: Trace, node: Node, value: int, couples: 
         same = {program.layouts[each] for each in active.values() if trace.tensor(each).shape == result.shape}
         return same.pop() if len(same) == 1 else None
 
-    use = Use(
-        name,
-        arguments,
-        {argument: program.layouts[operand] for argument, operand in active.items()},
-        result,
-        program.batch,
-        lambda arguments: results_of(overload, arguments)[number],
-    )
+    of_operands = {argument: program.layouts[operand] for argument, operand in active.items()}
+    use = Use(name, arguments, of_operands, result, program.batch, coupling.evaluate)
     rule = rule_of(name)
     if rule is None or (number and not rule.all_results):
         refusal = f"{where}: operator {name} has no rule; register one with jacsparse.register_rule{node.source}"
@@ -326,9 +316,23 @@ def _operation(program: Program, trace: Trace, node: Node, value: int, couples: 
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
     symbolic = {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()}
-    return Operation(
-        value, node, number, overload, active, dependent, symbolic, layouts, placement.output, alike, placement.sources
-    )
+    calls = {
+        argument: Call(
+            name,
+            {other: value for other, value in symbolic.items() if other != argument},
+            program.shapes[operand],
+            placement.output.shape_of_sample(result.shape),
+            where,
+            node.source,
+            argument=argument,
+            batched=frozenset(layouts.keys() - {argument} - alike),
+            dependent=dependent - {argument},
+            sources=placement.sources.get(argument),
+            function=coupling.evaluate,
+        )
+        for argument, operand in active.items()
+    }
+    return replace(coupling, couples=False, calls=calls, layouts=layouts, layout=placement.output, alike=alike)
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:
