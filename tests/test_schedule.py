@@ -207,7 +207,7 @@ class Block(nn.Module):
 
 def test_balanced_weighs_what_it_takes_to_make_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     chain = jacsparse.chain(nn.Sequential(*(Block(8) for _ in range(6))), (8, 12, 12))
-    region = chain.stages[0].factor()
+    region = chain.factors[0]
     assert isinstance(region, Region)
     # The estimate is near what it takes, one operator after the other.
     assert 0.3 < region.estimate / region.multiply_adds < 3

@@ -242,7 +242,7 @@ class _ChainRun:
 
     def differentiable(self) -> SparseJacobian:
         """The Jacobian with gradients of its values, where they are those of the function."""
-        if any(record.trained_zeros for record in self.records):
+        if self.chain.trained_zeros(self.trace):
             self.pruned, (self.chain, self.records) = False, self.unpruned().of_trace(self.trace)
         if self.chain.registered_values:
             refuse_other_derivatives(self.records, "the gradient of values")

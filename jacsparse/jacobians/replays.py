@@ -36,7 +36,7 @@ def jacobian_values(
 
 def of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
     """The pull-back of a run, by autograd's graph of it."""
-    return pulled_by_autograd(function.chain.records(trace)[1], len(trace.input))
+    return pulled_by_autograd(function.chain.adapted(trace).records(trace), len(trace.input))
 
 
 def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -58,10 +58,10 @@ class ChainCache:
             if chain is None:
                 chain = chain_of(trace, pruned=self.pruned, couples=self.couples)
             # Weights that were zero when the patterns were made may have changed since.
-            graph.cache[self.pruned], records = chain.records(trace)
+            chain = graph.cache[self.pruned] = chain.adapted(trace)
             if graph not in self._graphs[:1]:
                 self._graphs = [graph, *(each for each in self._graphs if each is not graph)][: self.most]
-            return graph.cache[self.pruned], records
+            return chain, chain.records(trace)
 
     def of(self, module: nn.Module, x: torch.Tensor, *, by_autograd: bool = True) -> tuple[Chain, Run]:
         """As `of_run`, of a checked batch.

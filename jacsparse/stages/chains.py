@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from ..tracing import (
     undisturbed,
     without_autocast,
 )
-from .accumulation import Accumulation
+from .accumulation import Accumulation, Region
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
@@ -69,25 +70,30 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def records(self, trace: Trace) -> tuple[Chain, list[Record]]:
-        """The chain with patterns that hold for the weights of a run, and the record of each stage."""
-        if not self._prunes:
-            return self, self.fitting_records(trace)
-        records = [Record(stage, trace).adapted() for stage in self.stages]
-        stages = [record.stage for record in records]
-        if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
-            return self, records
-        return Chain(self.name, stages, self.in_shape, self.out_shape), records
+    def adapted(self, trace: Trace) -> Chain:
+        """The same chain with patterns that omit only elements that are zero in a run's weights."""
+        if not any(edge.adapted(trace) is not edge for edge in self._pruned):
+            return self
+        stages = [replace(s, edges=tuple(edge.adapted(trace) for edge in s.edges)) for s in self.stages]
+        return Chain(self.name, stages, self.in_shape, self.out_shape)
 
-    def fitting_records(self, trace: Trace) -> list[Record]:
-        """The record of each stage in a run in which all that the patterns omit is known to be zero."""
+    def records(self, trace: Trace) -> list[Record]:
+        """The record of each stage in a run in which all that the patterns omit is zero."""
         return [Record(stage, trace) for stage in self.stages]
+
+    def trained_zeros(self, trace: Trace) -> bool:
+        """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
+        pairs = ((edge.operation, weight) for edge in self._pruned for weight in edge.pruned_weights)
+        return any(
+            not w.masked and trace.tensor(operation.number_of(w.name)).requires_grad and not bool(w.mask.all())
+            for operation, w in pairs
+        )
 
     def run(self, x: torch.Tensor) -> list[Record]:
         """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""
         trace = traced(self.module, check_input("x", x, self.in_shape))
         with without_autocast(x.device):
-            return chain_of(trace).records(trace)[1]
+            return chain_of(trace).adapted(trace).records(trace)
 
     @property
     def edges(self) -> Iterator[Edge]:
@@ -95,13 +101,14 @@ class Chain:
         return itertools.chain.from_iterable(stage.edges for stage in self.stages)
 
     @functools.cached_property
-    def _prunes(self) -> bool:
-        return any(edge.pruned_weights for edge in self.edges)
+    def _pruned(self) -> tuple[Edge, ...]:
+        """The edges whose patterns omit elements of weights."""
+        return tuple(edge for edge in self.edges if edge.pruned_weights)
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
         """The weights from which patterns omit elements; masks that select are none."""
-        weights = (weight for edge in self.edges for weight in edge.pruned_weights)
+        weights = (weight for edge in self._pruned for weight in edge.pruned_weights)
         return tuple(weight for weight in weights if weight.floating)
 
     @functools.cached_property
@@ -113,6 +120,11 @@ class Chain:
     def coupling(self) -> tuple[int, ...]:
         """The stages, from 0, in which the samples of a batch depend on each other."""
         return tuple(number for number, stage in enumerate(self.stages) if stage.couples)
+
+    @property
+    def factors(self) -> list[Pattern | Region]:
+        """The transposed Jacobian of each stage, as counts see it."""
+        return [stage.factor() for stage in self.stages]
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the stages from input to output: the entries of each Jacobian beside all positions of the matrix.
@@ -261,7 +273,7 @@ def chain_for_all(
         with without_autocast(x.device):
             chain = chain_of(trace, pruned=pruned, varying=varying, couples=couples)
         chain.module = module
-        refuse_hooks(chain.records(trace)[1])
+        refuse_hooks(chain.records(trace))
     for edge in chain.edges:
         if edge.call.sources is not None and edge.call.sources.rows > 1:
             raise edge.call.unsupported(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
 from ..patterns import Call, Diagonal, Identity, Pattern
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import PrunedWeight, Trace
+from ..tracing import Trace
 from .local_jacobian import LocalJacobian
 from .stage import Edge, Stage
 
@@ -23,30 +23,6 @@ class Record:
     stage: Stage
     #: The forward pass of the whole module.
     trace: Trace = field(repr=False)
-
-    def adapted(self) -> Record:
-        """The same record with patterns that omit only elements that are zero in this forward's weights."""
-        replaced, trace = dict[Edge, Edge](), self.trace
-        for edge in self.stage.edges:
-            # A tensor that was overwritten after the run does not tell which elements were zero.
-            stale = {w.name for w in edge.pruned_weights if trace.is_stale(edge.operation.number_of(w.name))}
-            if stale or not all(weight.holds(edge.weight(weight.name, trace)) for weight in edge.pruned_weights):
-                # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
-                names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
-                replaced[edge] = edge.without([PrunedWeight(name, edge.weight(name, trace), None) for name in names])
-        if not replaced:
-            return self
-        edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
-        return Record(replace(self.stage, edges=edges), self.trace)
-
-    @property
-    def trained_zeros(self) -> bool:
-        """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
-        pairs = ((edge.operation, weight) for edge in self.stage.edges for weight in edge.pruned_weights)
-        return any(
-            not w.masked and self.trace.tensor(operation.number_of(w.name)).requires_grad and not bool(w.mask.all())
-            for operation, w in pairs
-        )
 
     @property
     def batch(self) -> int:

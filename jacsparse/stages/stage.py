@@ -92,6 +92,16 @@ class Edge:
         call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
         return replace(self, call=call, pruned_weights=pruned)
 
+    def adapted(self, trace: Trace) -> Edge:
+        """The same edge with a pattern that omits only elements that are zero in a run's weights."""
+        # A tensor that was overwritten after the run does not tell which elements were zero.
+        stale = {w.name for w in self.pruned_weights if trace.is_stale(self.operation.number_of(w.name))}
+        if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.pruned_weights):
+            return self
+        # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
+        names = [name for name in self.rule.pruned_arguments(self.call) if name not in stale]
+        return self.without([PrunedWeight(name, self.weight(name, trace), None) for name in names])
+
     def __repr__(self) -> str:
         return f"<Edge {self.call.path}: {self.call.operator}, {self.call.argument}>"
 
