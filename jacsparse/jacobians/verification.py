@@ -233,7 +233,9 @@ def _check_edge(
     # All products at once, because each use computes the parts of a matrix anew.
     actual = matrix.times(seeds if gradients is None else torch.cat([seeds, gradients], 1))
     pulled = None if gradients is None else actual[:, seeds.shape[1] :].contiguous()
-    expected = torch.stack([_vjp(call, seed.T).T for seed in seeds.unbind(1)], 1)
+    expected = torch.empty_like(actual[:, : seeds.shape[1]])
+    for number, seed in enumerate(seeds.unbind(1)):
+        expected[:, number] = _vjp(call, seed.T).T
     share, places = _compared(actual[:, : seeds.shape[1]], expected, rounding_of(call.input, call.output), limit)
     entries = [
         _entry(matrix, call, sample, number if exact else _row(matrix, call, sample, column, limit), column)

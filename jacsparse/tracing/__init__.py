@@ -1,7 +1,7 @@
 """Traces of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
-from .calls import calls_of, in_graphs, with_constants
+from .calls import calls_of, with_constants
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
 from .modules import (
     check_initialised,
@@ -48,7 +48,6 @@ __all__ = [
     "facts_of",
     "form_of",
     "has_node_hooks",
-    "in_graphs",
     "is_recording",
     "leads_to",
     "mask_of",

@@ -25,7 +25,7 @@ from ..patterns import (
     Use,
     rule_of,
 )
-from .graph import Node, Value, results_of
+from .graph import Node, Operand, Value, results_of
 from .operators import defaults_of, operator_name
 from .overwrite import Overwrite
 from .traces import Trace
@@ -161,14 +161,9 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     needed = _needed(trace)
     passed = set[int]()
     if couples and needed:
-        known, makers = {0, *needed}, [(value, graph.infos[value].maker) for value in needed]
-        made = [
-            (value, [each.value for each in maker.operands if each.active and each.value in known])
-            for value, maker in makers
-            if maker is not None
-        ]
+        made = [(value, [operand.value for operand in operands]) for value, operands in needed.items()]
         passed = {*passed_by_all_paths(made), program.output}
-    for value in needed:
+    for value, operands in needed.items():
         node = graph.infos[value].maker
         assert node is not None
         result = trace.tensor(value)
@@ -177,7 +172,7 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
                 f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        operation = _operation(program, trace, node, value, couples)
+        operation = _operation(program, trace, node, value, operands, couples)
         if operation.layout is None and value in passed and result.shape[:1] == x.shape[:1]:
             operation = replace(operation, layout=program.layouts[0])
         program.operations[value], program.shapes[value] = operation, tuple(result.shape)
@@ -239,8 +234,11 @@ def _between_hooks(trace: Trace) -> set[int]:
     return values
 
 
-def _needed(trace: Trace) -> list[int]:
-    """The values through which a derivative passes from the input to the output, in order, without the input."""
+def _needed(trace: Trace) -> dict[int, list[Operand]]:
+    """The values through which a derivative passes from the input to the output, in order, without the input.
+
+    With each come the operands by which it passes.
+    """
     graph = trace.graph
     assert graph.last is not None
     # A tensor may have a gradient only because of weights: it is not reached from the input.
@@ -250,23 +248,24 @@ def _needed(trace: Trace) -> list[int]:
         passes = node.name not in CONSTANT or any(trace.tensor(result).is_complex() for result in node.results)
         if passes and any(operand.active and operand.value in reached for operand in node.operands):
             reached.update(node.results)
-    needed: set[int] = set()
+    needed: dict[int, list[Operand]] = {}
     waiting = [graph.last.value] if graph.last.active else []
     while waiting:
         value = waiting.pop()
         maker = graph.infos[value].maker
         if maker is not None and value in reached and value not in needed:
-            needed.add(value)
-            waiting.extend(operand.value for operand in maker.operands if operand.active)
-    return sorted(needed)
+            needed[value] = [operand for operand in maker.operands if operand.active and operand.value in reached]
+            waiting.extend(operand.value for operand in needed[value])
+    return dict(sorted(needed.items()))
 
 
-def _operation(program: Program, trace: Trace, node: Node, value: int, couples: bool) -> Operation:
+def _operation(
+    program: Program, trace: Trace, node: Node, value: int, operands: list[Operand], couples: bool
+) -> Operation:
     """The operation that computes a value."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
     arguments = {**defaults, **{name: trace.read(argument) for name, argument in node.arguments.items()}}
-    operands = [operand for operand in node.operands if operand.active and operand.value in program.shapes]
     if node.changes_unseen:
         # The derivative is that of what was written to.
         written = [operand for operand in operands if node.writes_to(operand.name)]
