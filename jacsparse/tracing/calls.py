@@ -218,8 +218,10 @@ def _is_fresh(node: fx.Node) -> bool:
 
 def _takes_constants(node: fx.Node) -> bool:
     """Whether a call works on elements one by one, and no constant of one element moves its result in memory."""
-    values = [each.meta["val"] for each in (node, *node.all_input_nodes)]
-    return _is_fresh(node) and all(each.is_contiguous() or not any(each.stride()) for each in values)
+    if not _is_fresh(node):
+        return False
+    values = (each.meta["val"] for each in (node, *node.all_input_nodes))
+    return all(each.is_contiguous() or not any(each.stride()) for each in values)
 
 
 def _form(node: fx.Node) -> tuple[Any, ...] | None:
