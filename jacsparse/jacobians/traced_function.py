@@ -91,7 +91,8 @@ class TracedFunction:
     def scalar_dtypes(self) -> dict[int, torch.dtype]:
         """By their places, the dtypes in which operators work on factors and terms."""
         pairs = ((node, argument) for node in self.graph.nodes for argument in node.arguments.values())
-        places = ((node, each.place) for node, each in pairs if type(each) is Scalar and each.is_factor)
+        # Of these alone an integer may take the place.
+        places = ((node, each.place) for node, each in pairs if type(each) is Scalar and int in each.types)
         return {place: self.trace.tensor(node.results[0]).dtype for node, place in places}
 
     def scalars(self, trace: Trace) -> list[Any]:

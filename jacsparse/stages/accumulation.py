@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -174,16 +174,16 @@ class Accumulation:
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
 
-        def compute(
-            numbers: Iterable[int], values: dict[int, torch.Tensor], kept: Collection[int] = ()
-        ) -> dict[int, torch.Tensor]:
-            for number in numbers:
-                values[number] = self._values(number, values, leaf, pull)
-                for used in last_use.get(number, ()):
-                    if used not in kept:
-                        del values[used]
-            return values
+        def value(matrix: Any, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+            if isinstance(matrix, _Leaf):
+                return leaf(matrix.key)
+            if isinstance(matrix, Pulled):
+                assert pull is not None
+                columns = operands[0].reshape(*self.matrices[matrix.operands[0]].stored.shape, operands[0].shape[1])
+                return pull(matrix.key, columns).flatten(0, 1)
+            return matrix.plan.multiply(*operands) if isinstance(matrix, _Product) else matrix.plan.add(operands)  # type: ignore[no-any-return]
 
+        compute = partial(self._computed, value=value, last_use=last_use)
         values = compute([number for number in order if number not in large], {}, kept=read)
         batch = max((values[number].shape[1] for number in read), default=1)
         if large and batch > 1 and not any(values[number].is_cuda for number in read):
@@ -194,26 +194,22 @@ class Accumulation:
         pattern, stored = self.matrices[result].pattern, self.matrices[result].stored
         return values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places)
 
-    def _values(
+    def _computed(
         self,
-        number: int,
-        values: dict[int, torch.Tensor],
-        leaf: Callable[[Any], torch.Tensor],
-        pull: Callable[[Any, torch.Tensor], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Values of one matrix, from those of its operands."""
-        matrix = self.matrices[number]
-        operands = [values[operand] for operand in matrix.operands]
-        if isinstance(matrix, _Leaf):
-            return leaf(matrix.key)
-        if isinstance(matrix, _Product):
-            return matrix.plan.multiply(*operands)
-        if isinstance(matrix, _Sum):
-            return matrix.plan.add(operands)
-        assert pull is not None and isinstance(matrix, Pulled)
-        (right,) = matrix.operands
-        columns = operands[0].reshape(*self.matrices[right].stored.shape, operands[0].shape[1])
-        return pull(matrix.key, columns).flatten(0, 1)
+        numbers: Iterable[int],
+        values: dict[int, Entries],
+        value: Callable[[Any, list[Entries]], Entries],
+        last_use: Mapping[int, Sequence[int]],
+        kept: Collection[int] = (),
+    ) -> dict[int, Entries]:
+        """The values of some matrices beside those of others, without those that were used for the last time."""
+        for number in numbers:
+            matrix = self.matrices[number]
+            values[number] = value(matrix, [values[operand] for operand in matrix.operands])
+            for used in last_use.get(number, ()):
+                if used not in kept:
+                    del values[used]
+        return values
 
     def _large(self, order: Sequence[int]) -> list[int]:
         """The large products of a sparse and a full matrix, and what is computed from them; none if some are pulled.
@@ -237,17 +233,13 @@ class Accumulation:
     ) -> Entries:
         """A matrix in another representation of matrices, which comes with its own products and sums."""
         order, last_use = self._order(result)
-        matrices: dict[int, Entries] = {}
-        for number in order:
-            matrix = self.matrices[number]
-            operands = [matrices[operand] for operand in matrix.operands]
+
+        def value(matrix: Any, operands: list[Entries]) -> Entries:
             if isinstance(matrix, _Leaf):
-                matrices[number] = leaf(matrix.key)
-            else:
-                matrices[number] = multiply(*operands) if isinstance(matrix, _Product) else add(operands)
-            for used in last_use.get(number, ()):
-                del matrices[used]
-        return matrices[result]
+                return leaf(matrix.key)
+            return multiply(*operands) if isinstance(matrix, _Product) else add(operands)
+
+        return self._computed(order, {}, value, last_use)[result]
 
     @property
     def moved(self) -> int:

@@ -41,11 +41,6 @@ class Scalar:
     #: 0 or 1 where it is that in every run: rules may tell these from other numbers.
     special: float | None = None
 
-    @property
-    def is_factor(self) -> bool:
-        """Whether it is a factor or a term, which a tensor without axes may be too."""
-        return int in self.types
-
 
 def referred(argument: Any, value: Callable[[int], Any], scalars: Sequence[Any]) -> Any:
     """What an argument of a call refers to, of some values and numbers; an argument that is no reference as it is."""
@@ -195,11 +190,6 @@ class Info:
     def call(self) -> Node | None:
         """The call that computes it in a replay; None for the input and for captures."""
         return self.maker if self.whole is None or self.whole.by_parts else self.whole
-
-    @property
-    def is_source(self) -> bool:
-        """Whether no call computes it again: it is the input, a capture, or random numbers."""
-        return self.maker is None or self.maker.draws
 
 
 @dataclass(eq=False)

@@ -175,18 +175,13 @@ class Tracer(DispatchMode):
             self.memory.preserve(tensor, node)
         if node.sizes is None:
             result = node.overload(*args, **kwargs)
-        viewed = self.viewed(node, args, kwargs)
+        name = node.facts.viewed if self.trace.graph.writes else None
+        viewed = None if name is None else dict(named_tensors(node.facts, args, kwargs)).get(name)
         if type(result) is torch.Tensor and not written:
             self.bind(node.results[0], result, viewed=viewed)
         else:
             self.bind_results(node, with_written(result, written), written, viewed)
         return result
-
-    def viewed(self, node: Node, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The argument that a call's results are views of, where that matters."""
-        if node.facts is None or node.facts.viewed is None or not self.trace.graph.writes:
-            return None
-        return dict(named_tensors(node.facts, args, kwargs)).get(node.facts.viewed)
 
     # A call that no graph has.
 
