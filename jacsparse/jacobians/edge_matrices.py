@@ -33,7 +33,6 @@ class EdgeMatrix:
         # Each part has the rows between two bounds, for a slice of the samples.
         self.samples = [slice(0, record.batch)]
         self.bounds: Sequence[int] = (0, self.pattern.shape[0])
-        self._whole: torch.Tensor | None = None
         closed = isinstance(self.pattern.structure, (Diagonal, Full))
         indices = 0 if closed else self.pattern.index_nbytes
         sample = self.pattern.nnz * record.trace.input.element_size()
@@ -72,24 +71,18 @@ class EdgeMatrix:
         return self.edge.rule.transposed_parts(self.record.call(self.edge, samples), self.pattern, bounds)
 
     def _values(self, samples: slice) -> torch.Tensor:
-        """The values of all rows, cached where all samples are in one slice."""
-        if self._whole is not None:
-            return self._whole
-        values = self.edge.rule.transposed_values(self.record.call(self.edge, samples), self.pattern)
-        if len(self.samples) == 1:
-            self._whole = values
-        return values
+        """The values of all rows."""
+        return self.edge.rule.transposed_values(self.record.call(self.edge, samples), self.pattern)
 
     def _pieces(self, samples: slice) -> Iterator[tuple[int, int, Pattern, torch.Tensor]]:
         """Parts of the rows for a slice of the samples: the first and the last row, the pattern and the values."""
-        parts = None if len(self.bounds) == 2 else self._parts(self.bounds, samples)
-        if parts is None:
+        if len(self.bounds) == 2:
             yield 0, self.pattern.shape[0], self.pattern, self._values(samples)
             return
-        for bounds, part, values in zip(
-            pairwise(self.bounds), self.pattern.structure.parts(self.bounds), parts, strict=True
-        ):
-            yield *bounds, Pattern.of(part), values
+        values, structures = self._parts(self.bounds, samples), self.pattern.structure.parts(self.bounds)
+        assert values is not None
+        for bounds, structure, part in zip(pairwise(self.bounds), structures, values, strict=True):
+            yield *bounds, Pattern.of(structure), part
 
     def times(self, vectors: torch.Tensor) -> torch.Tensor:
         """The products with many vectors for each sample, ``(outputs, many, batch)`` to ``(inputs, many, batch)``."""
