@@ -16,7 +16,7 @@ from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .sparse import SparseConv2d, SparseLinear
 from .spgemm import check_limit
-from .stages import Chain, Chains, Run, chain, check_input
+from .stages import Chain, ChainCache, Run, chain, check_input
 from .tracing import check_module, is_recording, without_saving_hooks
 from .training import Leapfrogger, check_threads
 
@@ -29,7 +29,7 @@ __all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "Spar
 class _OfChain(nn.Module):
     """A module around another one, whose chain of stages back-propagates."""
 
-    _chains: Chains
+    _chains: ChainCache
 
     def __init__(self, module: nn.Module, pruned: bool) -> None:
         super().__init__()
@@ -52,15 +52,10 @@ class _OfChain(nn.Module):
         check_input("x", x)
         if not len(x):
             return self.module(x)
-        chain, run = self._chains_of_module().of(x)
+        chain, run = self._chains.of(self.module, x)
         with without_saving_hooks():
             puller = self._puller(chain, run)
         return scanned(puller, run, x)
-
-    def _chains_of_module(self) -> Chains:
-        if self._chains.module is not self.module:
-            self.reset()
-        return self._chains
 
     def _puller(self, chain: Chain, run: Run) -> Puller:
         """What pulls gradients back through a chain, after a forward pass."""
@@ -68,7 +63,7 @@ class _OfChain(nn.Module):
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes new ones for its weights."""
-        self._chains = Chains(self.module, pruned=self.pruned, couples=True)
+        self._chains = ChainCache(pruned=self.pruned, couples=True)
 
     def __getstate__(self) -> dict[str, Any]:
         # Patterns and plans are not copied or written to files.
@@ -178,7 +173,7 @@ class Scan(_OfChain):
         return across.output(self.module, check_input("x", x), self._run_part)
 
     def _run_part(self, x: torch.Tensor) -> tuple[Scanner, Run]:
-        chain, run = self._chains_of_module().of(x)
+        chain, run = self._chains.of(self.module, x)
         return self._scanner(chain), run
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
@@ -194,7 +189,7 @@ class Scan(_OfChain):
             scanner = Scanner(chain, self.schedule, self.memory_limit)
         self._scanners[id(chain)] = scanner
         # Plans may be large: only the last ones stay.
-        while len(self._scanners) > Chains.most:
+        while len(self._scanners) > ChainCache.most:
             self._scanners.popitem(last=False)
         return scanner
 

@@ -14,7 +14,7 @@ from ..patterns import Convolution, Csr, Diagonal, Full, Pattern
 from ..runtime import thread_count
 from ..schedule import Schedule
 from ..spgemm import PACKED, counts, fresh_keys, spread
-from ..stages import CoupledRegion, Region
+from ..stages import Region
 from ..terminal import duration
 from ..terminal import nbytes as in_bytes
 
@@ -245,7 +245,7 @@ def _looked_at(factor: Pattern | Region) -> float:
 
 def _least_pairs(factor: Pattern | Region) -> float:
     """A lower bound on the pairs of entries to make a region's matrix: where two of its edges meet."""
-    if isinstance(factor, (Pattern, CoupledRegion)):
+    if isinstance(factor, Pattern) or factor.coupling:
         return 0.0
     # The entries of each column of the matrices that lead to a vertex, past diagonal ones.
     arrived: dict[object, np.ndarray] = {}

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..patterns import Identity
-from ..stages import CoupledEdge, Edge, Record, Stage
+from ..stages import Edge, Record, Stage
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _executed(edges: Sequence[Edge]) -> int:
 
 def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[str, torch.Tensor]:
     """The arguments of an operator that are parameters, or computed from parameters, by name."""
-    trace, node = record.trace, record.operation(edge).node
+    trace, node = record.trace, edge.operation.node
     dependent = {operand.name for operand in node.operands}
     constants = {name: value for name, value in node.tensors if name not in dependent}
     return {
@@ -202,7 +202,7 @@ def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[
 
 def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
     """What is the same for two weights that are one: the parameters that they come from, and the part of these."""
-    trace, values = record.trace, dict(record.operation(edge).node.tensors)
+    trace, values = record.trace, dict(edge.operation.node.tensors)
 
     def key(value: int) -> Hashable:
         tensor, parameters = trace.tensor(value), trace.graph.infos[value].externals
@@ -215,7 +215,7 @@ def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor
     """The FLOP of an operator with `operands` operands that need a gradient; `fresh` weights are not counted yet."""
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
-    patterns = [edge.transposed_pattern for edge in edges if not isinstance(edge, CoupledEdge)]
+    patterns = [edge.transposed_pattern for edge in edges if not edge.coupling]
     nnz = sum(pattern.nnz for pattern in patterns)
     sparse = nnz if _is_entrywise(edges) else dense
     # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.

@@ -14,8 +14,7 @@ from torch import nn
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
 from ..stages import (
-    Chains,
-    CoupledEdge,
+    ChainCache,
     Edge,
     Record,
     Region,
@@ -23,7 +22,6 @@ from ..stages import (
     boundaries,
     check_shape,
     counted_record,
-    factor_of,
 )
 from ..tracing import SAMPLES, check_module, samples_of, traced, undisturbed
 from .layer_flop import LayerFlop, OperatorWork, layers_of
@@ -84,28 +82,28 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     """The stages of a module's chain."""
     check_module(module)
     shape = check_shape(input_shape)
-    chains = Chains(module, couples=True)
+    chains = ChainCache(couples=True)
     with undisturbed(module):
         chain, run = chains.of_trace(traced(module, samples_of(module, shape), readable=False))
         records = [counted_record(record) for record in run]
         stages = layers_of(records)
 
     def observed_pattern(record: Record, edge: Edge, sample: int) -> Pattern:
-        if edge.shared or isinstance(edge, CoupledEdge):
+        if edge.shared or edge.coupling:
             return edge.transposed_pattern
         values = record.values(edge, slice(sample, sample + 1))[:, 0]
         return without_zeros(edge.transposed_pattern, values.cpu().numpy())
 
     def nonzero_operands(record: Record, entrywise: Sequence[int], sample: int) -> dict[int, np.ndarray]:
         edges = _operator_edges(record.stage)
-        return {number: (record.operand(edges[number])[sample] != 0).flatten().cpu().numpy() for number in entrywise}
+        return {number: (record.call(edges[number]).input[sample] != 0).flatten().cpu().numpy() for number in entrywise}
 
     def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
         with undisturbed(module):
-            records = [counted_record(record) for record in chains.of(x, by_autograd=False)[1].records]
+            records = [counted_record(record) for record in chains.of(module, x, by_autograd=False)[1].records]
         for n in range(count):
             factors = [
-                factor_of(record, [observed_pattern(record, edge, n) for edge in record.stage.edges])
+                record.stage.factor([observed_pattern(record, edge, n) for edge in record.stage.edges])
                 for record in records
             ]
             yield (
@@ -136,7 +134,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     ]
     weights = dict.fromkeys(("pruned", "observed"), float(sum(layers.other_weights for layers in stages)))
     all_layers = tuple(layer for layers in stages for layer in layers.layers)
-    factors = [factor_of(record) for record in records]
+    factors = [record.stage.factor() for record in records]
     return Subject(chain.in_shape, factors, operators, observe, all_layers, weights, chain.coupling)
 
 
@@ -167,8 +165,8 @@ def _unpruned_nnz(edge: Edge) -> int:
 
 def _operator_flop(edge: Edge, nnz: int) -> float:
     """FLOP of a gradient operator, as `BaselineStep.flop` counts them, with `nnz` entries of its pattern."""
-    if isinstance(edge, CoupledEdge):
-        return 2.0 * edge.multiply_adds
+    if edge.coupling:
+        return 2.0 * edge.coupling
     pattern = edge.transposed_pattern
     rows, columns = pattern.shape
     if isinstance(pattern.structure, Identity):

@@ -21,11 +21,11 @@ import torch
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
 from ..runtime import array_in
-from ..tracing import Trace
+from ..tracing import Trace, Values
 from .evaluator import Evaluator
 from .fused_values import FusedValues, flop_of
 from .products_with_vectors import pull_back, push_forward
-from .traced_function import TracedFunction, Values
+from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 #: Cost of a backward pass relative to a forward pass.

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..patterns import Blocks, Diagonal, Full, Pattern
+from ..patterns import Diagonal, Full, Pattern
 from ..runtime import row_starts
 from ..spgemm import matvec
 from ..stages import Edge, Record
@@ -33,7 +33,6 @@ class EdgeMatrix:
         # Each part has the rows between two bounds, for a slice of the samples.
         self.samples = [slice(0, record.batch)]
         self.bounds: Sequence[int] = (0, self.pattern.shape[0])
-        self._whole: torch.Tensor | None = None
         closed = isinstance(self.pattern.structure, (Diagonal, Full))
         indices = 0 if closed else self.pattern.index_nbytes
         sample = self.pattern.nnz * record.trace.input.element_size()
@@ -72,33 +71,25 @@ class EdgeMatrix:
         return self.edge.rule.transposed_parts(self.record.call(self.edge, samples), self.pattern, bounds)
 
     def _values(self, samples: slice) -> torch.Tensor:
-        """The values of all rows, cached where all samples are in one slice."""
-        if self._whole is not None:
-            return self._whole
-        whole = len(self.samples) == 1
-        call = self.record.call(self.edge, slice(None) if whole else samples)
-        values = self.edge.rule.transposed_values(call, self.pattern)
-        if whole:
-            self._whole = values
-        return values
+        """The values of all rows."""
+        return self.edge.rule.transposed_values(self.record.call(self.edge, samples), self.pattern)
+
+    def _pieces(self, samples: slice) -> Iterator[tuple[int, int, Pattern, torch.Tensor]]:
+        """Parts of the rows for a slice of the samples: the first and the last row, the pattern and the values."""
+        if len(self.bounds) == 2:
+            yield 0, self.pattern.shape[0], self.pattern, self._values(samples)
+            return
+        values, structures = self._parts(self.bounds, samples), self.pattern.structure.parts(self.bounds)
+        assert values is not None
+        for bounds, structure, part in zip(pairwise(self.bounds), structures, values, strict=True):
+            yield *bounds, Pattern.of(structure), part
 
     def times(self, vectors: torch.Tensor) -> torch.Tensor:
         """The products with many vectors for each sample, ``(outputs, many, batch)`` to ``(inputs, many, batch)``."""
         products = vectors.new_empty((self.pattern.shape[0], *vectors.shape[1:]))
         for samples in self.samples:
-            factors, out = vectors[:, :, samples], products[:, :, samples]
-            if len(self.bounds) == 2:
-                out[:] = times(self.pattern, self._values(samples), factors)
-                continue
-            parts = self._parts(self.bounds, samples)
-            assert parts is not None
-            structure, bounds = self.pattern.structure, pairwise(self.bounds)
-            if isinstance(structure, Blocks) and structure.inner == 1:
-                for (first, last), values in zip(bounds, parts, strict=True):
-                    _times_blocks(structure, first, values, factors, out[first:last])
-            else:
-                for (first, last), part, values in zip(bounds, structure.parts(self.bounds), parts, strict=True):
-                    out[first:last] = times(Pattern.of(part), values, factors)
+            for first, last, pattern, values in self._pieces(samples):
+                products[first:last, :, samples] = times(pattern, values, vectors[:, :, samples])
         return products
 
     def row(self, number: int, sample: int) -> tuple[np.ndarray, torch.Tensor]:
@@ -129,17 +120,3 @@ def times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torc
         # A multiple of the number of columns that the kernel takes at once.
         products = matvec(pattern, values, torch.nn.functional.pad(columns, (0, -count * batch % LANES)))
     return products[:, : count * batch].reshape(rows, count, batch)
-
-
-def _times_blocks(
-    structure: Blocks, first: int, values: torch.Tensor, vectors: torch.Tensor, out: torch.Tensor
-) -> None:
-    """Write the products of the rows from `first` on to `out`, as `times` does: full blocks need no index."""
-    values = values.reshape(len(out), structure.columns, -1)
-    while len(out):
-        block = first // structure.rows
-        count = min(first + len(out), (block + 1) * structure.rows) - first
-        factor = vectors[block * structure.columns : (block + 1) * structure.columns]
-        # A product of two dense matrices for each sample.
-        out[:count] = torch.matmul(values[:count].movedim(2, 0), factor.movedim(2, 0)).movedim(0, 2)
-        values, out, first = values[count:], out[count:], first + count

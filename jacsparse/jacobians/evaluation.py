@@ -237,12 +237,12 @@ class _ChainRun:
         with without_autocast(self.x.device):
             result = self.chain.jacobian(self.records, self.x)
             with torch.no_grad():
-                plan.add(self.trace, self.records, result)
+                plan.add(self.trace, result)
         return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
 
     def differentiable(self) -> SparseJacobian:
         """The Jacobian with gradients of its values, where they are those of the function."""
-        if any(record.trained_zeros for record in self.records):
+        if self.chain.trained_zeros(self.trace):
             self.pruned, (self.chain, self.records) = False, self.unpruned().of_trace(self.trace)
         if self.chain.registered_values:
             refuse_other_derivatives(self.records, "the gradient of values")

@@ -16,10 +16,10 @@ from torch import fx
 
 from ..patterns import Identity, Pattern, gradient_of
 from ..runtime import array_in
-from ..stages import Accumulation, Edge, Record, eliminate
-from ..tracing import Operation, Scalar, Trace, Value
+from ..stages import Accumulation, Edge, LocalJacobian, eliminate
+from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
-from .traced_function import TracedFunction, Values, called
+from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
@@ -150,22 +150,22 @@ class _Leaves:
         if function.x.is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
-        #: The edges whose local derivatives are variables, in the order of these, with their records.
-        self.derivatives: dict[Edge, Record] = {}
+        #: The edges whose local derivatives are variables, in the order of these.
+        self.derivatives: list[Edge] = []
         #: For those that are selections of a weight's elements: the weight's name, and the elements.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
         self.local = Derivatives(scalars=len(function.trace.scalars))
 
     def folded(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        if most is not None and sum(edge.transposed_pattern.nnz for edge, _ in self.function.edges()) > most:
+        if most is not None and sum(edge.transposed_pattern.nnz for edge in self.function.chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
         # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
         limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
         self.algebra.limit = limit if most is None else min(limit, int(most))
-        accumulation, edges, chain = Accumulation(patterns_only=True), self.function.edges(), self.function.chain
-        leaves = {accumulation.leaf(edge, edge.transposed_pattern): edge for edge, _ in edges}
+        accumulation, chain = Accumulation(patterns_only=True), self.function.chain
+        leaves = {accumulation.leaf(edge, edge.transposed_pattern): edge for edge in chain.edges}
         rows, columns = self.function.pattern.shape
         if not len(chain):
             diagonal = np.arange(rows)
@@ -181,16 +181,16 @@ class _Leaves:
 
     def matrices(self) -> dict[Edge, Terms]:
         """The transposed local Jacobians of all edges; their variables come before those of products."""
-        constants = {edge: self._constant(edge, record) for edge, record in self.function.edges()}
+        constants = {edge: self._constant(edge) for edge in self.function.chain.edges}
         return {edge: terms for edge, terms in constants.items() if terms is not None} | self._of_derivatives()
 
-    def _constant(self, edge: Edge, record: Record) -> Terms | None:
+    def _constant(self, edge: Edge) -> Terms | None:
         """The transposed local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
         pattern = edge.transposed_pattern
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        operation = record.operation(edge)
+        operation = edge.operation
         factor = self._factor(edge, operation)
         if factor is not None:
             number, power, coefficient = factor
@@ -199,15 +199,15 @@ class _Leaves:
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or not self._varies(edge, operation)):
-            return terms_at(*entries, coefficient=record.values(edge)[:, 0].numpy())
+            return terms_at(*entries, coefficient=LocalJacobian(edge, self.function.trace).values[:, 0].numpy())
         # An operator may work on places in one overload alone, as `aten.max` does.
         overload: Any = operation.overload
         if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
-            selection = self._selection(edge, record) if self.weights else None
+            selection = self._selection(edge) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
             self.selections[edge] = selection
-        self.derivatives[edge] = record
+        self.derivatives.append(edge)
         return None
 
     def _varies(self, edge: Edge, operation: Operation) -> bool:
@@ -216,24 +216,25 @@ class _Leaves:
         arguments = (value for name, value in operation.referenced.items() if name != edge.call.argument)
         return any(type(each) is Scalar or (type(each) is Value and not infos[each.number].fixed) for each in arguments)
 
-    def _selection(self, edge: Edge, record: Record) -> tuple[str, np.ndarray] | None:
+    def _selection(self, edge: Edge) -> tuple[str, np.ndarray] | None:
         """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
 
         None where the entries are no elements of a weight.
         """
-        call, names = record.call(edge), edge.rule.pruned_arguments(edge.call)
+        trace, local = self.function.trace, LocalJacobian(edge, self.function.trace)
+        call, names = local.call, edge.rule.pruned_arguments(edge.call)
         if not edge.shared or len(names) != 1 or names[0] in call.dependent:
             return None
         (name,) = names
         weight = call.arguments[name]
-        if record.trace.read(record.operation(edge).node.arguments[name]).numel() != weight.numel():
+        if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
             return None
         # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
         of_numbers = replace(call, arguments={**call.arguments, name: numbered})
         numbers = edge.rule.transposed_values(of_numbers, edge.transposed_pattern)[:, 0]
         elements = numbers.long().clamp(0, max(0, weight.numel() - 1))
-        if not torch.equal(weight.reshape(-1)[elements], record.values(edge)[:, 0]):
+        if not torch.equal(weight.reshape(-1)[elements], local.values[:, 0]):
             return None
         return (name, elements.numpy()) if torch.equal(elements.to(numbers), numbers) else None
 
@@ -249,10 +250,9 @@ class _Leaves:
         """The local Jacobians of the edges that have derivatives."""
         if not self.derivatives:
             return {}
-        operations = {edge: record.operation(edge) for edge, record in self.derivatives.items()}
-        references = (value for operation in operations.values() for value in operation.referenced.values())
+        references = (value for edge in self.derivatives for value in edge.operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
-        computed = ValueFunction(self.function, self._computed(operations), reads, replays=self.replays)
+        computed = ValueFunction(self.function, self._computed(), reads, replays=self.replays)
         parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first
@@ -264,22 +264,22 @@ class _Leaves:
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }
 
-    def _computed(self, operations: Mapping[Edge, Operation]) -> Callable[[Values], list[torch.Tensor]]:
+    def _computed(self) -> Callable[[Values], list[torch.Tensor]]:
         """What computes the local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
-        # It is to hold no record of this run.
-        function, batch, selections = self.function, self.function.batch, self.selections
-        layouts = {edge: record.stage.program.layouts[edge.target] for edge, record in self.derivatives.items()}
+        function, batch, selections, edges = self.function, self.function.batch, self.selections, self.derivatives
 
         def derivatives(values: Values) -> list[torch.Tensor]:
             parts = []
-            for edge, operation in operations.items():
-                arguments = values.arguments(operation.referenced)
+            for edge in edges:
+                arguments = values.arguments(edge.operation.referenced)
                 if edge in selections:
                     weight = arguments[selections[edge][0]].reshape(1, -1)
                     parts.append(weight if function.shared else weight.expand(batch, -1))
                     continue
-                derivative = _derivative(operation, arguments, edge.call.argument, function)
-                of_samples = layouts[edge].split(derivative).reshape(batch, -1)
+                derivative = _derivative(edge, arguments, function)
+                layout = edge.operation.layout
+                assert layout is not None
+                of_samples = layout.split(derivative).reshape(batch, -1)
                 parts.append(of_samples[:1] if function.shared else of_samples)
             return parts
 
@@ -317,12 +317,10 @@ class _Leaves:
         return self.local.scalars + numbers.index(value)
 
 
-def _derivative(
-    operation: Operation, arguments: Mapping[str, Any], argument: str, function: TracedFunction
-) -> torch.Tensor:
+def _derivative(edge: Edge, arguments: Mapping[str, Any], function: TracedFunction) -> torch.Tensor:
     """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
-    shape = function.trace.tensor(operation.value).shape
+    shape, argument = function.trace.tensor(edge.target).shape, edge.call.argument
     with torch.enable_grad():
         operand = arguments[argument].expand(shape).detach().requires_grad_()
-        y = called(operation.overload, {**arguments, argument: operand})[operation.number]
+        y = edge.operation.evaluate({**arguments, argument: operand})
         return gradient_of(y, operand, torch.ones_like(y))

@@ -61,8 +61,7 @@ class Gradient(WithAux):
         with undisturbed(function, arguments.tensors[0].device):
             run = traced(function, arguments.flat())
             if run.graph.last is not None:
-                _, records = chain_of(run, pruned=False).records(run)
-                refuse_other_derivatives(records, "a Hessian")
+                refuse_other_derivatives(chain_of(run, pruned=False).records(run), "a Hessian")
 
     def _check_scalar(self, y: Any, batch: int) -> None:
         """Raise where the function's result is not one number, or one for each sample."""

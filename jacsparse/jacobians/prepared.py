@@ -61,10 +61,8 @@ class PreparedJacobian(Generic[Result]):
     ) -> None:
         self._f, self._arguments, self._options, self._choose = f, arguments, options, choose
         self._lock = threading.RLock()
-        #: By what they were made for, the programs.
-        self._programs: dict[Any, PreparedProgram] = {}
-        #: The leaves that are numbers, which programs take as tensors.
-        self._tensors: dict[Any, frozenset[int]] = {}
+        #: The programs, each after the kinds of arguments and the numbers that it was made for; the last one made last.
+        self._programs: list[tuple[tuple[Any, ...], tuple[str, ...], PreparedProgram]] = []
         self._first = self._program(arguments)
         evaluator = self._first.evaluator
         self.pattern, self.method = evaluator.pattern, evaluator.name
@@ -155,18 +153,16 @@ class PreparedJacobian(Generic[Result]):
     def _program(self, arguments: Arguments) -> PreparedProgram:
         """The program for the numbers and objects among arguments of the prepared form."""
         kinds = arguments.kinds_of_plain
-        tensors = self._tensors.get(kinds)
-        if tensors is not None:
-            program = self._programs.get((kinds, arguments.numbers_but(tensors)))
-            if program is not None:
+        for others, numbers, program in self._programs:
+            if others == kinds and numbers == arguments.numbers_but(program.traced.tensors):
                 return program
         with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
             return self._made(arguments)
 
     @without_saving_hooks()
     def _made(self, arguments: Arguments) -> PreparedProgram:
-        kinds = arguments.kinds_of_plain
-        tensors, options = self._tensors.get(kinds), self._options
+        kinds, options = arguments.kinds_of_plain, self._options
+        tensors = next((program.traced.tensors for others, _, program in self._programs if others == kinds), None)
         traced_at = arguments if tensors is None else arguments.with_tensors(tensors)
         # What was no tensor once never is.
         traced = traced_program(self._f, traced_at, options, asks=tensors is None)
@@ -183,13 +179,8 @@ class PreparedJacobian(Generic[Result]):
                 f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
                 "it was prepared: prepare one for these"
             )
-        while len(self._programs) >= MOST:
-            oldest, numbers = next(iter(self._programs))
-            del self._programs[oldest, numbers]
-            if all(key[0] != oldest for key in self._programs):
-                del self._tensors[oldest]
-        self._tensors[kinds] = traced.tensors
-        self._programs[kinds, arguments.numbers_but(traced.tensors)] = program
+        made = kinds, arguments.numbers_but(traced.tensors), program
+        self._programs = [*self._programs[1 - MOST :], made]
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:

@@ -13,14 +13,13 @@ from torch.utils import _pytree
 
 from ..patterns import Pattern, UnsupportedOperatorError, requiring_gradient
 from ..spgemm import SparseJacobian
-from ..stages import chain_of
-from ..tracing import Form, Trace, Value, form_of, without_autocast
+from ..stages import Edge, chain_of
+from ..tracing import Form, PrunedWeight, Trace, Value, form_of, without_autocast
 from .arguments import Arguments
 from .differentiable import with_graph
 from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .replays import jacobian_values, of_replay, replayed
-from .traced_function import TracedFunction
 from .tracing_for_replays import TracedProgram, contents_of
 
 
@@ -30,38 +29,6 @@ class FilledWeightError(RuntimeError):
     def __init__(self, weight: str) -> None:
         super().__init__(f"{weight}, of which a pattern leaves out elements, has others than zeros there")
         self.weight = weight
-
-
-class WatchedWeights:
-    """The pruned weights of a traced function that may differ between runs: whether their zeros are zero still."""
-
-    def __init__(self, function: TracedFunction) -> None:
-        self._graph = function.graph
-        uses = (
-            (edge, record.operation(edge), weight)
-            for edge, record in function.edges()
-            for weight in edge.pruned_weights
-        )
-        #: Without truth values that select, which are compared themselves.
-        self.uses = [
-            (edge, operation, weight, operation.node.arguments[weight.name].number)
-            for edge, operation, weight in uses
-            if weight.floating and not self._graph.infos[operation.node.arguments[weight.name].number].fixed
-        ]
-
-    def check(self, trace: Trace) -> None:
-        """Raise FilledWeightError where an element that the pattern leaves out is not zero in a run."""
-        for edge, operation, weight, value in self.uses:
-            tensor = operation.of_sample(weight.name, trace.value(value))
-            if not weight.holds(edge.weight(weight.name, tensor)):
-                raise FilledWeightError(self._name_of(value, trace))
-
-    def _name_of(self, value: int, trace: Trace) -> str:
-        """The parameters and buffers that a weight is computed from, or the shapes of other tensors."""
-        of_module = {id(t): name for name, t in (*trace.module.named_parameters(), *trace.module.named_buffers())}
-        tensors = [trace.tensor(each) for each in self._graph.captures if self._graph.made_of(value, {each})]
-        names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
-        return " and ".join(names) or "a weight"
 
 
 @dataclass(slots=True)
@@ -79,7 +46,8 @@ class PreparedProgram:
 
     traced: TracedProgram
     evaluator: Evaluator
-    watched: WatchedWeights
+    #: The pruned weights that may differ between calls, without truth values that select: their elements are compared.
+    watched: Sequence[tuple[Edge, PrunedWeight]]
     #: All entries, those of pruned weights too, where values are to have gradients.
     entries: Pattern | None
 
@@ -93,9 +61,15 @@ class PreparedProgram:
             entries = function.pattern
             if function.chain.pruned_weights:
                 entries = chain_of(function.trace, pruned=False).pattern
-        program = cls(traced, evaluator, WatchedWeights(function), entries)
+        infos = function.graph.infos
+        watched = [
+            (edge, weight)
+            for edge in function.chain.edges
+            for weight in edge.pruned_weights
+            if weight.floating and not infos[edge.operation.number_of(weight.name)].fixed
+        ]
         function.forget()
-        return program
+        return cls(traced, evaluator, watched, entries)
 
     def __call__(self, arguments: Arguments, returns: bool) -> Evaluation:
         """The Jacobian at arguments of the same form, and what the function returned where that is asked for.
@@ -109,43 +83,27 @@ class PreparedProgram:
         """
         arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
-        if (
-            self.entries is not None
-            and torch.is_grad_enabled()
-            and any(tensor.requires_grad for tensor in (*arguments.tensors, *captures.values()))
-        ):
-            return self._connected(arguments, captures, self.entries, returns)
-        if self._in_one_call is not None and not returns:
+        entries = self.entries if torch.is_grad_enabled() else None
+        if entries is not None and not any(t.requires_grad for t in (*arguments.tensors, *captures.values())):
+            entries = None
+        if self._in_one_call is not None and not returns and entries is None:
             values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
             if are_finite:
                 return Evaluation(values)
-        function = self.traced.function
-        before, x = function.trace, arguments.flat()
-        trace = Trace.replayed(function.graph, before.module, x, captures, before.scalars)
-        with torch.no_grad(), without_autocast(x.device):
-            self.watched.check(trace)
-            values = jacobian_values(function, self.evaluator, trace, of_replay)
-            if not returns:
-                return Evaluation(values)
-            output = function.graph.last
-            assert output is not None
-            return self._returned(trace, trace.value(output.value), values)
-
-    def _connected(
-        self, arguments: Arguments, captures: dict[int, torch.Tensor], entries: Pattern, returns: bool
-    ) -> Evaluation:
-        """The same with gradients."""
-        function = self.traced.function
-        before, x = function.trace, requiring_gradient(arguments.flat(connected=True))
-        trace = Trace.replayed(function.graph, before.module, x.view_as(x), captures, before.scalars)
-        trace.edges[0] = get_gradient_edge(trace.input)
-        with without_autocast(x.device):
-            trace.output = replayed(function, trace, {value: trace.value(value) for value in function.inputs})
+        function, x = self.traced.function, arguments.flat(connected=entries is not None)
+        x = x if entries is None else requiring_gradient(x)
+        before, own = function.trace, x if entries is None else x.view_as(x)
+        trace = Trace.replayed(function.graph, before.module, own, captures, before.scalars)
+        with torch.set_grad_enabled(entries is not None), without_autocast(x.device):
+            if entries is not None:
+                trace.edges[0] = get_gradient_edge(trace.input)
+                trace.output = replayed(function, trace, {value: trace.value(value) for value in function.inputs})
             with torch.no_grad():
-                self.watched.check(trace)
+                self._check_weights(trace)
                 values = jacobian_values(function, self.evaluator, trace, of_replay)
-            values = with_graph(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
-            return self._returned(trace, trace.output, values) if returns else Evaluation(values)
+            if entries is not None:
+                values = with_graph(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
+            return self._returned(trace, values, entries is not None) if returns else Evaluation(values)
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
         """The values where machine code computes all; None where it does not, or they are not finite.
@@ -182,8 +140,11 @@ class PreparedProgram:
                 )
         return captures
 
-    def _returned(self, trace: Trace, y: torch.Tensor, values: torch.Tensor) -> Evaluation:
+    def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluation:
         """The evaluation with what the function returned, whose tensors may have gradients where values may."""
+        output = self.traced.function.graph.last
+        assert output is not None
+        y = trace.output if connected else trace.value(output.value)
 
         def of_this_call(leaf: Any) -> Any:
             leaf = trace.value(leaf.number) if isinstance(leaf, Value) else leaf
@@ -193,11 +154,23 @@ class PreparedProgram:
         returned = self.traced.returned
         return Evaluation(values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux))
 
+    def _check_weights(self, trace: Trace) -> None:
+        """Raise FilledWeightError where an element that the pattern leaves out is not zero in a call."""
+        for edge, weight in self.watched:
+            if weight.holds(edge.weight(weight.name, trace)):
+                continue
+            # The parameters and buffers that the weight is computed from, or the shapes of other tensors.
+            module, graph, value = trace.module, trace.graph, edge.operation.number_of(weight.name)
+            of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+            tensors = [trace.tensor(each) for each in graph.captures if graph.made_of(value, {each})]
+            names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
+            raise FilledWeightError(" and ".join(names) or "a weight")
+
     @cached_property
     def _in_one_call(self) -> FusedValues | None:
         """What computes the values without a trace; None where something has to be looked at in one."""
         fused, function = self.evaluator.fused, self.traced.function
-        looks = self.watched.uses or function.chain.registered_values
+        looks = self.watched or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
 

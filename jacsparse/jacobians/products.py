@@ -247,5 +247,5 @@ class ChainProducts(Evaluator):
 
     def computed(self, trace: Trace) -> torch.Tensor:
         # Who replays a graph has looked at the pruned weights.
-        records = self.chain.fitting_records(trace) if self._replays else self.chain.records(trace)[1]
+        records = (self.chain if self._replays else self.chain.adapted(trace)).records(trace)
         return in_own_memory(self.chain.products(records, trace.input.detach()).values, records)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from ..patterns import gradients_of, input_gradients
-from ..tracing import Node, Operand
-from .traced_function import TracedFunction, Values, called
+from ..tracing import Node, Operand, Values
+from .traced_function import TracedFunction
 
 aten = torch.ops.aten
 
@@ -94,7 +94,7 @@ class _Call:
     def _results(self, operands: Sequence[Operand], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results for some operands."""
         named = {operand.name: tensor for operand, tensor in zip(operands, tensors, strict=True)}
-        results = called(self.call.overload, self.arguments | named)
+        results = self.call.computed(self.arguments | named)
         return tuple([results[place] for place in self.results])
 
     def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
@@ -155,7 +155,7 @@ class _Convolution(_Call):
 
     def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
         (operand,) = operands
-        return called(self.call.overload, {**self.arguments, "input": tangents[operand.value], "bias": None})
+        return self.call.computed({**self.arguments, "input": tangents[operand.value], "bias": None})
 
     @property
     def _has_kernels(self) -> bool:
@@ -232,7 +232,7 @@ def _derivatives(call: Node, arguments: Mapping[str, Any]) -> dict[str, torch.Te
     shape = torch.broadcast_shapes(*(operand.shape for operand in operands.values()))
 
     def applied(*tensors: torch.Tensor) -> torch.Tensor:
-        return called(call.overload, {**arguments, **dict(zip(operands, tensors, strict=True))})[0]
+        return call.computed({**arguments, **dict(zip(operands, tensors, strict=True))})[0]
 
     with torch.enable_grad():
         tensors = [operand.detach().expand(shape).requires_grad_() for operand in operands.values()]

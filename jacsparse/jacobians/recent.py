@@ -16,7 +16,7 @@ from torch import nn
 
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from ..stages import Chain, ChainCache, Record, agree
+from ..stages import Chain, ChainCache, agree
 from ..tracing import Graph, Trace, parts_of
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
@@ -51,13 +51,13 @@ class Plan:
             return None
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
-    def add(self, trace: Trace, records: list[Record], expected: SparseJacobian) -> None:
+    def add(self, trace: Trace, expected: SparseJacobian) -> None:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
         self._runs += 1
         # The chain of pruned weights changes with these.
         if self._runs != 1 + BEFORE or self.chain.pruned_weights:
             return
-        function = TracedFunction(trace, self.chain, records)
+        function = TracedFunction(trace, self.chain)
         try:
             evaluator = evaluator_of(function, replays=False)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:

@@ -9,9 +9,9 @@ import torch
 
 from ..patterns import gradient_of
 from ..stages import all_finite, pulled_by_autograd, with_backward_passes
-from ..tracing import Node, Trace
+from ..tracing import Node, Trace, Values
 from .evaluator import Evaluator
-from .traced_function import TracedFunction, Values, called
+from .traced_function import TracedFunction
 
 
 def jacobian_values(
@@ -36,7 +36,7 @@ def jacobian_values(
 
 def of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
     """The pull-back of a run, by autograd's graph of it."""
-    return pulled_by_autograd(function.chain.records(trace)[1], len(trace.input))
+    return pulled_by_autograd(function.chain.adapted(trace).records(trace), len(trace.input))
 
 
 def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -53,7 +53,7 @@ def replayed(function: TracedFunction, trace: Trace, known: Mapping[int, torch.T
     """The output, computed from the input and captures with the derivatives of the run; so are the values to keep."""
     output = function.graph.last
     assert output is not None
-    values = _Connected(function, known, function.scalars(trace))
+    values = _Connected(function.graph, known, function.scalars(trace))
     y = values[output.value]
     trace.copies |= {value: values[value] for value in function.kept}
     return y if output.active else y.detach()
@@ -70,7 +70,7 @@ class _Connected(Values):
         for (name, _), kind in zip(call.tensors, kinds, strict=False):
             if not active.get(name, kind is not None):
                 arguments[name] = arguments[name].detach()
-        results = called(call.overload, arguments)
+        results = call.computed(arguments)
         if not call.writes_unseen:
             return results
         # Other elements, with the derivative of those before.

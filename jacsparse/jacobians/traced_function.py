@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +12,8 @@ import torch
 from torch import nn
 
 from ..patterns import Pattern
-from ..stages import Chain, Edge, Record
-from ..tracing import Graph, Node, Scalar, Trace, name_of, needed_calls, referred, results_of
-
-aten = torch.ops.aten
+from ..stages import Chain
+from ..tracing import Graph, Node, Scalar, Trace, name_of
 
 
 @dataclass(eq=False)
@@ -28,7 +26,6 @@ class TracedFunction:
 
     trace: Trace
     chain: Chain
-    records: list[Record]
     #: The pattern that a user gave, where the operators' rules are not asked.
     given: Pattern | None = None
     #: The values that replays are to leave in their traces: what the function returns, where that is asked for.
@@ -44,7 +41,7 @@ class TracedFunction:
                 f"pattern has shape {pattern.shape}; expected {expected}: a row for each element of what "
                 f"{name_of(trace.module)} returns, a column for each of its arguments"
             )
-        return cls(trace, Chain(trace.module, (), in_shape, out_shape), [], pattern)
+        return cls(trace, Chain(name_of(trace.module), (), in_shape, out_shape), pattern)
 
     @property
     def graph(self) -> Graph:
@@ -71,60 +68,31 @@ class TracedFunction:
         """Whether all samples share the Jacobian's values."""
         return self.given is None and all(stage.shared for stage in self.chain)
 
-    def edges(self) -> Iterator[tuple[Edge, Record]]:
-        """The edges of all stages in order, with their stages' records."""
-        for record in self.records:
-            for edge in record.stage.edges:
-                yield edge, record
-
     @functools.cached_property
     def calls(self) -> list[Node]:
         """The calls through which a derivative passes, as replays make them."""
-        calls = (call for node in self.graph.nodes for call in self._replayed(node))
-        return [call for call in calls if any(o.active for o in call.operands) and self._has_derivative(call)]
-
-    def _has_derivative(self, call: Node) -> bool:
-        return any(self.trace.tensor(value).is_floating_point() for value in call.results)
-
-    def _replayed(self, node: Node) -> tuple[Node, ...]:
-        """What a replay calls in the place of a call: that, or its parts where PyTorch has no such derivative."""
-        # That of a cross product is not elementwise.
-        by_parts = node.overload is aten.linalg_cross.default or any(self._is_sparse(v) for _, v in node.tensors)
-        return node.parts if by_parts and node.parts else (node,)
+        calls = (call for call in self.graph.replayed if any(operand.active for operand in call.operands))
+        return [call for call in calls if any(self.trace.tensor(n).is_floating_point() for n in call.results)]
 
     def _is_sparse(self, value: int) -> bool:
         return self.trace.tensor(value).layout != torch.strided
-
-    @functools.cached_property
-    def _makers(self) -> dict[int, Node]:
-        """What replays call for each value."""
-        makers: dict[int, Node] = {}
-        for node in self.graph.nodes:
-            # A call takes the place of its parts, unless these take its own.
-            for call in (*node.parts, *self._replayed(node)):
-                # An operator may return an argument.
-                makers |= {value: call for value in call.results if value >= call.begin[0]}
-        return makers
 
     @functools.cached_property
     def inputs(self) -> list[int]:
         """The values that a replay begins with: the input, captures, and what is computed of sparse ones."""
         sparse = {value for value in self.graph.captures if self._is_sparse(value)}
         inputs = [value for value in (0, *self.graph.captures) if value not in sparse]
-        for value, maker in sorted(self._makers.items()):
-            if not self.graph.infos[value].dependent and any(each in sparse for _, each in maker.tensors):
+        for value, info in enumerate(self.graph.infos):
+            if not info.dependent and info.call is not None and any(each in sparse for _, each in info.call.tensors):
                 (sparse.add if self._is_sparse(value) else inputs.append)(value)
         return inputs
-
-    def calls_for(self, value: int, known: Collection[int]) -> list[Node]:
-        """The calls of a replay that compute a value from known ones, in order."""
-        return needed_calls(value, known.__contains__, self._makers.__getitem__)
 
     @functools.cached_property
     def scalar_dtypes(self) -> dict[int, torch.dtype]:
         """By their places, the dtypes in which operators work on factors and terms."""
         pairs = ((node, argument) for node in self.graph.nodes for argument in node.arguments.values())
-        places = ((node, each.place) for node, each in pairs if type(each) is Scalar and each.is_factor)
+        # Of these alone an integer may take the place.
+        places = ((node, each.place) for node, each in pairs if type(each) is Scalar and int in each.types)
         return {place: self.trace.tensor(node.results[0]).dtype for node, place in places}
 
     def scalars(self, trace: Trace) -> list[Any]:
@@ -147,38 +115,9 @@ class TracedFunction:
         """Let go of the run's elements, and on request of the module; what replays ask for then are forms."""
         # These ask for forms of what the run did not compute itself.
         _ = self.calls, self.inputs, self.scalar_dtypes
-        self.trace, self.records = self.trace.without_elements(), []
+        self.trace = self.trace.without_elements()
         if module:
             self.trace.module = nn.Module()
-
-
-class Values(dict[int, torch.Tensor]):
-    """The values of a function, computed from known ones where they are asked for, with numbers as of `scalars`."""
-
-    def __init__(self, function: TracedFunction, known: Mapping[int, torch.Tensor], scalars: Sequence[Any]) -> None:
-        super().__init__(known)
-        self.function, self.numbers = function, scalars
-
-    def __missing__(self, value: int) -> torch.Tensor:
-        for call in self.function.calls_for(value, self):
-            self.update(call.by_value(self.results(call)))
-        return self[value]
-
-    def results(self, call: Node) -> list[torch.Tensor]:
-        """The results of a call."""
-        return called(call.overload, self.arguments(call.arguments))
-
-    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """What the arguments of a call refer to."""
-        return {name: referred(argument, self.__getitem__, self.numbers) for name, argument in arguments.items()}
-
-
-def called(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The results of an operator, among whose arguments numbers may be tensors without axes."""
-    if overload is aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
-        # It takes numbers alone.
-        overload = aten.rsub.Tensor
-    return results_of(overload, arguments)
 
 
 def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:

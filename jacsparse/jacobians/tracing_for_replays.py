@@ -91,11 +91,11 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
     watched = [tensor for tensor in floats if options.pruned and id(tensor) not in places]
     with without_autocast(trace.input.device):
         if options.pattern is None:
-            chain, records = chain_of(trace, varying=varying, watched=watched).records(trace)
-            refuse_hooks(records)
-            if options.create_graph and any(record.trained_zeros for record in records):
-                chain, records = chain_of(trace, varying=floats).records(trace)
-            function = TracedFunction(trace, chain, records)
+            chain = chain_of(trace, varying=varying, watched=watched)
+            refuse_hooks(chain.records(trace))
+            if options.create_graph and chain.trained_zeros(trace):
+                chain = chain_of(trace, varying=floats)
+            function = TracedFunction(trace, chain)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
     if options.value or options.gradient:

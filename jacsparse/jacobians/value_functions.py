@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..tracing import Scalar, Trace, Value, calls_of, in_graphs, with_constants
-from .traced_function import TracedFunction, Values, same_numbers
+from ..tracing import Scalar, Trace, Value, Values, calls_of, with_constants
+from .traced_function import TracedFunction, same_numbers
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -62,7 +62,7 @@ class ValueFunction:
             of_run = list(scalars)
             for place in self._places:
                 of_run[place] = next(rest)
-            values = Values(function, known, of_run)
+            values = Values(function.graph, known, of_run)
             return [*compute(values, *others), *(values[value] for value in self._kept)]
 
         with torch.no_grad():
@@ -130,12 +130,12 @@ def _take_results(
     names: dict[Any, Hashable] = dict(
         zip(placeholders[count:], [*map(Value, begin), *(("scalar", place) for place in places)], strict=True)
     )
-    calls = {_key((in_graphs(call.overload), call.args, call.kwargs), {}): call for call in function.calls}
+    calls = {_key((call.overload, call.args, call.kwargs), {}): call for call in function.calls}
     taken: dict[int, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:
             continue
-        call = calls.get(_key((in_graphs(node.target), node.args, node.kwargs), names))
+        call = calls.get(_key((node.target, node.args, node.kwargs), names))
         returns = [] if call is None else node.target._schema.returns
         if call is None or len(returns) != len(call.results):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -173,9 +173,9 @@ def verify(
             edges = ((record, edge) for record in run.records for edge in record.stage.edges)
             tolerance = tolerance_for(x.dtype, (record.trace.tensor(edge.target) for record, edge in edges))
         with without_autocast(x.device):
-            checks, pulled_back = _check_edges(run, tolerance, memory)
-            jacobian = _by_jacobian(chain, run, x, pulled_back.seeds)
-    verification = Verification((*checks, _check_whole(module, x, run, pulled_back, jacobian, tolerance)))
+            checks, exact, seeds, gradients = _check_edges(run, tolerance, memory)
+            gradients |= _by_jacobian(chain, run, x, seeds)
+    verification = Verification((*checks, _check_whole(module, x, run, exact, seeds, gradients, tolerance)))
     failed = verification.failed
     if failed and raise_exception:
         lines = "\n".join(map(str, failed))
@@ -185,27 +185,23 @@ def verify(
     return verification
 
 
-@dataclass
-class _PulledBack:
-    """Gradients of a function's input, by the sparse Jacobians of all its operators."""
-
-    #: Gradients of the output, (outputs, many, batch), and of the input, (inputs, many, batch).
-    seeds: torch.Tensor
-    gradients: torch.Tensor
-    #: Whether the seeds are all unit vectors.
-    exact: bool
+#: Gradients of a function's input, ``(inputs, many, batch)``, by how they were computed.
+_Gradients = dict[str, torch.Tensor]
 
 
-def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _PulledBack]:
-    """Check each operator, and take gradients back through all of them, so that each matrix is computed once."""
+def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], bool, torch.Tensor, _Gradients]:
+    """Check each operator, and take gradients back through all of them, so that each matrix is computed once.
+
+    Returned are the checks; whether the gradients of the output are all unit vectors; these, of shape
+    ``(outputs, many, batch)``; and those of the input.
+    """
     y = run.trace.output.detach().to(run.trace.input.dtype)
     outputs, batch = y[:1].numel(), len(y)
-    edges = [edge for record in run.records for edge in record.stage.edges]
+    edges = (edge for record in run.records for edge in record.stage.edges)
     largest = max((max(edge.transposed_pattern.shape) for edge in edges), default=outputs)
     exact = outputs <= EXACT_ROWS and outputs * largest * batch * y.element_size() <= memory
-    seeds = torch.stack([seed.T for seed in _seeds(y, outputs, exact)], 1) if outputs else y.new_zeros((0, 0, batch))
+    of_output = seeds = _seeds(y, outputs, exact)
     checks: list[Check] = []
-    of_output = seeds
     for record in reversed(run.records):
         stage = record.stage
         gradients = {stage.stop: of_output}
@@ -222,51 +218,40 @@ def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], _Pul
                 gradients[edge.source] = pulled if total is None else total.add_(pulled)
         zeros = (math.prod(stage.in_shape), *seeds.shape[1:])
         of_output = gradients[stage.start] if stage.start in gradients else seeds.new_zeros(zeros)
-    return checks[::-1], _PulledBack(seeds, of_output, exact)
+    return checks[::-1], exact, seeds, {"the gradient": of_output}
 
 
 def _check_edge(
     record: Record, edge: Edge, limit: float, memory: int, gradients: torch.Tensor | None
 ) -> tuple[Check, torch.Tensor | None]:
     """Check an operator, and take gradients of its result, if any, back to its operand."""
-    call = record.call(edge)
-    assert call.input is not None
-    matrix = EdgeMatrix(record, edge, memory)
-    exact = call.out_size <= EXACT_ROWS and matrix.parts == 1
-    largest, worst, rounding = 0.0, 0.0, rounding_of(call.input, call.output)
-    entries: list[str] = []
-    suspects: list[tuple[int, int, int, float]] = []
-    pulled, products = _products(matrix, _seeds(call.input, call.out_size, exact), gradients)
-    for number, (seed, product) in enumerate(products):
-        expected = _vjp(call, seed)
-        difference = difference_of(product, expected)
-        largest = max(largest, largest_finite(expected))
-        worst = max(worst, magnitude(difference))
-        # A later expected gradient may have a larger element: then some suspects are no errors.
-        over = places_over(difference, max(limit * largest, rounding))[:NAMED].tolist()
-        suspects += [(number, *place, magnitude(difference[tuple(place)])) for place in over]
-    for number, sample, column, size in suspects:
-        if size > max(limit * largest, rounding) and len(entries) < NAMED:
-            row = number if exact else _row(matrix, call, sample, column, limit)
-            entries.append(_entry(matrix, call, sample, row, column))
-    share = share_of(worst, largest, rounding, limit)
+    call, matrix = record.call(edge), EdgeMatrix(record, edge, memory)
+    products = call.out_size * call.in_size * record.batch * call.input.element_size()
+    # The products, the expected ones and their difference are held at once.
+    exact = call.out_size <= EXACT_ROWS and matrix.parts == 1 and 4 * products <= memory
+    seeds = _seeds(call.input, call.out_size, exact)
+    # All products at once, because each use computes the parts of a matrix anew.
+    actual = matrix.times(seeds if gradients is None else torch.cat([seeds, gradients], 1))
+    pulled = None if gradients is None else actual[:, seeds.shape[1] :].contiguous()
+    expected = torch.empty_like(actual[:, : seeds.shape[1]])
+    for number, seed in enumerate(seeds.unbind(1)):
+        expected[:, number] = _vjp(call, seed.T).T
+    share, places = _compared(actual[:, : seeds.shape[1]], expected, rounding_of(call.input, call.output), limit)
+    entries = [
+        _entry(matrix, call, sample, number if exact else _row(matrix, call, sample, column, limit), column)
+        for column, number, sample in places
+    ]
     shape = (call.out_size, call.in_size)
     return Check(call.path, call.operator, shape, exact, share, tuple(entries), matrix.parts), pulled
 
 
-def _products(
-    matrix: EdgeMatrix, seeds: Iterator[torch.Tensor], gradients: torch.Tensor | None
-) -> tuple[torch.Tensor | None, Iterable[tuple[torch.Tensor, torch.Tensor]]]:
-    """The gradients taken back, if any; and each seed, ``(batch, outputs)``, with its product, ``(batch, inputs)``."""
-    if matrix.parts == 1:
-        pulled = None if gradients is None else matrix.times(gradients)
-        return pulled, ((seed, matrix.times(seed.T[:, None])[:, 0].T) for seed in seeds)
-    # All products at once, because each use computes the parts anew.
-    listed = list(seeds)
-    vectors = torch.stack([seed.T for seed in listed], 1)
-    products = matrix.times(vectors if gradients is None else torch.cat([vectors, gradients], 1))
-    pulled = None if gradients is None else products[:, len(listed) :].contiguous()
-    return pulled, ((seed, products[:, number].T) for number, seed in enumerate(listed))
+def _compared(
+    actual: torch.Tensor, expected: torch.Tensor, rounding: float, limit: float
+) -> tuple[float, list[list[int]]]:
+    """The largest difference as a share of the largest element, and the places of the first that are errors."""
+    difference, largest = difference_of(actual, expected), largest_finite(expected)
+    over = places_over(difference, max(limit * largest, rounding))
+    return share_of(magnitude(difference), largest, rounding, limit), over[:NAMED].tolist()
 
 
 def _vjp(call: Call, seed: torch.Tensor) -> torch.Tensor:
@@ -309,43 +294,42 @@ def _entry(matrix: EdgeMatrix, call: Call, sample: int, row: int, column: int) -
     return f"sample {sample}: ∂y[{row}]/∂x[{column}] is {actual:.6g}, autograd {expected:.6g}{missing}"
 
 
-def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> torch.Tensor | None:
-    """The gradients of the input for these seeds by the result of `jacobian`; None where that is large."""
-    edges = sum(edge.transposed_pattern.nnz for stage in chain.stages for edge in stage.edges)
+def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> _Gradients:
+    """The gradients of the input for these seeds by the result of `jacobian`; none where that is large."""
+    edges = sum(edge.transposed_pattern.nnz for edge in chain.edges)
     size = math.prod(chain.in_shape) * math.prod(chain.out_shape)
     if max(edges, size) * len(x) > SMALL:
-        return None
+        return {}
     transposed = chain.jacobian(run.records, x).T
-    return times(transposed.pattern, transposed.values, seeds)
+    return {"by jacobian, the gradient": times(transposed.pattern, transposed.values, seeds)}
 
 
 def _check_whole(
-    module: nn.Module, x: torch.Tensor, run: Run, pulled_back: _PulledBack, jacobian: torch.Tensor | None, limit: float
+    module: nn.Module,
+    x: torch.Tensor,
+    run: Run,
+    exact: bool,
+    seeds: torch.Tensor,
+    gradients: _Gradients,
+    limit: float,
 ) -> Check:
     """Compare the output and the gradients with the function's own."""
-    leaf = x.detach().clone().requires_grad_()
+    leaf, output = x.detach().clone().requires_grad_(), run.trace.output
     with _seeded(x):
         y = run_once(module, leaf)
-    name = name_of(module)
-    output = run.trace.output
-    entries = []
-    rounding = rounding_of(x, y)
-    fits = output.shape == y.shape
+    entries, worst, rounding, fits = list[str](), 0.0, rounding_of(x, y), output.shape == y.shape
     if not fits or places_over(difference_of(_flat(output), _flat(y)), limit * largest_finite(y)).numel():
         entries.append("the output is another than the function's own")
-    worst = 0.0
-    for number, seed in enumerate(pulled_back.seeds.unbind(1) if fits else ()):
-        expected = _flat(gradient_of(y, leaf, seed.T, retain_graph=True))
-        for how, gradients in (("the gradient", pulled_back.gradients), ("by jacobian, the gradient", jacobian)):
-            if gradients is None:
-                continue
-            difference, largest = difference_of(gradients[:, number].T, expected), largest_finite(expected)
-            worst = max(worst, share_of(magnitude(difference), largest, rounding, limit))
-            over = places_over(difference, max(limit * largest, rounding))
-            for sample, column in over[: max(0, NAMED - len(entries))].tolist():
-                entries.append(f"sample {sample}: {how} of x[{column}] is another than autograd's")
-    shape = (y[:1].numel(), x[:1].numel())
-    return Check(name, name, shape, pulled_back.exact, worst, tuple(entries), jacobian=jacobian is not None)
+    for number, seed in enumerate(seeds.unbind(1) if fits else ()):
+        expected = _flat(gradient_of(y, leaf, seed.T, retain_graph=True)).T
+        for how, every in gradients.items():
+            share, places = _compared(every[:, number], expected, rounding, limit)
+            worst = max(worst, share)
+            entries += [
+                f"sample {sample}: {how} of x[{column}] is another than autograd's" for column, sample in places
+            ]
+    name, shape = name_of(module), (y[:1].numel(), x[:1].numel())
+    return Check(name, name, shape, exact, worst, tuple(entries[:NAMED]), jacobian=len(gradients) > 1)
 
 
 @contextlib.contextmanager
@@ -356,12 +340,9 @@ def _seeded(x: torch.Tensor) -> Iterator[None]:
         yield
 
 
-def _seeds(like: torch.Tensor, outputs: int, exact: bool) -> Iterator[torch.Tensor]:
-    """Gradients of the outputs, ``(batch, outputs)``: all unit vectors for an exact comparison, else random ones."""
+def _seeds(like: torch.Tensor, outputs: int, exact: bool) -> torch.Tensor:
+    """Gradients of the outputs, ``(outputs, many, batch)``: all unit vectors for an exact comparison, or random."""
+    if exact:
+        return torch.eye(outputs).to(like)[:, :, None].repeat(1, 1, len(like))
     generator = torch.Generator().manual_seed(0)
-    for number in range(outputs if exact else PROBES):
-        shape = (len(like), outputs)
-        seed = torch.zeros(shape) if exact else torch.randn(shape, generator=generator)
-        if exact:
-            seed[:, number] = 1
-        yield seed.to(like.device, like.dtype)
+    return torch.randn((outputs, PROBES, len(like)), generator=generator).to(like)

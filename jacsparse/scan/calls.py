@@ -54,7 +54,7 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
-    chain, run = recent_chains(check_module(module), couples=True).of(x)
+    chain, run = recent_chains(check_module(module), couples=True).of(module, x)
     scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
@@ -151,7 +151,7 @@ def _across(across: StageRanks, schedule: Schedule | str, module: nn.Module, lea
 
 
 def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
-    chain, run = recent_chains(module, couples=True).of(x)
+    chain, run = recent_chains(module, couples=True).of(module, x)
     drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")

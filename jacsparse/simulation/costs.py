@@ -14,7 +14,7 @@ from torch import nn
 from ..flop import layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
-from ..stages import Record, Region, check_input, counted_record, factor_of, recent_chains
+from ..stages import Record, Region, check_input, counted_record, recent_chains
 from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
@@ -109,7 +109,7 @@ def measured_workload(
 
 def _records(module: nn.Module, x: torch.Tensor) -> list[Record]:
     """The records of the module's stages, as counts see them."""
-    run = recent_chains(module, couples=True).of(_samples(x), by_autograd=False)[1]
+    run = recent_chains(module, couples=True).of(module, _samples(x), by_autograd=False)[1]
     return [counted_record(record) for record in run.records]
 
 
@@ -148,7 +148,7 @@ def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
             weights += record.trace.externals[place].nbytes
         counted |= record.externals
         copies = 1 if stage.shared else record.batch
-        factor = factor_of(record)
+        factor = record.stage.factor()
         operations = factor.nnz if isinstance(factor, Pattern) else 0.0 if stage.couples else factor.estimate
         sizes = (_stored(record), record.output.nbytes, weights)
         stages.append(StageCost(0.0, 0.0, 0.0, operations * copies / rate, *sizes, factor, stage.shared, stage.path))
@@ -190,7 +190,7 @@ def _weights(record: Record) -> list[torch.Tensor]:
     for operation in record.stage.operations:
         for name, value in operation.node.tensors:
             tensor = record.trace.tensor(value)
-            if tensor.requires_grad and name not in operation.dependent:
+            if tensor.requires_grad and all(name != operand.name for operand in operation.node.operands):
                 weights[value] = tensor
     return [*weights.values()]
 

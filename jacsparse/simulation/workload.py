@@ -15,7 +15,7 @@ from ..flop import CountEstimate, estimate_products
 from ..patterns import Full, Pattern
 from ..schedule import Schedule, between
 from ..spgemm import multiply_adds, product_pattern
-from ..stages import CoupledRegion, Region, boundaries, matrix_of
+from ..stages import Region, boundaries, matrix_of
 
 #: A product of more multiply-adds than this for each sample counts as a full matrix, which bounds it from above.
 MOST = 3 * 10**8
@@ -67,7 +67,7 @@ class StageCost:
     @property
     def couples(self) -> bool:
         """Whether it couples the samples of a batch, so that it has no matrix."""
-        return isinstance(self.factor, CoupledRegion)
+        return isinstance(self.factor, Region) and bool(self.factor.coupling)
 
     @property
     def steps(self) -> int:

@@ -118,7 +118,7 @@ class LayeredForward(LinearisedForward):
 
 def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
     """The layers of a module in a forward pass."""
-    _, run = recent_chains(check_module(module), pruned=True).of(x)
+    _, run = recent_chains(check_module(module)).of(module, x)
     drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: it draws random numbers, other ones in each pass; call .eval()")

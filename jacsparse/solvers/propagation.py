@@ -11,7 +11,7 @@ from torch import nn
 
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Run, check_input, counted_record, factor_of, pull_back, recent_chains, refuse_hooks
+from ..stages import Chain, Run, check_input, counted_record, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
 from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
 from .recurrent_run import RecurrentRun, check_like, weight_block
@@ -30,14 +30,14 @@ def stretches_of(
     if isinstance(module, nn.RNN):
         system = propagation(module, x, gradient).system
         return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
-    chain, run = recent_chains(check_module(module), couples=True).of(check_input("x", x))
+    chain, run = recent_chains(check_module(module), couples=True).of(module, check_input("x", x))
     _check_run(module, chain, run, gradient)
     refuse_hooks(run.records)
     systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()
     with without_autocast(x.device):
         for part in reversed(stretches(run.records)):
             if part[0].stage.couples:
-                systems.append(factor_of(counted_record(part[0])).nnz * len(x))
+                systems.append(counted_record(part[0]).stage.factor().nnz * len(x))
             else:
                 chained = ChainSystem(part, gradient)
                 systems.append(chained.system)
@@ -74,7 +74,7 @@ class ModulePropagation(Propagation):
     def __init__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor, graph: bool) -> None:
         check_input("x", x)
         self.module = module
-        chain, self.run = recent_chains(check_module(module), pruned=True).of(x)
+        chain, self.run = recent_chains(check_module(module)).of(module, x)
         _check_run(module, chain, self.run, gradient)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())

@@ -2,12 +2,13 @@
 
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, is_light, matrix_of
 from .balance import boundaries
-from .chain_cache import ChainCache, Chains, Run, recent_chains
+from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor, is_fit
-from .coupled_region import CoupledEdge, CoupledRegion, counted_record, factor_of
+from .coupled_edges import counted_record
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
+from .local_jacobian import LocalJacobian
 from .node_gradients import pull_back_by_nodes, pull_back_input, walk
 from .order import DENSE, START
 from .record import Record, in_own_memory, pull_back_all
@@ -19,10 +20,8 @@ __all__ = [
     "Accumulation",
     "Chain",
     "ChainCache",
-    "Chains",
-    "CoupledEdge",
-    "CoupledRegion",
     "Edge",
+    "LocalJacobian",
     "Pulled",
     "Record",
     "Region",
@@ -41,7 +40,6 @@ __all__ = [
     "counted_record",
     "eliminate",
     "empty_pattern",
-    "factor_of",
     "has_hooks",
     "in_own_memory",
     "is_fit",

@@ -8,9 +8,9 @@ sparse matrix products*). After the last inner vertex, the edge from input to ou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,10 +108,18 @@ class Accumulation:
     Each method that adds a matrix returns its number. Plans are made when `run` first computes values.
     """
 
+    #: The shape of the matrix that all are for, and its number; None where that is without any entry.
+    shape: tuple[int, int] = (0, 0)
+    result: int | None = None
     matrices: list[_Leaf | _Product | _Sum | Pulled] = field(default_factory=list)
     multiply_adds: int = 0
     #: Whether `run` is never called.
     patterns_only: bool = False
+
+    @property
+    def pattern(self) -> Pattern:
+        """The pattern of the result."""
+        return empty_pattern(*self.shape) if self.result is None else self.matrices[self.result].pattern
 
     def leaf(self, key: Hashable, pattern: Pattern) -> int:
         """Add a matrix whose values `run` gets for this key."""
@@ -166,29 +174,30 @@ class Accumulation:
 
     def run(
         self,
-        result: int,
         leaf: Callable[[Any], torch.Tensor],
         pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """Values of a matrix on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+        """Values of the result, which has entries, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
 
         ``leaf(key)`` computes the values of a leaf, and ``pull(key, matrix)`` pulls back the columns of a matrix
         ``(rows, columns, batch)`` by the operators' own backward.
         """
+        result = self.result
+        assert result is not None
         order, last_use = self._order(result)
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
 
-        def compute(
-            numbers: Iterable[int], values: dict[int, torch.Tensor], kept: Collection[int] = ()
-        ) -> dict[int, torch.Tensor]:
-            for number in numbers:
-                values[number] = self._values(number, values, leaf, pull)
-                for used in last_use.get(number, ()):
-                    if used not in kept:
-                        del values[used]
-            return values
+        def value(matrix: Any, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+            if isinstance(matrix, _Leaf):
+                return leaf(matrix.key)
+            if isinstance(matrix, Pulled):
+                assert pull is not None
+                columns = operands[0].reshape(*self.matrices[matrix.operands[0]].stored.shape, operands[0].shape[1])
+                return pull(matrix.key, columns).flatten(0, 1)
+            return matrix.plan.multiply(*operands) if isinstance(matrix, _Product) else matrix.plan.add(operands)  # type: ignore[no-any-return]
 
+        compute = partial(self._computed, value=value, last_use=last_use)
         values = compute([number for number in order if number not in large], {}, kept=read)
         batch = max((values[number].shape[1] for number in read), default=1)
         if large and batch > 1 and not any(values[number].is_cuda for number in read):
@@ -199,26 +208,22 @@ class Accumulation:
         pattern, stored = self.matrices[result].pattern, self.matrices[result].stored
         return values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places)
 
-    def _values(
+    def _computed(
         self,
-        number: int,
-        values: dict[int, torch.Tensor],
-        leaf: Callable[[Any], torch.Tensor],
-        pull: Callable[[Any, torch.Tensor], torch.Tensor] | None,
-    ) -> torch.Tensor:
-        """Values of one matrix, from those of its operands."""
-        matrix = self.matrices[number]
-        operands = [values[operand] for operand in matrix.operands]
-        if isinstance(matrix, _Leaf):
-            return leaf(matrix.key)
-        if isinstance(matrix, _Product):
-            return matrix.plan.multiply(*operands)
-        if isinstance(matrix, _Sum):
-            return matrix.plan.add(operands)
-        assert pull is not None and isinstance(matrix, Pulled)
-        (right,) = matrix.operands
-        columns = operands[0].reshape(*self.matrices[right].stored.shape, operands[0].shape[1])
-        return pull(matrix.key, columns).flatten(0, 1)
+        numbers: Iterable[int],
+        values: dict[int, Entries],
+        value: Callable[[Any, list[Entries]], Entries],
+        last_use: Mapping[int, Sequence[int]],
+        kept: Collection[int] = (),
+    ) -> dict[int, Entries]:
+        """The values of some matrices beside those of others, without those that were used for the last time."""
+        for number in numbers:
+            matrix = self.matrices[number]
+            values[number] = value(matrix, [values[operand] for operand in matrix.operands])
+            for used in last_use.get(number, ()):
+                if used not in kept:
+                    del values[used]
+        return values
 
     def _large(self, order: Sequence[int]) -> list[int]:
         """The large products of a sparse and a full matrix, and what is computed from them; none if some are pulled.
@@ -252,17 +257,13 @@ class Accumulation:
     ) -> Entries:
         """A matrix in another representation of matrices, which comes with its own products and sums."""
         order, last_use = self._order(result)
-        matrices: dict[int, Entries] = {}
-        for number in order:
-            matrix = self.matrices[number]
-            operands = [matrices[operand] for operand in matrix.operands]
+
+        def value(matrix: Any, operands: list[Entries]) -> Entries:
             if isinstance(matrix, _Leaf):
-                matrices[number] = leaf(matrix.key)
-            else:
-                matrices[number] = multiply(*operands) if isinstance(matrix, _Product) else add(operands)
-            for used in last_use.get(number, ()):
-                del matrices[used]
-        return matrices[result]
+                return leaf(matrix.key)
+            return multiply(*operands) if isinstance(matrix, _Product) else add(operands)
+
+        return self._computed(order, {}, value, last_use)[result]
 
     @property
     def moved(self) -> int:
@@ -295,11 +296,14 @@ class Region:
     #: The vertices of the rows and of the columns of the matrix.
     start: Any
     stop: Any
+    #: The multiply-adds of the edges that couple samples, by their numbers: vectors go through the region then, and no
+    #: matrix stands for it.
+    coupling: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def nnz(self) -> int:
-        """Entries of all edges' patterns."""
-        return sum(pattern.nnz for _, _, pattern in self.edges)
+        """Multiply-adds of a product with a full vector: the entries of all edges' patterns."""
+        return sum(self.coupling.get(number, pattern.nnz) for number, (*_, pattern) in enumerate(self.edges))
 
     @property
     def pattern(self) -> Pattern:
@@ -328,11 +332,10 @@ class Region:
     @cached_property
     def _eliminated(self) -> tuple[Pattern, int]:
         """The pattern of the one matrix, and the multiply-adds to compute it."""
-        shadow = Accumulation(patterns_only=True)
+        shadow = Accumulation(self.shape, patterns_only=True)
         edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
-        result = eliminate(shadow, edges, self.start, self.stop)
-        pattern = empty_pattern(*self.shape) if result is None else shadow.matrices[result].pattern
-        return pattern, shadow.multiply_adds
+        shadow.result = eliminate(shadow, edges, self.start, self.stop)
+        return shadow.pattern, shadow.multiply_adds
 
     def pairs(
         self, nonzero: np.ndarray, read: dict[int, int] | None = None
@@ -350,6 +353,9 @@ class Region:
                     read[number] = int(np.count_nonzero(reached[target]))
                 rows = pairs[number] = meeting(pattern, reached[target])
                 reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
+                if number in self.coupling and rows.any():
+                    each, more = divmod(self.coupling[number], len(rows))
+                    pairs[number] = each + (np.arange(len(rows)) < more)
         return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
 
 

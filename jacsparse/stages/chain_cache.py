@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 import weakref
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -59,34 +57,18 @@ class ChainCache:
             chain = graph.cache.get(self.pruned)
             if chain is None:
                 chain = chain_of(trace, pruned=self.pruned, couples=self.couples)
-                chain.let_go_of_module()
             # Weights that were zero when the patterns were made may have changed since.
-            graph.cache[self.pruned], records = chain.records(trace)
+            chain = graph.cache[self.pruned] = chain.adapted(trace)
             if graph not in self._graphs[:1]:
                 self._graphs = [graph, *(each for each in self._graphs if each is not graph)][: self.most]
-            return graph.cache[self.pruned], records
+            return chain, chain.records(trace)
 
-
-class Chains(ChainCache):
-    """A cache of the chains of one module, which runs at each call."""
-
-    def __init__(self, module: nn.Module, *, pruned: bool = True, couples: bool = False) -> None:
-        super().__init__(pruned=pruned, couples=couples)
-        self._module = weakref.ref(module)
-
-    @property
-    def module(self) -> nn.Module | None:
-        """The module; None after its end."""
-        return self._module()
-
-    def of(self, x: torch.Tensor, *, by_autograd: bool = True) -> tuple[Chain, Run]:
-        """The chain of the module's calls for a batch, and the forward pass.
+    def of(self, module: nn.Module, x: torch.Tensor, *, by_autograd: bool = True) -> tuple[Chain, Run]:
+        """As `of_run`, of a checked batch.
 
         UnsupportedOperatorError is raised where autograd would take other derivatives in it than registered ones,
         unless it takes none.
         """
-        module = self._module()
-        assert module is not None
         check_shape(x.shape[1:])
         chain, run = self.of_run(module, x)
         if by_autograd and chain.registered_values:
@@ -98,22 +80,15 @@ class Chains(ChainCache):
 #: The most modules in `_RECENT`.
 _MOST = 8
 
-#: The caches of the modules that `recent_chains` was last called with, by the module's ``id`` and by its options.
-_RECENT: OrderedDict[int, tuple[weakref.ref[nn.Module], dict[tuple[bool, bool], Chains]]] = OrderedDict()
+#: The caches of the modules that `recent_chains` was last called with, by its options.
+_RECENT: weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], ChainCache]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def recent_chains(module: nn.Module, *, pruned: bool = True, couples: bool = False) -> Chains:
+def recent_chains(module: nn.Module, *, pruned: bool = True, couples: bool = False) -> ChainCache:
     """The cache of a module's chains that earlier calls have filled."""
-    number = id(module)
     with _LOCK:
-        entry = _RECENT.get(number)
-        if entry is None or entry[0]() is not module:
-            # When the module dies, the weak reference calls `pop` with the number and itself.
-            entry = _RECENT[number] = (weakref.ref(module, functools.partial(_RECENT.pop, number)), {})
-            while len(_RECENT) > _MOST:
-                _RECENT.popitem(last=False)
-        chains = entry[1].get((pruned, couples))
-        if chains is None:
-            chains = entry[1][pruned, couples] = Chains(module, pruned=pruned, couples=couples)
-    return chains
+        caches = _RECENT.setdefault(module, {})
+        while len(_RECENT) > _MOST:
+            del _RECENT[next(iter(_RECENT))]
+        return caches.setdefault((pruned, couples), ChainCache(pruned=pruned, couples=couples))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import os
-import weakref
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ from ..tracing import (
     undisturbed,
     without_autocast,
 )
-from .accumulation import Accumulation, Region, empty_pattern
+from .accumulation import Accumulation, Region
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
@@ -33,7 +34,7 @@ from .cutting import stages_of
 from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
 from .memory import check_size
-from .order import Order, accumulated, best_order
+from .order import Estimates, Order, accumulated, best_order
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
@@ -46,38 +47,22 @@ class Chain:
     Attributes
     ----------
     module : Module
-        The module.
+        The module, of a chain that `chain` made: one in a cache must not keep it alive.
+    name : str
+        The module's class, or the name of a function.
     stages : tuple of Stage
         The stages; the first one is next to the input.
     in_shape, out_shape : tuple of int
         Shapes of one sample of the input and of the output.
     """
 
+    module: nn.Module
+
     def __init__(
-        self,
-        module: nn.Module | weakref.ref[nn.Module],
-        stages: Sequence[Stage],
-        in_shape: tuple[int, ...],
-        out_shape: tuple[int, ...],
-        name: str | None = None,
+        self, name: str, stages: Sequence[Stage], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
     ) -> None:
-        self._module, self.name = module, name_of(module) if name is None else name
-        self.stages = tuple(stages)
+        self.name, self.stages = name, tuple(stages)
         self.in_shape, self.out_shape = in_shape, out_shape
-
-    @property
-    def module(self) -> nn.Module:
-        """The module; of a chain in a cache RuntimeError is raised after its end."""
-        if not isinstance(self._module, weakref.ref):
-            return self._module
-        module = self._module()
-        if module is None:
-            raise RuntimeError("the module of this chain has ended; make its chain by jacsparse.chain")
-        return module
-
-    def let_go_of_module(self) -> None:
-        """Do not keep the module alive."""
-        self._module = weakref.ref(self.module)
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -85,41 +70,51 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def records(self, trace: Trace) -> tuple[Chain, list[Record]]:
-        """The chain with patterns that hold for the weights of a run, and the record of each stage."""
-        if not self._prunes:
-            return self, self.fitting_records(trace)
-        records = [Record(stage, trace).adapted() for stage in self.stages]
-        stages = [record.stage for record in records]
-        if all(adapted is stage for adapted, stage in zip(stages, self.stages, strict=True)):
-            return self, records
-        chain = Chain(self._module, stages, self.in_shape, self.out_shape, self.name)
-        return chain, records
+    def adapted(self, trace: Trace) -> Chain:
+        """The same chain with patterns that omit only elements that are zero in a run's weights."""
+        if not any(edge.adapted(trace) is not edge for edge in self._pruned):
+            return self
+        stages = [replace(s, edges=tuple(edge.adapted(trace) for edge in s.edges)) for s in self.stages]
+        return Chain(self.name, stages, self.in_shape, self.out_shape)
 
-    def fitting_records(self, trace: Trace) -> list[Record]:
-        """The record of each stage in a run in which all that the patterns omit is known to be zero."""
+    def records(self, trace: Trace) -> list[Record]:
+        """The record of each stage in a run in which all that the patterns omit is zero."""
         return [Record(stage, trace) for stage in self.stages]
+
+    def trained_zeros(self, trace: Trace) -> bool:
+        """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
+        pairs = ((edge.operation, weight) for edge in self._pruned for weight in edge.pruned_weights)
+        return any(
+            not w.masked and trace.tensor(operation.number_of(w.name)).requires_grad and not bool(w.mask.all())
+            for operation, w in pairs
+        )
 
     def run(self, x: torch.Tensor) -> list[Record]:
         """Run the module on a batch, and return the record of each stage, with patterns that hold for this run."""
         trace = traced(self.module, check_input("x", x, self.in_shape))
         with without_autocast(x.device):
-            return chain_of(trace).records(trace)[1]
+            return chain_of(trace).adapted(trace).records(trace)
+
+    @property
+    def edges(self) -> Iterator[Edge]:
+        """The edges of all stages, in order."""
+        return itertools.chain.from_iterable(stage.edges for stage in self.stages)
 
     @functools.cached_property
-    def _prunes(self) -> bool:
-        return any(edge.pruned_weights for stage in self.stages for edge in stage.edges)
+    def _pruned(self) -> tuple[Edge, ...]:
+        """The edges whose patterns omit elements of weights."""
+        return tuple(edge for edge in self.edges if edge.pruned_weights)
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
         """The weights from which patterns omit elements; masks that select are none."""
-        weights = (weight for stage in self.stages for edge in stage.edges for weight in edge.pruned_weights)
+        weights = (weight for edge in self._pruned for weight in edge.pruned_weights)
         return tuple(weight for weight in weights if weight.floating)
 
     @functools.cached_property
     def registered_values(self) -> tuple[Edge, ...]:
         """The edges whose values were registered, and may be others than those of PyTorch's derivative."""
-        return tuple(edge for stage in self.stages for edge in stage.edges if edge.rule.has_registered_values)
+        return tuple(edge for edge in self.edges if edge.rule.has_registered_values)
 
     @functools.cached_property
     def coupling(self) -> tuple[int, ...]:
@@ -158,13 +153,15 @@ class Chain:
             self.stages[number].check_matrix()
         return best_order(self.stages)
 
-    @property
-    def accumulation(self) -> Accumulation:
-        """The products and sums of `jacobian`; the chain has at least one stage."""
-        return self._accumulated[0]
+    @functools.cached_property
+    def estimated_entries(self) -> float:
+        """The entries of the Jacobian; of several operators an estimate, without any pattern of a product."""
+        operator = self.stages[0].operator if len(self) == 1 else None
+        return float(Estimates(self.stages).entries[0, -1]) if operator is None else operator.transposed_pattern.nnz
 
     @functools.cached_property
-    def _accumulated(self) -> tuple[Accumulation, int | None]:
+    def accumulation(self) -> Accumulation:
+        """The products and sums of `jacobian`; the chain has at least one stage."""
         with announced_where_long(f"planning the Jacobian of {self.name}, for calls that run alike"):
             return accumulated(self.stages, self.order)
 
@@ -176,11 +173,7 @@ class Chain:
     @functools.cached_property
     def transposed_pattern(self) -> Pattern:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
-        rows, columns = math.prod(self.in_shape), math.prod(self.out_shape)
-        if not len(self):
-            return Pattern.of(Identity(rows))
-        accumulation, result = self._accumulated
-        return empty_pattern(rows, columns) if result is None else accumulation.matrices[result].pattern
+        return self.accumulation.pattern if len(self) else Pattern.of(Identity(math.prod(self.in_shape)))
 
     def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
         """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
@@ -197,16 +190,14 @@ class Chain:
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)
-            check_size(self.name, self.stages, batch * x.element_size(), x.device)
+            check_size(self, batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
             return SparseJacobian(self.pattern, x.new_ones((self.pattern.nnz, 1)))
-        accumulation, result = self._accumulated
-        if result is None:
+        if self.accumulation.result is None:
             return SparseJacobian(self.pattern, x.new_empty((0, len(x))))
-        values = accumulation.run(
-            result,
+        values = self.accumulation.run(
             lambda key: records[key[0]].values(key[1]),
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )
@@ -281,8 +272,9 @@ def chain_for_all(
         trace = traced(module, x, readable=False)
         with without_autocast(x.device):
             chain = chain_of(trace, pruned=pruned, varying=varying, couples=couples)
-        refuse_hooks(chain.records(trace)[1])
-    for edge in (edge for stage in chain for edge in stage.edges):
+        chain.module = module
+        refuse_hooks(chain.records(trace))
+    for edge in chain.edges:
         if edge.call.sources is not None and edge.call.sources.rows > 1:
             raise edge.call.unsupported(
                 f"{edge.call.operator} mixes the samples of a batch: it moves the elements of each in another way",
@@ -333,8 +325,8 @@ def chain_of(
     among the `varying` tensors or was computed from one. Weights of the `watched` tensors may vary too: their zeros are
     pruned, but the truth values of a selection that was computed from them are not.
     """
-    module, x, y = trace.module, trace.input, trace.output
-    name, in_shape, out_shape = name_of(module), tuple(x.shape[1:]), tuple(y.shape[1:])
+    x, y, name = trace.input, trace.output, name_of(trace.module)
+    in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
     if trace.graph.last is None:
         raise UnsupportedOperatorError(
             f"{name}: no operator that was seen leads from its input to its output; compute it by PyTorch's operators, "
@@ -351,7 +343,7 @@ def chain_of(
         raise without_samples
     if trace.graph.last.value and not program.operations:
         # No derivative passes.
-        stage = Stage(name, in_shape, out_shape, (), 0, program.output, program)
-        return Chain(module, [stage], in_shape, out_shape)
+        stage = Stage(name, in_shape, out_shape, (), 0, program.output, ())
+        return Chain(name, [stage], in_shape, out_shape)
     kinds = trace.values_of(varying), trace.values_of(watched)
-    return Chain(module, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)
+    return Chain(name, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from ..patterns import Call, Identity
+from ..patterns import Identity
 from ..tracing import Operation, Program, PrunedWeight, Trace, mask_of
 from .stage import Edge, Stage, working
 
@@ -25,7 +25,7 @@ def stages_of(program: Program, trace: Trace, varying: Varying | None) -> list[S
         operations = program.between(start, stop)
         couples = any(operation.couples for operation in operations)
         pairs = [(operation, name) for operation in operations for name in operation.operands]
-        edges = () if couples else tuple(edge_of(program, trace, *pair, varying) for pair in pairs)
+        edges = () if couples else tuple(edge_of(trace, *pair, varying) for pair in pairs)
         # A sum of two identities is no identity.
         meet = len({edge.target for edge in edges}) < len(edges)
         if not meet and not couples and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
@@ -35,17 +35,17 @@ def stages_of(program: Program, trace: Trace, varying: Varying | None) -> list[S
             if stages:
                 # At the end, they belong to the last stage.
                 last = stages.pop()
-                edges, start, couples = () if last.couples else (*last.edges, *edges), last.start, last.couples
+                edges, start = () if last.couples else (*last.edges, *edges), last.start
                 operations = program.between(start, stop)
             elif not any(
                 operation.node.hooked or trace.graph.externals_of(operation.node, operation.operands)
                 for operation in operations
             ):
                 return []
-        out_shape = program.shapes[stop][1:]
-        worked = [program.operations[edge.target] for edge in working(edges) or edges]
+        shapes = program.shapes[start][1:], program.shapes[stop][1:]
+        worked = [edge.operation for edge in working(edges) or edges]
         path = _path(worked or operations, {stage.path for stage in stages})
-        stages.append(Stage(path, program.shapes[start][1:], out_shape, edges, start, stop, program, couples))
+        stages.append(Stage(path, *shapes, edges, start, stop, tuple(operations)))
         start = stop
     return stages
 
@@ -60,43 +60,25 @@ def _path(operations: Sequence[Operation], taken: set[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def edge_of(
-    program: Program, trace: Trace, operation: Operation, argument: str, varying: Varying | None = NONE_VARIES
-) -> Edge:
+def edge_of(trace: Trace, operation: Operation, argument: str, varying: Varying | None = NONE_VARIES) -> Edge:
     """The edge of an operator that works on each sample by itself; its pattern omits pruned weights."""
-    source = operation.operands[argument]
-    call = Call(
-        operation.name,
-        {name: value for name, value in operation.arguments.items() if name != argument},
-        program.shapes[source],
-        program.shapes[operation.value],
-        operation.node.path,
-        operation.node.source,
-        argument=argument,
-        batched=frozenset(operation.layouts.keys() - {argument} - operation.alike),
-        dependent=operation.dependent - {argument},
-        sources=operation.sources.get(argument),
-        function=operation.evaluate,
-    )
-    edge = Edge(source, operation.value, call)
-    edge.rule.check(call)
-    return edge if varying is None else _pruned(edge, trace, operation, varying)
+    edge = Edge(operation, operation.calls[argument])
+    edge.rule.check(edge.call)
+    return edge if varying is None else _pruned(edge, trace, varying)
 
 
-def _pruned(edge: Edge, trace: Trace, operation: Operation, varying: Varying) -> Edge:
+def _pruned(edge: Edge, trace: Trace, varying: Varying) -> Edge:
     """The edge with a pattern that omits the zeros of weights, but for those that vary."""
-    call, graph = edge.call, trace.graph
-    weights = []
+    call, graph, weights = edge.call, trace.graph, list[PrunedWeight]()
     for name in edge.rule.pruned_arguments(call):
-        value = operation.node.arguments[name].number
+        value = edge.operation.number_of(name)
         # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
         if name in call.dependent | call.batched or graph.infos[value].drawn or trace.is_stale(value):
             continue
-        weight = trace.value(value)
-        values = varying[0] if weight.is_floating_point() else varying[0] | varying[1]
+        values = varying[0] if trace.tensor(value).is_floating_point() else varying[0] | varying[1]
         if values and graph.made_of(value, values):
             continue
         mask = mask_of(trace, value)
-        mask = None if mask is None else operation.of_sample(name, mask)
-        weights.append(PrunedWeight(name, edge.weight(name, operation.of_sample(name, weight)), mask))
+        mask = None if mask is None else edge.operation.of_sample(name, mask)
+        weights.append(PrunedWeight(name, edge.weight(name, trace), mask))
     return edge.without(weights) if weights else edge

@@ -53,12 +53,26 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
     trace = record.trace
     with torch.enable_grad():
         leaf = trace.value(record.stage.start).detach().requires_grad_()
-        output = record.output_for(leaf, lambda operation: _Results(trace, operation), constants=True)
+        values = {record.stage.start: leaf}
+        for operation in record.stage.operations:
+            arguments = {name: _constant(trace.read(argument)) for name, argument in operation.referenced.items()}
+            arguments |= {name: values[value] for name, value in operation.operands.items()}
+            with _Results(trace, operation):
+                result = operation.evaluate(arguments)
+            if trace.graph.infos[operation.value].whole is not None:
+                # The parts of a call have its derivative, but not always its elements.
+                result = result + (trace.value(operation.value) - result).detach()
+            values[operation.value] = result
+        output = values[record.stage.stop]
     if not output.requires_grad:
         return torch.zeros_like(leaf)
     gradient = gradient.reshape(output.shape).to(output.dtype)
     (of_input,) = walk(get_gradient_edge(output), gradient, [(get_gradient_edge(leaf), leaf)])
     return torch.zeros_like(leaf) if of_input is None else of_input
+
+
+def _constant(argument: Any) -> Any:
+    return argument.detach() if isinstance(argument, torch.Tensor) else argument
 
 
 class _Results(DispatchMode):

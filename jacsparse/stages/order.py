@@ -9,9 +9,10 @@ one by the product beside them, whichever costs less.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -36,8 +37,6 @@ PASS = 1_000_000
 AT_ONCE = 2**27
 #: Elements of a tensor that sums over all of them are estimated from.
 SAMPLED = 2**14
-
-_HOWS = ("stage", "product", "through", "from", "backward")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ class Order:
         return f"({self.left}·{self.right if self.right else f'J{self.stage + 1}'})"
 
 
-class _Estimates:
+class Estimates:
     """Estimated entries of intervals of stages, and multiply-adds of their products."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -144,7 +143,7 @@ def best_order(stages: Sequence[Stage]) -> Order:
     if len(stages) == 1:
         return Order("stage", 0)
     order = cached_arrays(f"order {_digest(stages)}", lambda: _packed(_cheapest(stages)), packages=_PACKAGES)
-    return _unpacked(zip(order["how"].tolist(), order["stage"].tolist(), order["cost"].tolist(), strict=True))
+    return _unpacked(json.loads(order["order"].tobytes()))
 
 
 def _digest(stages: Sequence[Stage]) -> str:
@@ -161,29 +160,18 @@ def _digest(stages: Sequence[Stage]) -> str:
 
 
 def _packed(order: Order) -> dict[str, np.ndarray]:
-    """An order as arrays: each node comes before its intervals, the left one first."""
-    nodes, waiting = [], [order]
-    while waiting:
-        nodes.append(waiting.pop())
-        waiting += [part for part in (nodes[-1].right, nodes[-1].left) if part is not None]
-    return {
-        "how": np.array([_HOWS.index(node.how) for node in nodes]),
-        "stage": np.array([node.stage for node in nodes]),
-        "cost": np.array([node.cost for node in nodes]),
-    }
+    """An order as an array: the bytes of its JSON."""
+    return {"order": np.frombuffer(json.dumps(asdict(order)).encode(), dtype=np.uint8)}
 
 
-def _unpacked(nodes: Iterator[tuple[int, int, float]]) -> Order:
-    number, stage, cost = next(nodes)
-    how = _HOWS[number]
-    left = _unpacked(nodes) if how in ("product", "from") else None
-    right = _unpacked(nodes) if how in ("product", "through", "backward") else None
-    return Order(how, stage, left, right, cost)
+def _unpacked(fields: dict[str, Any]) -> Order:
+    parts = {name: _unpacked(fields[name]) for name in ("left", "right") if fields[name] is not None}
+    return Order(**{**fields, **parts})
 
 
 def _cheapest(stages: Sequence[Stage]) -> Order:
     n = len(stages)
-    estimates = _Estimates(stages)
+    estimates = Estimates(stages)
     # Cost of each stage's own backward for one column.
     backward = [DENSE * stage.backward_work for stage in stages]
     start = [START * len(stage.edges) for stage in stages]
@@ -223,12 +211,9 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
     return best[0, n - 1]
 
 
-def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, int | None]:
-    """The products and sums that compute a chain's transposed Jacobian, and its number among the matrices.
-
-    Keys of leaves are (number of the stage, edge). The number is None where the output does not depend on the input.
-    """
-    accumulation = Accumulation()
+def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
+    """The products and sums of a chain's transposed Jacobian; keys of leaves are (number of the stage, edge)."""
+    accumulation = Accumulation((math.prod(stages[0].in_shape), math.prod(stages[-1].out_shape)))
 
     def leaf(number: int, edge: Edge) -> int:
         return accumulation.leaf((number, edge), edge.transposed_pattern)
@@ -271,7 +256,8 @@ def accumulated(stages: Sequence[Stage], order: Order) -> tuple[Accumulation, in
             return None
         return accumulation.pull_back((order.stage, span[-1].stage), interval, shadow.matrices[product].pattern)
 
-    return accumulation, add(order)
+    accumulation.result = add(order)
+    return accumulation
 
 
 def _multiply(accumulation: Accumulation, stage: Stage, order: Order, interval: int, leaf: Any) -> int | None:

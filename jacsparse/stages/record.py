@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from ..patterns import Call, Diagonal, Identity, Layout, Pattern
+from ..patterns import Call, Diagonal, Identity, Pattern
 from ..spgemm import SparseJacobian, matvec
-from ..tracing import Operation, PrunedWeight, StaleError, Trace, Value
-from .call_derivative import CallDerivative
+from ..tracing import Trace
+from .local_jacobian import LocalJacobian
 from .stage import Edge, Stage
-
-
-class _Arguments(Mapping[str, Any]):
-    """Arguments of a call; ``read(name, argument)`` gives each of them where it is asked for."""
-
-    def __init__(self, arguments: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
-        self._arguments, self._read = arguments, read
-
-    def __getitem__(self, name: str) -> Any:
-        return self._read(name, self._arguments[name])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arguments)
-
-    def __len__(self) -> int:
-        return len(self._arguments)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
 
 @dataclass(eq=False)
@@ -45,45 +24,10 @@ class Record:
     #: The forward pass of the whole module.
     trace: Trace = field(repr=False)
 
-    def operation(self, edge: Edge) -> Operation:
-        """The operation whose local Jacobian an edge is."""
-        return self.stage.program.operations[edge.target]
-
-    def adapted(self) -> Record:
-        """The same record with patterns that omit only elements that are zero in this forward's weights."""
-        replaced: dict[Edge, Edge] = {}
-        for edge in self.stage.edges:
-            arguments = self.operation(edge).node.arguments
-            # A tensor that was overwritten after the run does not tell which elements were zero.
-            stale = {w.name for w in edge.pruned_weights if self.trace.is_stale(arguments[w.name].number)}
-            if stale or not all(weight.holds(self.weight(edge, weight.name)) for weight in edge.pruned_weights):
-                # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
-                names = [name for name in edge.rule.pruned_arguments(edge.call) if name not in stale]
-                replaced[edge] = edge.without([PrunedWeight(name, self.weight(edge, name), None) for name in names])
-        if not replaced:
-            return self
-        edges = tuple(replaced.get(edge, edge) for edge in self.stage.edges)
-        return Record(replace(self.stage, edges=edges), self.trace)
-
-    def weight(self, edge: Edge, name: str) -> torch.Tensor:
-        """A weight of an edge in this forward."""
-        operation = self.operation(edge)
-        return edge.weight(name, operation.of_sample(name, self.trace.read(operation.node.arguments[name])))
-
-    @property
-    def trained_zeros(self) -> bool:
-        """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
-        edges = self.stage.edges
-        pairs = ((self.operation(edge).node.arguments[w.name], w) for edge in edges for w in edge.pruned_weights)
-        return any(
-            not weight.masked and self.trace.tensor(value.number).requires_grad and not bool(weight.mask.all())
-            for value, weight in pairs
-        )
-
     @property
     def batch(self) -> int:
         """The number of samples."""
-        return self.stage.program.batch
+        return len(self.trace.input)
 
     @property
     def input(self) -> torch.Tensor:
@@ -95,35 +39,16 @@ class Record:
         """The stage's output, whose elements a later call may have overwritten."""
         return self.trace.tensor(self.stage.stop)
 
-    def output_for(
-        self,
-        x: torch.Tensor,
-        around: Callable[[Operation], contextlib.AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
-        *,
-        constants: bool = False,
-    ) -> torch.Tensor:
-        """The stage's output for another input, by its operators; those of the run are left as they are.
-
-        Each runs in a context of its own, on request without gradients of its other arguments.
-        """
-        values = {self.stage.start: x}
-        for operation in self.stage.operations:
-            arguments = {name: self.trace.read(argument) for name, argument in operation.referenced.items()}
-            if constants:
-                arguments = {n: a.detach() if isinstance(a, torch.Tensor) else a for n, a in arguments.items()}
-            arguments |= {name: values[value] for name, value in operation.operands.items()}
-            with around(operation):
-                values[operation.value] = operation.evaluate(arguments)
+    def output_for(self, x: torch.Tensor) -> torch.Tensor:
+        """The stage's output for another input, by the run's calls; its tensors are left as they are."""
+        trace, values = self.trace, {self.stage.start: x}
+        for call in trace.graph.replayed:
+            if any(value in values for _, value in call.tensors):
+                arguments = {name: trace.read(a, values) for name, a in call.arguments.items()}
+                values |= call.by_value(call.computed(arguments))
+            if self.stage.stop in values:
+                break
         return values[self.stage.stop]
-
-    def elements(self, value: int, what: str, *, read: bool = True) -> torch.Tensor:
-        """The elements that a value had in the run or, where they are not read, any; an error names what it is."""
-        try:
-            return self.trace.value(value) if read else self.trace.tensor(value)
-        except StaleError:
-            raise RuntimeError(
-                f"{what} was changed in place between forward and backward; run the forward again"
-            ) from None
 
     @functools.cached_property
     def externals(self) -> set[int]:
@@ -154,14 +79,10 @@ class Record:
 
     def transposed_jacobian(self, samples: slice = slice(None)) -> SparseJacobian:
         """``J.T`` for a slice of the batch."""
-        operator, pattern = self.stage.operator, self.stage.transposed_pattern
-        if operator is not None:
-            return self._jacobian(pattern, lambda: self.values(operator, samples))
-        accumulation, result = self.stage._accumulated
-        if result is None:
-            count = len(range(self.batch)[samples])
-            return SparseJacobian(pattern, self.trace.input.detach().new_empty((0, count)))
-        return self._jacobian(pattern, lambda: accumulation.run(result, lambda edge: self.values(edge, samples)))
+        accumulation, pattern = self.stage.accumulation, self.stage.transposed_pattern
+        if accumulation.result is None:
+            return SparseJacobian(pattern, self.input.detach().new_empty((0, len(range(self.batch)[samples]))))
+        return self._jacobian(pattern, lambda: accumulation.run(lambda edge: self.values(edge, samples)))
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
@@ -170,17 +91,9 @@ class Record:
             rows, columns = pattern.shape
             raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
 
-    def operand(self, edge: Edge) -> torch.Tensor:
-        """The operand of an edge, ``(batch, *in_shape)``."""
-        x = self.call(edge).input
-        assert x is not None
-        return x
-
     def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
-        if not edge.transposed_pattern.nnz:
-            return self.trace.input.detach().new_empty((0, 1 if edge.shared else len(range(self.batch)[samples])))
-        return edge.rule.transposed_values(self.call(edge, samples), edge.transposed_pattern)
+        return LocalJacobian(edge, self.trace, samples).values
 
     def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
         """``Jᵀ g``, ``(elements, batch)``, for a slice of the batch, by the operators' sparse Jacobians one by one."""
@@ -227,47 +140,9 @@ class Record:
         operator = self.stage.operator
         return None if operator is None else operator.rule.selection(self.call(operator, samples))
 
-    def in_input_dtype(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A floating-point tensor in the input's dtype, in which Jacobians are; another tensor as it is."""
-        dtype = self.trace.input.dtype
-        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != dtype else tensor
-
     def call(self, edge: Edge, samples: slice = slice(None)) -> Call:
         """An operator's call with its tensors, for a slice of the batch."""
-        operation, trace = self.operation(edge), self.trace
-        path, argument, layouts = edge.call.path, edge.call.argument, operation.layouts
-        whole = samples == slice(None)
-
-        def of_samples(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-            split = layout.split(tensor.detach())
-            return self.in_input_dtype(split if whole else split[samples])
-
-        def read(name: str, value: Any) -> Any:
-            if type(value) is not Value:
-                return trace.read(value)
-            tensor, layout = self.elements(value.number, f"{path}.{name}"), layouts.get(name)
-            if layout is None:
-                return self.in_input_dtype(tensor)
-            if name in operation.alike:
-                return self.in_input_dtype(layout.split(tensor.detach())[0])
-            return of_samples(tensor, layout)
-
-        arguments = {**edge.call.arguments, **operation.referenced}
-        arguments.pop(argument, None)
-        derivative = CallDerivative(self, edge, operation, samples)
-        reads = edge.rule.reads
-        x = self.elements(edge.source, f"{path}.{argument}", read="input" in reads)
-        result = self.elements(edge.target, f"{path}: what {operation.name} gave", read="output" in reads)
-        return edge.call.with_tensors(
-            arguments=_Arguments(arguments, read),
-            input=of_samples(x, layouts[argument]),
-            output=of_samples(result, self.stage.program.layouts[edge.target]),
-            node=(lambda: derivative.node) if whole else None,
-            vjp=derivative.vjp,
-            vjps=None if operation.random else derivative.vjps,
-            jvp=None if operation.random else derivative.jvp,
-            sources=None if edge.call.sources is None else replace(edge.call.sources, samples=samples),
-        )
+        return LocalJacobian(edge, self.trace, samples).call
 
 
 @dataclass(frozen=True)

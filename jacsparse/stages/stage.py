@@ -7,31 +7,56 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
-from ..patterns import Call, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
-from ..tracing import Operation, Program, PrunedWeight
+from ..patterns import Call, Full, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
+from ..tracing import Operation, PrunedWeight, Trace
 from .accumulation import Accumulation, Region, eliminate, empty_pattern, is_light
+
+
+class _CouplingRule(Rule):
+    """The rule of an operator that couples samples: its products are counted, and it has no matrix."""
+
+    entrywise = False
+
+    def multiply_adds(self, call: Call) -> int:
+        return call["products"]  # type: ignore[no-any-return]
+
+    def pattern(self, call: Call) -> Pattern:
+        # A gradient that reaches one element reaches all.
+        return Pattern.of(Full(call.out_size, call.in_size))
+
+
+_COUPLING = _CouplingRule()
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Edge:
-    """The dependence of one operator on one of its operands: a local Jacobian."""
+    """The dependence of one operation on one of its operands: a local Jacobian."""
 
-    #: Values of the operand and of the result.
-    source: int
-    target: int
-    #: The call of the operator, with shapes only.
+    operation: Operation
+    #: The call of the operator for this operand, with shapes only.
     call: Call
     #: The weights from which the pattern omits elements.
     pruned_weights: tuple[PrunedWeight, ...] = ()
+    #: Of an edge that couples samples, for counts alone: the multiply-adds of its product with a vector, for a sample.
+    coupling: int = 0
+
+    @property
+    def source(self) -> int:
+        """The value of the operand."""
+        return self.operation.operands[self.call.argument]
+
+    @property
+    def target(self) -> int:
+        """The value of the result."""
+        return self.operation.value
 
     @functools.cached_property
     def rule(self) -> Rule:
         """The rule that computes the pattern and the values."""
-        return rule_for(self.call)
+        return _COUPLING if self.coupling else rule_for(self.call)
 
     @property
     def pattern(self) -> Pattern:
@@ -56,15 +81,26 @@ class Edge:
         """Whether all samples share the values."""
         return self.rule.shared(self.call)
 
-    def weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
-        """A constant argument as a weight, whose zeros the pattern may omit."""
-        return self.rule.as_weight(self.call, name, value)
+    def weight(self, name: str, trace: Trace) -> torch.Tensor:
+        """A constant argument in a run as a weight, whose zeros the pattern may omit."""
+        constant = trace.value(self.operation.number_of(name))
+        return self.rule.as_weight(self.call, name, self.operation.of_sample(name, constant))
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
         pruned = tuple(w for w in weights if w.omits and self.rule.prunes(self.call, w.mask))
         call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
         return replace(self, call=call, pruned_weights=pruned)
+
+    def adapted(self, trace: Trace) -> Edge:
+        """The same edge with a pattern that omits only elements that are zero in a run's weights."""
+        # A tensor that was overwritten after the run does not tell which elements were zero.
+        stale = {w.name for w in self.pruned_weights if trace.is_stale(self.operation.number_of(w.name))}
+        if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.pruned_weights):
+            return self
+        # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
+        names = [name for name in self.rule.pruned_arguments(self.call) if name not in stale]
+        return self.without([PrunedWeight(name, self.weight(name, trace), None) for name in names])
 
     def __repr__(self) -> str:
         return f"<Edge {self.call.path}: {self.call.operator}, {self.call.argument}>"
@@ -94,8 +130,8 @@ class Stage:
         An edge for each operand of each operator.
     start, stop : int
         Values of the input and of the output.
-    program : Program
-        The program that the stage is a part of.
+    operations : tuple of Operation
+        The operators, in order.
     """
 
     path: str
@@ -104,10 +140,12 @@ class Stage:
     edges: tuple[Edge, ...]
     start: int
     stop: int
-    program: Program
+    operations: tuple[Operation, ...]
 
-    #: Whether the samples of a batch depend on each other: then there are no edges, and no matrix.
-    couples: bool = False
+    @functools.cached_property
+    def couples(self) -> bool:
+        """Whether the samples of a batch depend on each other: then there are no edges, and no matrix."""
+        return any(operation.couples for operation in self.operations)
 
     @functools.cached_property
     def operator(self) -> Edge | None:
@@ -126,9 +164,11 @@ class Stage:
         return f"{count} operators" if operator is None else operator.call.operator
 
     @functools.cached_property
-    def _accumulated(self) -> tuple[Accumulation, int | None]:
-        accumulation = Accumulation()
-        return accumulation, self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern))
+    def accumulation(self) -> Accumulation:
+        """The products and sums of the transposed Jacobian, whose leaves are edges."""
+        accumulation = Accumulation((math.prod(self.in_shape), math.prod(self.out_shape)))
+        accumulation.result = self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern))
+        return accumulation
 
     @property
     def pattern(self) -> Pattern:
@@ -138,24 +178,23 @@ class Stage:
     @functools.cached_property
     def transposed_pattern(self) -> Pattern:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
-        accumulation, result = self._accumulated
-        if result is None:
-            return empty_pattern(math.prod(self.in_shape), math.prod(self.out_shape))
-        return accumulation.matrices[result].pattern
+        return self.accumulation.pattern
 
     def factor(self, patterns: Sequence[Pattern] | None = None) -> Pattern | Region:
-        """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request."""
-        self.check_matrix()
+        """The transposed Jacobian as counts see it, with patterns of the edges other than their own on request.
+
+        That of a stage that couples samples takes a record of `counted_record`.
+        """
+        if not self.edges:
+            self.check_matrix()
         if self.operator is not None:
             return self.operator.transposed_pattern if patterns is None else patterns[self.edges.index(self.operator)]
-        return Region(*self._region(patterns))
-
-    def _region(self, patterns: Sequence[Pattern] | None) -> tuple[tuple[int, int], list[Any], int, int]:
-        """What a `Region` is made of: the shape of its matrix, its edges, and the vertices of its rows and columns."""
         if patterns is None:
             patterns = [edge.transposed_pattern for edge in self.edges]
         edges = [(edge.source, edge.target, pattern) for edge, pattern in zip(self.edges, patterns, strict=True)]
-        return (math.prod(self.in_shape), math.prod(self.out_shape)), edges, self.start, self.stop
+        shape = math.prod(self.in_shape), math.prod(self.out_shape)
+        coupling = {number: edge.coupling for number, edge in enumerate(self.edges) if edge.coupling}
+        return Region(shape, edges, self.start, self.stop, coupling)
 
     def joined(self, accumulation: Accumulation, leaf: Callable[[Edge], int]) -> int | None:
         """Add the stage's matrix to an accumulation, from the leaves of its edges; None where it is zero."""
@@ -188,13 +227,6 @@ class Stage:
                 f"{self.path}: {name} couples the samples of a batch, so that there is no Jacobian of each of them; "
                 "take products with vectors, as schedule='linear' and exchange='linear' do"
             )
-
-    @functools.cached_property
-    def operations(self) -> tuple[Operation, ...]:
-        """The operations, in order."""
-        if self.couples:
-            return tuple(self.program.between(self.start, self.stop))
-        return tuple(self.program.operations[target] for target in dict.fromkeys(edge.target for edge in self.edges))
 
     @functools.cached_property
     def hooked(self) -> bool:

@@ -1,8 +1,8 @@
 """Traces of forward passes as ATen calls, and the programs that they run."""
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
-from .calls import calls_of, in_graphs, with_constants
-from .graph import Form, Graph, Node, Operand, Scalar, Value, form_of, needed_calls, referred, results_of
+from .calls import calls_of, with_constants
+from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
 from .modules import (
     check_initialised,
     check_module,
@@ -38,6 +38,7 @@ __all__ = [
     "StaleError",
     "Trace",
     "Value",
+    "Values",
     "apply_node",
     "calls_of",
     "check_hooks_are_told",
@@ -47,7 +48,6 @@ __all__ = [
     "facts_of",
     "form_of",
     "has_node_hooks",
-    "in_graphs",
     "is_recording",
     "leads_to",
     "mask_of",
@@ -55,15 +55,12 @@ __all__ = [
     "module_of",
     "name_of",
     "nan_weights",
-    "needed_calls",
     "operator_name",
     "parts_of",
     "passed_by_all_paths",
     "program_of",
     "random_tensor",
-    "referred",
     "refresh_weights",
-    "results_of",
     "samples_of",
     "saved_buffers",
     "saved_handle",

@@ -1,8 +1,11 @@
-"""Functions of tensors as graphs of ATen calls, made simple: what repeated calls run, and compilers take."""
+"""Functions of tensors as graphs of ATen calls, made simple: what repeated calls run, and compilers take.
+
+What is left out changes no place in memory of what remains: some kernels refuse other operands than contiguous ones,
+and some read them as if they were.
+"""
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -28,7 +31,7 @@ def calls_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx
     calls = _Calls(inputs)
     with _FORWARD_MODE, calls:
         output = function(*inputs)
-    return _with_contiguous_operands(_simplified(calls.finished(output)), inputs)
+    return _simplified(calls.finished(output))
 
 
 class _Calls(DispatchMode):
@@ -47,10 +50,6 @@ class _Calls(DispatchMode):
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         overload, kwargs = with_memory(overload), kwargs or {}
         node = self.graph.call_function(overload, *tree_map(self.argument, (args, kwargs)))
-        if not takes_any_layout(overload):
-            tensors = ((place, arg) for place, arg in enumerate(args) if isinstance(arg, torch.Tensor))
-            strided = ((place, tensor) for place, tensor in tensors if tensor.layout == torch.strided)
-            node.meta["contiguous"] = [place for place, tensor in strided if tensor.is_contiguous()]
         result = overload(*args, **kwargs)
         if returns_one_tensor(overload):
             self.note(result, node)
@@ -67,6 +66,9 @@ class _Calls(DispatchMode):
         self.nodes[id(tensor)] = node
         self.alive.append((tensor, node))
         node.meta["val"] = tensor.detach().to("meta")
+        if tensor.layout == torch.strided:
+            form = tensor.shape, tensor.stride()
+            node.meta["val"] = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
 
     def argument(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -114,22 +116,16 @@ def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def in_graphs(overload: Any) -> Any:
-    """The operator that a graph has for another one: ``reshape`` for views, as results may lie otherwise in memory."""
-    return aten.reshape.default if overload in (aten.view.default, aten._unsafe_view.default) else overload
-
-
 def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without calls that return one of their arguments, whose results may lie otherwise in memory."""
+    """The same graph without calls that return what one of their arguments holds."""
     graph = _without_repeats(graph)
     if any(node.target in _OF_PLACES for node in graph.graph.nodes):
         return graph
     while True:
         replaced = 0
         for node in list(graph.graph.nodes):
-            node.target = in_graphs(node.target)
             _skip_views(node)
-            other = _simpler(graph.graph, node) if node.op == "call_function" else None
+            other = _simpler(node) if node.op == "call_function" else None
             if other is not None:
                 node.replace_all_uses_with(other)
                 graph.graph.erase_node(node)
@@ -139,86 +135,43 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
             return graph
 
 
-@functools.cache
-def takes_any_layout(overload: Any) -> bool:
-    """Whether an operator surely reads its operands where they lie in memory: it is pointwise, a view, or well known.
-
-    Some kernels refuse others than contiguous operands, and some read them as if they were.
-    """
-    views = any(parameter.alias_info is not None for parameter in overload._schema.arguments)
-    return views or torch.Tag.pointwise in overload.tags or overload in _OF_ANY_LAYOUT
-
-
-class _Layouts(fx.Interpreter):
-    """Runs a graph, and finds the operands that are not contiguous any more, by calls and places."""
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        super().__init__(graph)
-        self.found: list[tuple[fx.Node, int]] = []
-
-    def run_node(self, n: fx.Node) -> Any:
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        for place in n.meta.get("contiguous", ()) if n.op == "call_function" else ():
-            if not args[place].is_contiguous():
-                self.found.append((n, place))
-                args = (*args[:place], args[place].contiguous(), *args[place + 1 :])
-        return getattr(self, n.op)(n.target, args, kwargs)
-
-
-def _with_contiguous_operands(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The same graph with copies where an operator may need them that seemed to be needless."""
-    if not any(node.meta.get("contiguous") for node in graph.graph.nodes):
-        return graph
-    layouts = _Layouts(graph)
-    layouts.run(*inputs)
-    for node, place in layouts.found:
-        operand: Any = node.args[place]
-        with graph.graph.inserting_before(node):
-            copy = graph.graph.call_function(aten.clone.default, (operand,), {"memory_format": torch.contiguous_format})
-        copy.meta["val"] = operand.meta["val"]
-        node.update_arg(place, copy)
-    return graph
-
-
 #: What takes places in memory.
 _OF_PLACES = (aten.as_strided.default, aten.as_strided_scatter.default)
-_OF_ANY_LAYOUT = frozenset(
-    (
-        *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default, aten.cat.default),
-        *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim, aten.stack.default),
-        *(aten.clone.default, aten._to_copy.default, aten.index_select.default, aten.index.Tensor),
-        *(aten._unsafe_view.default, aten.slice_backward.default, aten.select_backward.default),
-    )
+_COPIES = (
+    *(aten.alias.default, aten.clone.default, aten.detach.default),
+    aten.lift_fresh_copy.default,
+    aten._to_copy.default,
 )
-_COPIES = (aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default)
-_SAME = (aten.expand.default, aten._to_copy.default, aten.reshape.default, aten.permute.default)
+_VIEWS = (aten.view.default, aten._unsafe_view.default)
+_MOVES = (*_VIEWS, aten.expand.default, aten.permute.default)
 #: What holds the elements of its operand in their order.
-_ORDERED = (aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
+_ORDERED = (*_VIEWS, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.default)
 #: What depends on an operand's form alone.
 _FILLS = (aten.ones_like.default, aten.zeros_like.default, aten.full_like.default, aten.scalar_tensor.default)
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
 
-def _simpler(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
-    """The node whose result a call's result equals; None where there is none."""
-    first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-    if first is None:
+def _simpler(node: fx.Node) -> fx.Node | None:
+    """The node whose result a call's result equals, in all places; None where there is none."""
+    operands: list[Any] = list(node.args[:2])
+    if node.target is aten.mul.Tensor:
+        # The factors of ones.
+        factors = zip(operands, reversed(operands), strict=True)
+        operands = [each for each, other in factors if isinstance(other, fx.Node) and other.target in _ONES]
+    elif node.target in (*_COPIES, *_MOVES):
+        operands = operands[:1]
+    else:
         return None
-    if node.target in _COPIES and not node.meta.get("written") and not first.meta.get("written"):
-        return first
-    if node.target in _SAME and _form(first) == _form(node):
-        axes: Any = node.args[1] if node.target == aten.permute.default else ()
-        return first if list(axes) == list(range(len(axes))) else None
-    if node.target == aten.mul.Tensor:
-        for one, other in ((node.args[0], node.args[1]), (node.args[1], node.args[0])):
-            if isinstance(other, fx.Node) and isinstance(one, fx.Node) and one.target in _ONES:
-                return _expanded(graph, node, other)
+    for each in operands:
+        if isinstance(each, fx.Node) and _form(each) == _form(node):
+            writes = node.meta.get("written") or each.meta.get("written")
+            return each if node.target in _MOVES or not writes else None
     return None
 
 
 def _skip_views(node: fx.Node) -> None:
-    """Let a ``reshape`` of a tensor that holds the elements of another one in their order take that one."""
-    first: Any = node.args[0] if node.target is aten.reshape.default else None
+    """Let a view of a tensor that holds the elements of another one in their order take that one."""
+    first: Any = node.args[0] if node.target in _VIEWS else None
     while first is not None and first.target in _ORDERED:
         if any(each.meta.get("written") for each in (node, first, first.args[0])):
             return
@@ -243,11 +196,11 @@ def with_constants(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.
             with graph.graph.inserting_after(node):
                 constant = graph.graph.create_node("get_attr", name)
             constants[node] = constants[constant] = filled
-            constant.meta["val"] = value
-            node.replace_all_uses_with(constant, delete_user_cb=_is_fresh)
+            constant.meta["val"] = value.new_empty((1,) * value.ndim).expand(value.shape)
+            node.replace_all_uses_with(constant, delete_user_cb=_takes_constants)
     if constants:
         graph.graph.eliminate_dead_code()
-    return _with_contiguous_operands(graph, inputs) if constants else graph
+    return graph
 
 
 def _one(node: fx.Node, devices: Iterable[torch.device]) -> torch.Tensor:
@@ -264,18 +217,14 @@ def _is_fresh(node: fx.Node) -> bool:
     return all(argument.alias_info is None for argument in overload._schema.arguments)
 
 
-def _expanded(graph: fx.Graph, node: fx.Node, other: fx.Node) -> fx.Node | None:
-    """`other` in the shape of a node; None where its dtype differs."""
-    if _form(other) == _form(node):
-        return other
-    if _form(other)[1] != _form(node)[1]:
-        return None
-    with graph.inserting_before(node):
-        expanded = graph.call_function(aten.expand.default, (other, list(_form(node)[0])))
-    expanded.meta.update(node.meta)
-    return expanded
+def _takes_constants(node: fx.Node) -> bool:
+    """Whether a call works on elements one by one, and no constant of one element moves its result in memory."""
+    if not _is_fresh(node):
+        return False
+    values = (each.meta["val"] for each in (node, *node.all_input_nodes))
+    return all(each.is_contiguous() or not any(each.stride()) for each in values)
 
 
-def _form(node: fx.Node) -> tuple[Any, Any]:
+def _form(node: fx.Node) -> tuple[Any, ...] | None:
     value = node.meta["val"]
-    return (tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else (None, None)
+    return (value.shape, value.stride(), value.dtype) if value.layout == torch.strided else None

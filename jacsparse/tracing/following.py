@@ -62,6 +62,8 @@ class Followed:
 
     def next(self, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None = None) -> Node | None:
         """The next call of the graph, or of another one that begins alike, where it is this one; else None."""
+        if not self.active:
+            return None
         graph, count = self.trace.graph, self.count
         if count < len(graph.nodes) and self._is(graph.nodes[count], overload, args, kwargs, seen, graph):
             return graph.nodes[count]

@@ -41,11 +41,6 @@ class Scalar:
     #: 0 or 1 where it is that in every run: rules may tell these from other numbers.
     special: float | None = None
 
-    @property
-    def is_factor(self) -> bool:
-        """Whether it is a factor or a term, which a tensor without axes may be too."""
-        return int in self.types
-
 
 def referred(argument: Any, value: Callable[[int], Any], scalars: Sequence[Any]) -> Any:
     """What an argument of a call refers to, of some values and numbers; an argument that is no reference as it is."""
@@ -112,8 +107,10 @@ class Node:
     results: tuple[int, ...] = ()
     #: The elements of the indices and masks among the arguments on which patterns depend, by name.
     contents: dict[str, torch.Tensor] = field(default_factory=dict)
-    #: Calls of other operators that have the derivative of this one.
+    #: Calls of other operators that have the derivative of this one; and whether it is only ever replayed by these,
+    #: because PyTorch has no such derivative.
     parts: tuple[Node, ...] = ()
+    by_parts: bool = False
     #: By the number of an argument's value, the captures that a Function computed it from, by no call that was seen.
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
     #: The place of the call in the graph; of one that is a part, that of the whole.
@@ -146,6 +143,10 @@ class Node:
     def source(self) -> str:
         """The line of code, as in `` at net.py, line 7``."""
         return "" if self.code is None else f" at {self.code.co_filename}, line {self.line}"
+
+    def computed(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+        """The results for other arguments, by their names, of which numbers may be tensors without axes."""
+        return results_of(self.overload, arguments)
 
     def by_value(self, results: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """The results of another such call, by their values in this one."""
@@ -190,9 +191,9 @@ class Info:
     externals: frozenset[int] = frozenset()
 
     @property
-    def is_source(self) -> bool:
-        """Whether no call computes it again: it is the input, a capture, or random numbers."""
-        return self.maker is None or self.maker.draws
+    def call(self) -> Node | None:
+        """The call that computes it in a replay; None for the input and for captures."""
+        return self.maker if self.whole is None or self.whole.by_parts else self.whole
 
 
 @dataclass(eq=False)
@@ -230,6 +231,11 @@ class Graph:
     def calls(self) -> list[Node]:
         """All calls, with the parts of one in its place where it has any."""
         return [call for node in self.nodes for call in (node.parts or (node,))]
+
+    @property
+    def replayed(self) -> Iterator[Node]:
+        """The calls that a replay makes."""
+        return (call for node in self.nodes for call in (node.parts if node.by_parts else (node,)))
 
     @functools.cached_property
     def writes(self) -> bool:
@@ -299,17 +305,19 @@ class Graph:
         Raises
         ------
         LookupError
-            Where that takes the input, or a capture, which is not known.
+            Where that takes the input, a capture or random numbers, which are not known.
         """
-
-        def maker(value: int) -> Node:
-            info = self.infos[value]
-            call = info.whole or info.maker
-            if call is None or call.draws:
-                raise LookupError
-            return call
-
-        return needed_calls(value, known, maker)
+        needed: dict[int, Node] = {}
+        waiting = [value]
+        while waiting:
+            each = waiting.pop()
+            if each not in needed and not known(each):
+                call = self.infos[each].call
+                if call is None or call.draws:
+                    raise LookupError
+                needed[each] = call
+                waiting.extend(operand for _, operand in call.tensors)
+        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
 
     def made_of(self, value: int, others: Collection[int]) -> bool:
         """Whether a value is among others, or was computed from them."""
@@ -344,6 +352,9 @@ def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
     if isinstance(overload, Overwrite):
         return [overload(arguments["tensor"], arguments["written"])]
+    if overload is torch.ops.aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
+        # A number may be a tensor without axes.
+        overload = torch.ops.aten.rsub.Tensor
     positional, named, written = [], {}, []
     for parameter in overload._schema.arguments:
         value = arguments.get(parameter.name, parameter.default_value)
@@ -379,13 +390,22 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
     return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
 
 
-def needed_calls(value: int, known: Callable[[int], bool], maker: Callable[[int], Node]) -> list[Node]:
-    """The calls that compute a value from known ones, in order, of those that make each."""
-    needed: dict[int, Node] = {}
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        if each not in needed and not known(each):
-            call = needed[each] = maker(each)
-            waiting.extend(operand for _, operand in call.tensors)
-    return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
+class Values(dict[int, torch.Tensor]):
+    """The values of a graph, computed from known ones where they are asked for, with the numbers of some run."""
+
+    def __init__(self, graph: Graph, known: Mapping[int, torch.Tensor], scalars: Sequence[Any]) -> None:
+        super().__init__(known)
+        self.graph, self.scalars = graph, scalars
+
+    def __missing__(self, value: int) -> torch.Tensor:
+        for call in self.graph.calls_for(value, self.__contains__):
+            self.update(call.by_value(self.results(call)))
+        return self[value]
+
+    def results(self, call: Node) -> list[torch.Tensor]:
+        """The results of a call."""
+        return call.computed(self.arguments(call.arguments))
+
+    def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """What the arguments of a call refer to."""
+        return {name: referred(argument, self.__getitem__, self.scalars) for name, argument in arguments.items()}

@@ -66,7 +66,8 @@ class Memory:
         """Keep what a write to a tensor is about to change, and nobody can compute again."""
         trace, number = self.trace, self.numbers.get(id(tensor))
         for value in self.values.get(memory_of(tensor), ()):
-            if value not in trace.copies and trace.graph.infos[value].is_source:
+            maker = trace.graph.infos[value].maker
+            if value not in trace.copies and (maker is None or maker.draws):
                 trace.copies[value] = trace.tensor(value).detach().clone()
         if number is None:
             return

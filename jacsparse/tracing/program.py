@@ -17,15 +17,15 @@ import torch
 from ..patterns import (
     CONSTANT,
     WHOLE,
+    Call,
     Layout,
     MixedSamplesError,
     Rule,
-    Sources,
     UnsupportedOperatorError,
     Use,
     rule_of,
 )
-from .graph import Node, Value, results_of
+from .graph import Node, Operand, Value, results_of
 from .operators import defaults_of, operator_name
 from .overwrite import Overwrite
 from .traces import Trace
@@ -45,18 +45,16 @@ class Operation:
     overload: Any
     #: The arguments through which a derivative passes, and their values.
     operands: dict[str, int]
-    #: All arguments that depend on the input.
-    dependent: frozenset[str]
-    #: Arguments by name, for one sample: tensors are on the meta device, except indices and masks.
-    arguments: dict[str, Any]
-    #: Where the samples are in the arguments that have samples; and those of them that are equal for all samples.
-    layouts: dict[str, Layout]
-    alike: frozenset[str]
-    #: `Placement.sources` of an operator that moves elements.
-    sources: dict[str, Sources]
-    #: Whether the samples of a batch depend on each other, here or in an operand: shapes are those of the batch.
-    couples: bool = False
-    #: Whether the operator itself mixes them; and why it is taken only beside one that does, where it is so.
+    #: Whether the samples of a batch depend on each other, here or in an operand; else, by operand, the call as its
+    #: rule sees it.
+    couples: bool = True
+    calls: dict[str, Call] = field(default_factory=dict)
+    #: Where the samples are in the arguments that have samples, and in the result; None where that has none.
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    layout: Layout | None = None
+    #: The arguments that are equal for all samples.
+    alike: frozenset[str] = frozenset()
+    #: Whether the operator itself mixes samples; and why it is taken only beside one that does, where it is so.
     mixes: bool = False
     refusal: str = ""
 
@@ -74,6 +72,10 @@ class Operation:
     def random(self) -> bool:
         """Whether the operator may draw random numbers, so that it must not run again."""
         return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
+
+    def number_of(self, name: str) -> int:
+        """The value of an argument that is a tensor."""
+        return self.node.arguments[name].number  # type: ignore[no-any-return]
 
     def of_sample(self, name: str, constant: torch.Tensor) -> torch.Tensor:
         """An argument that is equal for all samples, for one of them."""
@@ -159,14 +161,9 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     needed = _needed(trace)
     passed = set[int]()
     if couples and needed:
-        known, makers = {0, *needed}, [(value, graph.infos[value].maker) for value in needed]
-        made = [
-            (value, [each.value for each in maker.operands if each.active and each.value in known])
-            for value, maker in makers
-            if maker is not None
-        ]
+        made = [(value, [operand.value for operand in operands]) for value, operands in needed.items()]
         passed = {*passed_by_all_paths(made), program.output}
-    for value in needed:
+    for value, operands in needed.items():
         node = graph.infos[value].maker
         assert node is not None
         result = trace.tensor(value)
@@ -175,12 +172,13 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
                 f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        operation, layout = _operation(program, trace, node, value, couples)
-        if layout is None and value in passed and result.shape[:1] == x.shape[:1]:
-            layout = program.layouts[0]
+        operation = _operation(program, trace, node, value, operands, couples)
+        if operation.layout is None and value in passed and result.shape[:1] == x.shape[:1]:
+            operation = replace(operation, layout=program.layouts[0])
         program.operations[value], program.shapes[value] = operation, tuple(result.shape)
-        if layout is not None:
-            program.layouts[value], program.shapes[value] = layout, layout.shape_of_sample(result.shape)
+        if operation.layout is not None:
+            program.layouts[value] = operation.layout
+            program.shapes[value] = operation.layout.shape_of_sample(result.shape)
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
     without_gradient = {value for value in program.operations if trace.edge(value) is None}
     program.uncut = without_gradient | _written_views(trace) | _between_hooks(trace)
@@ -236,8 +234,11 @@ def _between_hooks(trace: Trace) -> set[int]:
     return values
 
 
-def _needed(trace: Trace) -> list[int]:
-    """The values through which a derivative passes from the input to the output, in order, without the input."""
+def _needed(trace: Trace) -> dict[int, list[Operand]]:
+    """The values through which a derivative passes from the input to the output, in order, without the input.
+
+    With each come the operands by which it passes.
+    """
     graph = trace.graph
     assert graph.last is not None
     # A tensor may have a gradient only because of weights: it is not reached from the input.
@@ -247,25 +248,24 @@ def _needed(trace: Trace) -> list[int]:
         passes = node.name not in CONSTANT or any(trace.tensor(result).is_complex() for result in node.results)
         if passes and any(operand.active and operand.value in reached for operand in node.operands):
             reached.update(node.results)
-    needed: set[int] = set()
+    needed: dict[int, list[Operand]] = {}
     waiting = [graph.last.value] if graph.last.active else []
     while waiting:
         value = waiting.pop()
         maker = graph.infos[value].maker
         if maker is not None and value in reached and value not in needed:
-            needed.add(value)
-            waiting.extend(operand.value for operand in maker.operands if operand.active)
-    return sorted(needed)
+            needed[value] = [operand for operand in maker.operands if operand.active and operand.value in reached]
+            waiting.extend(operand.value for operand in needed[value])
+    return dict(sorted(needed.items()))
 
 
 def _operation(
-    program: Program, trace: Trace, node: Node, value: int, couples: bool
-) -> tuple[Operation, Layout | None]:
-    """The operation that computes a value, and the layout of its result; None where it has none."""
+    program: Program, trace: Trace, node: Node, value: int, operands: list[Operand], couples: bool
+) -> Operation:
+    """The operation that computes a value."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
     arguments = {**defaults, **{name: trace.read(argument) for name, argument in node.arguments.items()}}
-    operands = [operand for operand in node.operands if operand.active and operand.value in program.shapes]
     if node.changes_unseen:
         # The derivative is that of what was written to.
         written = [operand for operand in operands if node.writes_to(operand.name)]
@@ -275,23 +275,17 @@ def _operation(
     active = {operand.name: operand.value for operand in operands}
     name, where = operator_name(overload), node.path
     dependent = frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands)
-    coupling = Operation(value, node, number, overload, active, dependent, {}, {}, frozenset(), {}, couples=True)
+    coupling = Operation(value, node, number, overload, active)
     if not program.layouts.keys() >= set(active.values()):
-        return coupling, None
+        return coupling
 
     def unchanged() -> Layout | None:
         """Where shapes are equal, samples go on to lie where they lay, although they may depend on each other."""
         same = {program.layouts[each] for each in active.values() if trace.tensor(each).shape == result.shape}
         return same.pop() if len(same) == 1 else None
 
-    use = Use(
-        name,
-        arguments,
-        {argument: program.layouts[operand] for argument, operand in active.items()},
-        result,
-        program.batch,
-        lambda arguments: results_of(overload, arguments)[number],
-    )
+    of_operands = {argument: program.layouts[operand] for argument, operand in active.items()}
+    use = Use(name, arguments, of_operands, result, program.batch, coupling.evaluate)
     rule = rule_of(name)
     if rule is None or (number and not rule.all_results):
         refusal = f"{where}: operator {name} has no rule; register one with jacsparse.register_rule{node.source}"
@@ -302,12 +296,12 @@ def _operation(
             )
         if not couples:
             raise UnsupportedOperatorError(refusal)
-        return replace(coupling, refusal=refusal), unchanged()
+        return replace(coupling, refusal=refusal, layout=unchanged())
     try:
         placement = rule.placement(use)
     except MixedSamplesError as error:
         if couples:
-            return replace(coupling, mixes=True), unchanged()
+            return replace(coupling, mixes=True, layout=unchanged())
         what, remedy = error.args or (
             f"{name} mixes the samples of a batch{node.source}",
             "each sample must be worked on by itself; a Jacobian by arguments without samples takes batched=False",
@@ -321,10 +315,23 @@ def _operation(
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
     symbolic = {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()}
-    apart = replace(
-        coupling, arguments=symbolic, layouts=layouts, alike=alike, sources=placement.sources, couples=False
-    )
-    return apart, placement.output
+    calls = {
+        argument: Call(
+            name,
+            {other: value for other, value in symbolic.items() if other != argument},
+            program.shapes[operand],
+            placement.output.shape_of_sample(result.shape),
+            where,
+            node.source,
+            argument=argument,
+            batched=frozenset(layouts.keys() - {argument} - alike),
+            dependent=dependent - {argument},
+            sources=placement.sources.get(argument),
+            function=coupling.evaluate,
+        )
+        for argument, operand in active.items()
+    }
+    return replace(coupling, couples=False, calls=calls, layouts=layouts, layout=placement.output, alike=alike)
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:

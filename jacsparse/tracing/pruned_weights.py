@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..patterns import any_nonzero_at
-from .graph import Value, results_of
+from .graph import Value
 from .traces import Trace
 
 #: The most elements of a weight whose omitted elements are always read one by one.
@@ -84,7 +84,7 @@ def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
         if mask is None:
             return None
         arguments = {name: trace.read(argument) for name, argument in node.arguments.items()}
-        return results_of(node.overload, arguments | {"self": mask})[0]
+        return node.computed(arguments | {"self": mask})[0]
     if node.name != "aten.mul":
         return None
     for argument in ("self", "other"):

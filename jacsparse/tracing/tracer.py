@@ -81,10 +81,9 @@ class Tracer(DispatchMode):
                 self.refresh(tensor)
         if not self.trace.saved_by_hooks and saves_by_hooks():
             self.trace.saved_by_hooks = True
-        if self.followed.active:
-            node = self.followed.next(overload, args, kwargs)
-            if node is not None:
-                return self.repeat(node, args, kwargs)
+        node = self.followed.next(overload, args, kwargs)
+        if node is not None:
+            return self.repeat(node, args, kwargs)
         return self.add(with_memory(overload), args, kwargs)
 
     # What the two ways have in common.
@@ -136,12 +135,11 @@ class Tracer(DispatchMode):
         in_parts = self.parts is not None
         seen = in_parts or (write.seen and base_of(tensor) is base_of(write.tensor))
         written = Value(write.value)
-        if self.followed.active:
-            node = self.followed.next(overload, (tensor, written), {}, seen=seen)
-            if node is not None:
-                self.followed.take(node, self.bind)
-                self.bind(node.results[0], tensor)
-                return
+        found = self.followed.next(overload, (tensor, written), {}, seen=seen)
+        if found is not None:
+            self.followed.take(found, self.bind)
+            self.bind(found.results[0], tensor)
+            return
         self.followed.leave()
         infos = self.trace.graph.infos
         begin = len(infos), self.trace.graph.scalars
@@ -174,18 +172,13 @@ class Tracer(DispatchMode):
             self.memory.preserve(tensor, node)
         if node.sizes is None:
             result = node.overload(*args, **kwargs)
-        viewed = self.viewed(node, args, kwargs) if self.trace.graph.writes else None
+        name = node.facts.viewed if self.trace.graph.writes else None
+        viewed = None if name is None else dict(named_tensors(node.facts, args, kwargs)).get(name)
         if type(result) is torch.Tensor and not written:
             self.bind(node.results[0], result, viewed=viewed)
         else:
             self.bind_results(node, with_written(result, written), written, viewed)
         return result
-
-    def viewed(self, node: Node, args: Any, kwargs: dict[str, Any]) -> torch.Tensor | None:
-        """The argument that a call's results are views of, which matters where calls write."""
-        if node.facts is None or node.facts.viewed is None:
-            return None
-        return dict(named_tensors(node.facts, args, kwargs)).get(node.facts.viewed)
 
     # A call that no graph has.
 
@@ -226,8 +219,7 @@ class Tracer(DispatchMode):
             self.check_writes(node, written)
         # Autograd's node of a write to a view is that of its base.
         node.shift = None if self.parts is not None or any(tensor._is_view() for tensor in written) else 0
-        self.trace.sequences.append(next_node() - 1)
-        copies = {}
+        sequence, copies = next_node() - 1, {}
         for tensor in written:
             self.memory.preserve(tensor, node)
             if parts is not None:
@@ -243,8 +235,10 @@ class Tracer(DispatchMode):
             and not any(tensor.is_complex() for tensor in results)
         ):
             self.decompose(node, parts, [copies.get(id(arg), arg) for arg in args], kwargs, results)
+            # The derivative of a cross product is not elementwise.
+            node.by_parts = overload is aten.linalg_cross.default or any(map(is_sparse, tensors.values()))
             depends = False
-        self.append(node, results, written, tensors.get(facts.viewed or ""), dependent=depends)
+        self.append(node, results, written, tensors.get(facts.viewed or ""), dependent=depends, sequence=sequence)
         return result
 
     def number_of(self, tensor: torch.Tensor) -> int:
@@ -310,6 +304,7 @@ class Tracer(DispatchMode):
         viewed: torch.Tensor | None = None,
         *,
         dependent: bool,
+        sequence: int = -1,
     ) -> None:
         """Add a call to the graph, and give its results their values."""
         trace, graph = self.trace, self.trace.graph
@@ -334,17 +329,13 @@ class Tracer(DispatchMode):
         self.bind_results(node, results, written, viewed)
         if self.parts is None:
             self.followed.count += 1
-            if isinstance(node.overload, Overwrite):
-                trace.sequences.append(-1)
+            trace.sequences.append(sequence)
             # The run computes no others than the results of the whole.
             inner = {number for part in node.parts for number in part.results} - {*numbers}
             for number in inner:
                 trace.tensors[number] = None
-        else:
-            if not isinstance(node.overload, Overwrite):
-                trace.sequences.pop()
-            if any(operand.active for operand in node.operands):
-                self.derivatives.parts.update(map(id, results))
+        elif any(operand.active for operand in node.operands):
+            self.derivatives.parts.update(map(id, results))
 
     def look_behind(self, node: Node, tensors: dict[str, torch.Tensor], numbers: dict[str, int]) -> None:
         """Note from which captures a Function of this run has computed an argument, by no call that was seen."""

@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Graph, form_of, referred, results_of
+from .graph import Graph, Node, Value, form_of, referred
 from .saved_tensors import version_of
 
 
@@ -92,13 +92,7 @@ class Trace:
 
     def is_stale(self, value: int) -> bool:
         """Whether the elements of a value were overwritten and cannot be computed anew."""
-        if self.tensors[value] is None or self._has(value):
-            return False
-        try:
-            self.graph.calls_for(value, self._has)
-        except LookupError:
-            return True
-        return False
+        return self.tensors[value] is not None and not self._has(value) and self._calls_for(value) is None
 
     def is_intact(self, value: int) -> bool:
         """Whether the tensor of a value has the elements that it had in the run."""
@@ -108,6 +102,13 @@ class Trace:
     def _has(self, value: int) -> bool:
         """Whether the elements of a value are at hand."""
         return value in self.copies or self.is_intact(value)
+
+    def _calls_for(self, value: int) -> list[Node] | None:
+        """The calls that compute a value anew; None where that takes elements that were overwritten."""
+        try:
+            return self.graph.calls_for(value, self._has)
+        except LookupError:
+            return None
 
     def value(self, value: int) -> torch.Tensor:
         """The elements that a value had in the run.
@@ -121,19 +122,23 @@ class Trace:
         if tensor is not None and self.is_intact(value):
             return tensor
         if value not in self.copies:
-            try:
-                calls = self.graph.calls_for(value, self._has)
-            except LookupError:
+            calls = self._calls_for(value)
+            if calls is None:
                 what = "a tensor that a gradient needs was modified by an inplace operation after the forward pass"
-                raise StaleError(f"{what}; run it again") from None
+                raise StaleError(f"{what}; run it again")
             with torch.no_grad():
                 for call in calls:
                     arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
-                    self.copies |= call.by_value(results_of(call.overload, arguments))
+                    self.copies |= call.by_value(call.computed(arguments))
         return self.copies[value]
 
-    def read(self, argument: Any) -> Any:
-        """What an argument refers to: the elements, or the number, of the run; what is no reference as it is."""
+    def read(self, argument: Any, others: Mapping[int, torch.Tensor] | None = None) -> Any:
+        """What an argument refers to: the elements, or the number, of the run; what is no reference as it is.
+
+        Some values may have other elements.
+        """
+        if others and type(argument) is Value and argument.number in others:
+            return others[argument.number]
         return referred(argument, self.value, self.scalars)
 
     def edge(self, value: int) -> GradientEdge | None:

@@ -84,7 +84,7 @@ class _Function(nn.Module):
 
 def traced_function(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> TracedFunction:
     trace = traced(_Function(f), x)
-    return TracedFunction(trace, *chain_of(trace).records(trace))
+    return TracedFunction(trace, chain_of(trace))
 
 
 @pytest.mark.parametrize("method", ["products", "compressed"])

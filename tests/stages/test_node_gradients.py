@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jacsparse.stages import Chains, pull_back, pull_back_by_nodes
+from jacsparse.stages import ChainCache, pull_back, pull_back_by_nodes
 from jacsparse.stages.node_gradients import pull_back_by_copies
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
@@ -20,7 +20,7 @@ def test_stages_of_each_operator(name: str, data: st.DataObject, seed: int) -> N
     module, shape = data.draw(OPERATORS[name])
     assume(fits(module, shape, 3))
     torch.manual_seed(seed)
-    _, run = Chains(module).of(torch.randn(3, *shape, dtype=torch.float64))
+    _, run = ChainCache().of(module, torch.randn(3, *shape, dtype=torch.float64))
     for record in run.records:
         gradient, places = torch.randn_like(record.output), sorted(record.externals)
         (expected,), of_externals = pull_back([record], gradient, [record], places, ())

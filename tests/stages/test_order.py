@@ -11,7 +11,7 @@ from jacsparse.models import build, prune_weights
 from torch import nn
 
 import jacsparse
-from jacsparse.stages import Chains
+from jacsparse.stages import ChainCache
 from jacsparse.stages.order import Order, best_order
 from tests.helpers import autograd_jacobian
 
@@ -65,7 +65,7 @@ def test_every_order_is_right(
 def test_every_way_through_a_chain_is_right(seed: int) -> None:
     """Orders that no cost would choose: each way to take each interval, drawn."""
     module, x = network(seed % 2 == 0), torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    chain, (_, records) = Chains(module).of(x)
+    chain, (_, records) = ChainCache().of(module, x)
     draw = np.random.default_rng(seed)
 
     def order(first: int, last: int) -> Order:

@@ -1,0 +1,54 @@
+"""Stages that couple samples as counts see them: operators that vectors pass through, and no matrix."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from torch.utils.flop_counter import flop_registry
+
+from ..patterns import Call
+from ..tracing import Operation, Value
+from .cutting import edge_of
+from .record import Record
+from .stage import Edge
+
+
+def counted_record(record: Record) -> Record:
+    """The record with edges for all operators of its stage, where that couples samples; of any other, itself."""
+    if not record.stage.couples:
+        return record
+    edges = [
+        _coupled(record, operation, name) if operation.couples else edge_of(record.trace, operation, name)
+        for operation in record.stage.operations
+        for name in operation.operands
+    ]
+    return replace(record, stage=replace(record.stage, edges=tuple(edges)))
+
+
+def _coupled(record: Record, operation: Operation, argument: str) -> Edge:
+    """The dependence of an operator that couples samples on an operand, for a sample's share of the batch."""
+
+    def share(value: int) -> int:
+        """A sample's share of the elements."""
+        return math.ceil(record.trace.tensor(value).numel() / record.batch)
+
+    inputs, outputs = share(operation.operands[argument]), share(operation.value)
+    products = math.ceil(_multiply_adds(record, operation) / record.batch)
+    path, where = operation.node.path, operation.node.source
+    call = Call(operation.name, {"products": products}, (inputs,), (outputs,), path, where, argument)
+    # Without products, half an operation for each element that is read and written.
+    return Edge(operation, call, coupling=products or (inputs + outputs + 1) // 2)
+
+
+def _multiply_adds(record: Record, operation: Operation) -> int:
+    """Multiply-adds of the matrix products in an operator's forward pass, for the whole batch."""
+    count = flop_registry.get(getattr(operation.overload, "_overloadpacket", None))
+    if count is None:
+        return 0
+    trace = record.trace
+    arguments = [
+        trace.tensor(value.number) if isinstance(value, Value) else trace.read(value)
+        for value in operation.referenced.values()
+    ]
+    return int(count(*arguments, out_val=trace.tensor(operation.value))) // 2
