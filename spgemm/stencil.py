@@ -375,8 +375,16 @@ class Stencil:
             elements, step = self._widths * batch, self._step * batch
             sizes = np.where(elements <= LANES // 2, LANES // 2, _filled(elements))
             bounds = row_starts(_filled(self._lines * sizes), np.int64)
-            arrays = map(frozen, (bounds, bounds // LANES, sizes, np.minimum(sizes, step), self._starts * batch))
-            self._laid_out = layout = _Layout(batch, step, *arrays, in_whole_vectors=not (sizes % LANES).any())
+            self._laid_out = layout = _Layout(
+                batch,
+                step,
+                bounds=frozen(bounds),
+                work=frozen(bounds // LANES),
+                sizes=frozen(sizes),
+                reads=frozen(np.minimum(sizes, step)),
+                starts=frozen(self._starts * batch),
+                in_whole_vectors=not (sizes % LANES).any(),
+            )
         return layout
 
 

@@ -86,7 +86,9 @@ class NativeSequence:
         The address of what a thread waits by until all are there.
     """
 
-    def __init__(self, calls: Sequence[tuple[NativeCall, Sequence[int], Sequence[Any]]], barrier: int) -> None:
+    def __init__(
+        self, calls: Sequence[tuple[NativeCall, Sequence[int] | np.ndarray, Sequence[Any]]], barrier: int
+    ) -> None:
         self._calls = [call for call, _, _ in calls]
         #: What the tables tell the addresses of.
         self._alive = [args for _, _, args in calls]
