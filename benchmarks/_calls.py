@@ -40,8 +40,8 @@ def labelled(label: str, mode: str) -> str:
 
 def in_mode(make: Callable[[], Call], mode: str) -> Call:
     """A call in one of `MODES`; its first run calls `make`, captures a graph if needed, and raises their errors."""
-    made = functools.cache(functools.partial(captured, make) if mode == GRAPH else make)
-    return lambda: made()()
+    prepared = functools.cache(functools.partial(captured, make) if mode == GRAPH else make)
+    return lambda: prepared()()
 
 
 def ready(call: Call) -> Callable[[], Call]:

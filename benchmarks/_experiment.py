@@ -153,10 +153,11 @@ class Group:
         A field that is a dict has the rows' own by label, and is read when all are timed; any other is all rows'.
         """
         timings = context.under(self.name).times(functions, seconds=seconds, pause=pause)
+        by_label = {name: field for name, field in fields.items() if isinstance(field, dict)}
+        common = {name: field for name, field in fields.items() if name not in by_label}
         for label, timing in timings.items():
-            own = {name: field[label] for name, field in fields.items() if isinstance(field, dict) and label in field}
-            common = {name: field for name, field in fields.items() if not isinstance(field, dict)}
-            self.timed(label, timing, **common, **own)
+            of_row = {name: field[label] for name, field in by_label.items() if label in field}
+            self.timed(label, timing, **common, **of_row)
         return timings
 
     def memory(

@@ -179,8 +179,8 @@ class PreparedJacobian(Generic[Result]):
                 f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
                 "it was prepared: prepare one for these"
             )
-        made = kinds, arguments.numbers_but(traced.tensors), program
-        self._programs = [*self._programs[1 - MOST :], made]
+        numbers = arguments.numbers_but(traced.tensors)
+        self._programs = [*self._programs[1 - MOST :], (kinds, numbers, program)]
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:

@@ -92,8 +92,8 @@ class PreparedProgram:
                 return Evaluation(values)
         function, x = self.traced.function, arguments.flat(connected=entries is not None)
         x = x if entries is None else requiring_gradient(x)
-        before, own = function.trace, x if entries is None else x.view_as(x)
-        trace = Trace.replayed(function.graph, before.module, own, captures, before.scalars)
+        before, traced_input = function.trace, x if entries is None else x.view_as(x)
+        trace = Trace.replayed(function.graph, before.module, traced_input, captures, before.scalars)
         with torch.set_grad_enabled(entries is not None), without_autocast(x.device):
             if entries is not None:
                 trace.edges[0] = get_gradient_edge(trace.input)

@@ -13,7 +13,7 @@ import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -173,22 +173,22 @@ class RowWork:
     """
 
     total: np.ndarray
+    _ends: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False)
+
+    def ends(self, parts: int) -> np.ndarray:
+        """The bounds of at most `parts` ranges of rows."""
+        if parts not in self._ends:
+            self._ends[parts] = frozen(np.array(split(self.total, parts), dtype=np.int64))
+        return self._ends[parts]
 
 
 #: The work of rows: a running total, or the number of elements of a flat loop.
 Work = np.ndarray | RowWork | int
 
 
-@functools.lru_cache(maxsize=1024)
-def _remembered_ends(work: RowWork | int, parts: int) -> np.ndarray:
-    return frozen(np.array(split(work.total if isinstance(work, RowWork) else work, parts), dtype=np.int64))
-
-
 def _ends(work: Work, parts: int) -> np.ndarray:
     """The bounds of at most `parts` ranges of rows."""
-    return (
-        np.array(split(work, parts), dtype=np.int64) if isinstance(work, np.ndarray) else _remembered_ends(work, parts)
-    )
+    return work.ends(parts) if isinstance(work, RowWork) else np.array(split(work, parts), dtype=np.int64)
 
 
 def run_rows(kernel: Callable[..., Any], work: Work, *args: Any, lanes: int = 1) -> None:

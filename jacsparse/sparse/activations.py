@@ -18,12 +18,12 @@ _STORE = 5
 
 
 @on_tile(6)
-def set_row(write, x, x_row, y, kept, count, total):
+def set_row(write, x, x_row, y, marks, count, total):
     """Set a row of windows to the gradients of the windows, and add these to ``total[0]``.
 
-    The windows are the tile's, and cover each position once. A gradient stands where its window's winner is, as the
-    bytes that were kept say, and the other positions get zeros. Of windows of one position the outputs were kept: those
-    that are not above zero have no gradient.
+    The windows are the tile's, and cover each position once. A gradient stands where its window's winner is, as bytes
+    of `marks` say, and the other positions get zeros. The marks of windows of one position are the outputs: those that
+    are not above zero have no gradient.
     """
     builder, (rows, columns) = write.builder, write.tile.pool
     alone = (rows, columns) == (1, 1)
@@ -31,10 +31,10 @@ def set_row(write, x, x_row, y, kept, count, total):
     with write.each(INT64(0), count) as window:
         gradient = write.load(write.shifted(y, write.width, window))
         if alone:
-            won, none = write.load(write.shifted(kept, write.width, window)), write.zero
+            won, none = write.load(write.shifted(marks, write.width, window)), write.zero
             lost = builder.fcmp_ordered("<=", won, none)
         else:
-            won = write.widened(write.load(write.shifted(kept, write.tile.lanes, window), write.bytes))
+            won = write.widened(write.load(write.shifted(marks, write.tile.lanes, window), write.bytes))
             lost = builder.icmp_unsigned("==", won, write.integer(rows * columns))
         passed = builder.select(lost, write.zero, gradient)
         builder.store(builder.fadd(builder.load(added), passed), added)
@@ -50,7 +50,7 @@ def set_row(write, x, x_row, y, kept, count, total):
 
 
 @kernel
-def on_channels(first, last, set_row, x, y, kept, sums, blocks, channels, rows, columns, window, width, kept_width):
+def on_channels(first, last, set_row, x, y, marks, sums, blocks, channels, rows, columns, window, width, marks_width):
     """Call a function for each row of windows; rows are channels, and addresses and widths are in bytes."""
     sums[first:last] = 0
     sums_begin = sums.ctypes.data
@@ -64,21 +64,21 @@ def on_channels(first, last, set_row, x, y, kept, sums, blocks, channels, rows, 
                         x + at * window[0] * window[1] * width,
                         columns * window[1] * width,
                         y + at * width,
-                        kept + at * kept_width,
+                        marks + at * marks_width,
                         columns,
                         sums_begin + channel * sums.itemsize,
                     ),
                 )
 
 
-def gradient_of_sums(y: torch.Tensor, kept: torch.Tensor, window: Pair = (1, 1)) -> tuple[torch.Tensor, torch.Tensor]:
+def gradient_of_sums(y: torch.Tensor, marks: torch.Tensor, window: Pair = (1, 1)) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient of sums from `y`, that of their maxima in windows after ReLU, and for each channel all of it added.
 
     Parameters
     ----------
     y : Tensor
         Blocks, contiguous, of an element for each window.
-    kept : Tensor
+    marks : Tensor
         The windows' winners, in bytes; or the outputs, where a window is one position.
     window : tuple of int
         Rows and columns of the windows, which cover each position once.
@@ -97,7 +97,7 @@ def gradient_of_sums(y: torch.Tensor, kept: torch.Tensor, window: Pair = (1, 1))
         set_row(tile),
         x.data_ptr(),
         y.data_ptr(),
-        kept.data_ptr(),
+        marks.data_ptr(),
         sums.numpy(),
         blocks,
         channels,
@@ -105,7 +105,7 @@ def gradient_of_sums(y: torch.Tensor, kept: torch.Tensor, window: Pair = (1, 1))
         columns,
         window,
         lanes * y.itemsize,
-        lanes * kept.itemsize,
+        lanes * marks.itemsize,
         lanes=_STORE * SIMD * blocks * rows * columns * window[0] * window[1],
     )
     return x, sums

@@ -14,7 +14,7 @@ from typing import Any
 from llvmlite import ir
 from numba.core import cgutils
 
-from ..runtime import kernel
+from ..runtime import inlined, kernel
 from .vectors import INT64, VectorWriter, call, on_tile
 
 
@@ -146,6 +146,13 @@ def correlate_and_multiply(
         write.store(write.added([builder.load(results[side, position]) for side in range(compiled.unrolled)]), at)
 
 
+@inlined
+def _tile_of(item, table, position, x, x_block, y, y_block):
+    """The number of a tile in the table, and the addresses where it begins in its block of samples of `x` and `y`."""
+    block, number = item // len(table), item % len(table)
+    return number, x + block * x_block + table[number, 0] * position, y + block * y_block + table[number, 1] * position
+
+
 @kernel
 def correlate(
     first, last, correlate_tile, table, starts, taps, channels, values, offsets, bias, itemsize, floor, winners,
@@ -153,9 +160,7 @@ def correlate(
 ):  # fmt: skip
     """Sums over weights by a function of a tile; rows are the output channels of each tile of each block of samples."""
     for item in range(first // channels, (last - 1) // channels + 1):
-        block, number = item // len(table), item % len(table)
-        x_tile = x + block * x_block + table[number, 0] * position
-        y_tile = y + block * y_block + table[number, 1] * position
+        number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(max(first - item * channels, 0), min(last - item * channels, channels)):
             call(
                 correlate_tile,
@@ -191,9 +196,7 @@ def multiply(
     bias_sums[first:last] = 0
     starts_begin, sums_begin, bias_begin = starts.ctypes.data, sums.ctypes.data, bias_sums.ctypes.data
     for item in range(blocks * len(table)):
-        block, number = item // len(table), item % len(table)
-        x_tile = x + block * x_block + table[number, 0] * position
-        y_tile = y + block * y_block + table[number, 1] * position
+        number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(first, last):
             call(
                 add_products,
@@ -225,9 +228,7 @@ def differentiate(
     sums[starts[first * taps] : starts[last * taps]] = 0
     starts_begin, sums_begin = starts.ctypes.data, sums.ctypes.data
     for item in range(blocks * len(table)):
-        block, number = item // len(table), item % len(table)
-        x_tile = x + block * x_block + table[number, 0] * position
-        y_tile = y + block * y_block + table[number, 1] * position
+        number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(first, last):
             call(
                 correlate_and_multiply,

@@ -198,7 +198,7 @@ class Accumulation:
             return matrix.plan.multiply(*operands) if isinstance(matrix, _Product) else matrix.plan.add(operands)  # type: ignore[no-any-return]
 
         compute = partial(self._computed, value=value, last_use=last_use)
-        values = compute([number for number in order if number not in large], {}, kept=read)
+        values = compute([number for number in order if number not in large], {}, needed=read)
         batch = max((values[number].shape[1] for number in read), default=1)
         if large and batch > 1 and not any(values[number].is_cuda for number in read):
             samples = (compute(large, {n: _sample(values[n], s) for n in read})[result] for s in range(batch))
@@ -214,14 +214,17 @@ class Accumulation:
         values: dict[int, Entries],
         value: Callable[[Any, list[Entries]], Entries],
         last_use: Mapping[int, Sequence[int]],
-        kept: Collection[int] = (),
+        needed: Collection[int] = (),
     ) -> dict[int, Entries]:
-        """The values of some matrices beside those of others, without those that were used for the last time."""
+        """The values of some matrices beside those of others.
+
+        Those that were used for the last time are let go of, unless they are `needed`.
+        """
         for number in numbers:
             matrix = self.matrices[number]
             values[number] = value(matrix, [values[operand] for operand in matrix.operands])
             for used in last_use.get(number, ()):
-                if used not in kept:
+                if used not in needed:
                     del values[used]
         return values
 

@@ -161,8 +161,8 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     needed = _needed(trace)
     passed = set[int]()
     if couples and needed:
-        made = [(value, [operand.value for operand in operands]) for value, operands in needed.items()]
-        passed = {*passed_by_all_paths(made), program.output}
+        edges = [(value, [operand.value for operand in operands]) for value, operands in needed.items()]
+        passed = {*passed_by_all_paths(edges), program.output}
     for value, operands in needed.items():
         node = graph.infos[value].maker
         assert node is not None

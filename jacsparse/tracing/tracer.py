@@ -135,10 +135,10 @@ class Tracer(DispatchMode):
         in_parts = self.parts is not None
         seen = in_parts or (write.seen and base_of(tensor) is base_of(write.tensor))
         written = Value(write.value)
-        found = self.followed.next(overload, (tensor, written), {}, seen=seen)
-        if found is not None:
-            self.followed.take(found, self.bind)
-            self.bind(found.results[0], tensor)
+        node = self.followed.next(overload, (tensor, written), {}, seen=seen)
+        if node is not None:
+            self.followed.take(node, self.bind)
+            self.bind(node.results[0], tensor)
             return
         self.followed.leave()
         infos = self.trace.graph.infos
