@@ -88,7 +88,8 @@ def gradient_of_sums(y: torch.Tensor, kept: torch.Tensor, window: Pair = (1, 1))
     sums = torch.empty(channels, dtype=y.dtype)
     if window == (1, 1):
         # A plane is one row of the widest vectors that it is made of.
-        lanes, elements = math.gcd(y[0, 0].numel(), vector_widths()[0] // y.itemsize), y[0, 0].numel()
+        elements = rows * columns * lanes
+        lanes = math.gcd(elements, vector_widths()[0] // y.itemsize)
         rows, columns = 1, elements // lanes
     tile = Tile(y.itemsize, lanes, pool=window)
     run_rows(
