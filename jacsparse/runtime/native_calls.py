@@ -80,17 +80,17 @@ class NativeSequence:
 
     Parameters
     ----------
-    calls : sequence of (NativeCall, sequence of int, sequence)
-        Each call with the bounds of its ranges and its arguments, which are read now: memory stays where it is.
+    calls : sequence of (NativeCall, ndarray of int64, sequence)
+        Each call with the ends of its ranges and its arguments, which are read now: memory stays where it is.
     barrier : int
         The address of what a thread waits by until all are there.
     """
 
-    def __init__(self, calls: Sequence[tuple[NativeCall, Sequence[int], Sequence[Any]]], barrier: int) -> None:
+    def __init__(self, calls: Sequence[tuple[NativeCall, np.ndarray, Sequence[Any]]], barrier: int) -> None:
         self._calls = [call for call, _, _ in calls]
         #: What the tables tell the addresses of.
         self._alive = [args for _, _, args in calls]
-        self._ends = [np.array(bounds, dtype=np.int64) for _, bounds, _ in calls]
+        self._ends = [ends for _, ends, _ in calls]
         tables = [call._words(ends, args) for (call, _, args), ends in zip(calls, self._ends, strict=True)]
         begins = np.cumsum([0, *map(len, tables)])[:-1]
         self._tables = np.array(list(itertools.chain(*tables)), dtype=np.int64)
