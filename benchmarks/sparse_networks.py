@@ -122,7 +122,8 @@ class SparseTraining(_PrunedGrid):
     """A whole step: forward pass, loss, backward pass, and SGD with momentum."""
 
     networks: tuple[PrunedNetwork, ...] = (
-        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=7.0, peer=2.6),
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16,), dense=7.0, peer=3.0),
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (64,), dense=7.0, peer=2.6),
         PrunedNetwork("ResNet-18, 95 % pruned", pruned_resnet18, (64,), dense=3.0, peer=1.5),
     )
 

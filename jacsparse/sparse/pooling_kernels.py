@@ -44,6 +44,38 @@ def find_winners(write, x, x_row, x_column, rows, columns, number, number_step, 
     write.store(write.builder.load(at), winner)
 
 
+@on_tile(6)
+def set_row(write, x, x_row, y, marks, count, total):
+    """Set a row of windows to the gradients of the windows, and add these to ``total[0]``.
+
+    The windows are the tile's, and cover each position once. A gradient stands where its window's winner is, as bytes
+    of `marks` say, and the other positions get zeros. The marks of windows of one position are the outputs: those that
+    are not above zero have no gradient.
+    """
+    builder, (rows, columns) = write.builder, write.tile.pool
+    alone = (rows, columns) == (1, 1)
+    added = cgutils.alloca_once_value(builder, write.zero)
+    with write.each(INT64(0), count) as window:
+        gradient = write.load(write.shifted(y, write.width, window))
+        if alone:
+            won, none = write.load(write.shifted(marks, write.width, window)), write.zero
+            lost = builder.fcmp_ordered("<=", won, none)
+        else:
+            won = write.widened(write.load(write.shifted(marks, write.tile.lanes, window), write.bytes))
+            lost = builder.icmp_unsigned("==", won, write.integer(rows * columns))
+        passed = builder.select(lost, write.zero, gradient)
+        builder.store(builder.fadd(builder.load(added), passed), added)
+        for row in range(rows):
+            first = write.shifted(write.shifted(x, x_row, row), columns * write.width, window)
+            for column in range(columns):
+                value = passed
+                if not alone:
+                    wins = builder.icmp_unsigned("==", won, write.integer(row * columns + column))
+                    value = builder.select(wins, gradient, write.zero)
+                write.store(value, write.shifted(first, write.width, column))
+    write.add_lanes([builder.load(added)], total)
+
+
 @on_tile(_ARGUMENTS)
 def add_to_winners(write, x, x_row, x_column, rows, columns, number, number_step, y, winner):
     """Add the output to the position that has won."""
@@ -62,6 +94,28 @@ def take_winners(write, x, x_row, x_column, rows, columns, number, number_step, 
         wins = write.builder.icmp_unsigned("==", won, each)
         write.builder.store(write.builder.select(wins, write.load(address), write.builder.load(taken)), taken)
     write.store(write.builder.load(taken), y)
+
+
+@kernel
+def on_channels(first, last, set_row, x, y, marks, sums, blocks, channels, rows, columns, window, width, marks_width):
+    """Call a function for each row of windows; rows are channels, and addresses and widths are in bytes."""
+    sums[first:last] = 0
+    sums_begin = sums.ctypes.data
+    for channel in range(first, last):
+        for block in range(blocks):
+            for row in range(rows):
+                at = ((block * channels + channel) * rows + row) * columns
+                call(
+                    set_row,
+                    (
+                        x + at * window[0] * window[1] * width,
+                        columns * window[1] * width,
+                        y + at * width,
+                        marks + at * marks_width,
+                        columns,
+                        sums_begin + channel * sums.itemsize,
+                    ),
+                )
 
 
 @kernel

@@ -22,6 +22,8 @@ from .windows import Tiles
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 #: Sums that run side by side, so that none waits for the one before.
 CHAINS = 4
+#: Those of one weight's products; the next weight's run beside them, and more would take registers of the tile's sums.
+_PRODUCT_CHAINS = 2
 
 
 class Tile(NamedTuple):
@@ -165,8 +167,8 @@ class VectorWriter:
         return vectors[0]
 
     def add_product(self, totals: list[Any], a: Any, b: Any) -> None:
-        """Put ``a * b`` among some totals, whose number grows up to that of sums that run side by side."""
-        if len(totals) < CHAINS:
+        """Put ``a * b`` among some totals, whose number grows up to `_PRODUCT_CHAINS`."""
+        if len(totals) < _PRODUCT_CHAINS:
             totals.append(self.builder.fmul(a, b))
         else:
             totals.append(self.multiply_add(a, b, totals.pop(0)))

@@ -81,6 +81,20 @@ def test_convolution(case: tuple, batch: int, dtype: torch.dtype) -> None:
     agree(dense, sparse(dense), torch.randn(batch, dense.in_channels, *case[5:7], dtype=dtype))
 
 
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_gradients_that_are_asked_for_alone(case: tuple, batch: int) -> None:
+    layer = sparse(convolution(case, torch.float64, 0.3))
+    x = torch.randn(batch, layer.in_channels, *case[5:7], dtype=torch.float64, requires_grad=True)
+    inputs, y = [x, *layer.parameters()], layer(x)
+    gradient = torch.randn_like(y)
+    together = torch.autograd.grad(y, inputs, gradient)
+    for each, expected in zip(inputs, together, strict=True):
+        for other in inputs:
+            other.requires_grad_(other is each)
+        close(torch.autograd.grad(layer(x), each, gradient)[0], expected, 1e-12)
+
+
 _PAIRS = st.tuples(*[st.integers(1, 3)] * 2)
 
 
