@@ -123,8 +123,12 @@ class Arguments:
 
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:
-        """All that a prepared program depends on besides elements and numbers."""
-        forms = tuple([_form(leaf, place in self.places) for place, leaf in enumerate(self.leaves)])
+        """All that a prepared program depends on besides elements and numbers.
+
+        Last come the forms of all leaves, and whether the function is differentiated by them.
+        """
+        pairs = ((leaf, place in self.places) for place, leaf in enumerate(self.leaves))
+        forms = tuple([(_form(leaf, differentiated), differentiated) for leaf, differentiated in pairs])
         return self.argnums, self.batched, self.specs, self.surroundings(), forms
 
     def surroundings(self) -> tuple[torch.dtype, torch.dtype | None]:
@@ -170,15 +174,10 @@ class Arguments:
             return False
         if self.form[3] != self.surroundings():
             return False
-        for place, (form, differentiated) in enumerate(self._forms):
-            if _form(args[place], differentiated) != form or (differentiated and not is_fit(args[place])):
+        for arg, (form, differentiated) in zip(args, self.form[-1], strict=True):
+            if _form(arg, differentiated) != form or (differentiated and not is_fit(arg)):
                 return False
         return True
-
-    @functools.cached_property
-    def _forms(self) -> list[tuple[Any, bool]]:
-        """The forms of all leaves, and whether the function is differentiated by them."""
-        return [(form, place in self.places) for place, form in enumerate(self.form[-1])]
 
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""

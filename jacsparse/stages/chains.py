@@ -72,9 +72,15 @@ class Chain:
 
     def adapted(self, trace: Trace) -> Chain:
         """The same chain with patterns that omit only elements that are zero in a run's weights."""
-        if not any(edge.adapted(trace) is not edge for edge in self._pruned):
+        others = {edge: other for edge in self._pruned if (other := edge.adapted(trace)) is not edge}
+        if not others:
             return self
-        stages = [replace(s, edges=tuple(edge.adapted(trace) for edge in s.edges)) for s in self.stages]
+        stages = [
+            stage
+            if others.keys().isdisjoint(stage.edges)
+            else replace(stage, edges=tuple(others.get(edge, edge) for edge in stage.edges))
+            for stage in self.stages
+        ]
         return Chain(self.name, stages, self.in_shape, self.out_shape)
 
     def records(self, trace: Trace) -> list[Record]:

@@ -50,19 +50,15 @@ class LocalJacobian:
         assert out is not None
         #: Where the samples are in the operand and in the result.
         self._into, self._out = self._operation.layouts[self.edge.call.argument], out
-        self._whole = self.samples == slice(None)
-
-    @property
-    def count(self) -> int:
-        """The number of samples."""
-        return len(range(len(self.trace.input))[self.samples])
+        self._count = len(range(len(self.trace.input))[self.samples])
+        self._whole = self._count == len(self.trace.input)
 
     @property
     def values(self) -> torch.Tensor:
         """Values of the transposed Jacobian, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         edge = self.edge
         if not edge.transposed_pattern.nnz:
-            return self.trace.input.detach().new_empty((0, 1 if edge.shared else self.count))
+            return self.trace.input.detach().new_empty((0, 1 if edge.shared else self._count))
         return edge.rule.transposed_values(self.call, edge.transposed_pattern)
 
     @property
@@ -138,14 +134,14 @@ class LocalJacobian:
 
     def vjp(self, gradient: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g``, ``(batch, *out_shape)`` to ``(batch, *in_shape)``."""
-        place, trace, whole = self._place, self.trace, self.count == len(self.trace.input)
+        place, trace = self._place, self.trace
         # An operator that draws does not run again; a node has not saved what was overwritten since.
-        if place is None or not (self._operation.random or (whole and self._is_intact)):
+        if place is None or not (self._operation.random or (self._whole and self._is_intact)):
             return self.vjps(gradient[None])[0]
         number = self._operation.number
         result, x = trace.tensor(self.edge.target), trace.tensor(self.edge.source)
         gradient = gradient.to(result.dtype)
-        if not whole:
+        if not self._whole:
             # Samples do not mix, so any gradient of the other ones will do.
             of_all = self._out.split(torch.zeros_like(result))
             of_all[self.samples] = gradient.reshape(of_all[self.samples].shape)

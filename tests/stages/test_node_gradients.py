@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from jacsparse.stages import ChainCache, pull_back, pull_back_by_nodes
 from jacsparse.stages.node_gradients import pull_back_by_copies
@@ -32,3 +33,17 @@ def test_stages_of_each_operator(name: str, data: st.DataObject, seed: int) -> N
         if not any(operation.random for operation in record.stage.operations):
             by_copies = pull_back_by_copies(record, gradient)
             torch.testing.assert_close(by_copies, expected, rtol=1e-12, atol=1e-12, equal_nan=True)
+
+
+class SolvedByInverse(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.inv(16 * torch.eye(2, dtype=x.dtype) + x[..., :2]) @ x[..., 2:]
+
+
+def test_copies_of_a_decomposed_call_have_its_elements() -> None:
+    """The operators that have the derivative of an inverse compute its negative."""
+    _, run = ChainCache().of(SolvedByInverse(), torch.randn(3, 2, 3, dtype=torch.float64))
+    for record in run.records:
+        gradient = torch.randn_like(record.output)
+        (expected,), _ = pull_back([record], gradient, [record], (), ())
+        torch.testing.assert_close(pull_back_by_copies(record, gradient), expected, rtol=1e-12, atol=1e-12)
