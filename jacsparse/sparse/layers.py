@@ -270,7 +270,12 @@ class _Output(NamedTuple):
     def activated(self) -> _Output:
         return self._replace(relu=True)
 
-    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output:
+    def plus(self, other: Blocks) -> None:
+        return None
+
+    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output | None:
+        if self.relu:
+            return None
         values = self.values * scale.index_select(0, self.convolution.structure.outputs)
         return self._replace(values=values, bias=shift if self.bias is None else torch.addcmul(shift, self.bias, scale))
 
