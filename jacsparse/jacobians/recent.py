@@ -26,9 +26,11 @@ from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
-#: The calls of a graph before a way other than by its chain is looked for. Looking takes about as long as these calls
-#: do, so that few calls of a function cost at most twice what they need, however many there will be.
-BEFORE = 8
+#: The calls of a graph before a way other than by its chain is looked for, and those where the chain's products and sums
+#: move many values. Looking takes about as long as these calls do, the first one above all, so that few calls of a
+#: function cost about twice what they need, however many there will be.
+BEFORE, BEFORE_LARGE = 2, 8
+LARGE = 2**21
 
 
 class Plan:
@@ -55,7 +57,10 @@ class Plan:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
         self._runs += 1
         # The chain of pruned weights changes with these.
-        if self._runs != 1 + BEFORE or self.chain.pruned_weights:
+        if self._runs not in (1 + BEFORE, 1 + BEFORE_LARGE) or self.chain.pruned_weights:
+            return
+        is_large = len(self.chain) > 1 and self.chain.accumulation.moved > LARGE
+        if self._runs != 1 + (BEFORE_LARGE if is_large else BEFORE):
             return
         function = TracedFunction(trace, self.chain)
         try:
