@@ -37,7 +37,7 @@ class Arguments:
     #: Whether the numbers among the others have gradients where they are tensors; see `connected`.
     has_gradients: bool = False
 
-    @functools.cached_property
+    @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that the function is differentiated by."""
         return [self.leaves[place] for place in self.places]

@@ -27,9 +27,9 @@ from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
-#: The calls of a graph before a way other than by its chain is looked for; and those where products and sums of the chain
-#: move many values. Looking takes about as long as these calls do, the first one above all, so that few calls of a
-#: function cost about twice what they need, however many there will be.
+#: The calls of a graph before a way other than by its chain is looked for; and those where the chain's products and
+#: sums move more than `LARGE` values. Looking takes about as long as these calls do, the first one above all, so that
+#: few calls of a function cost about twice what they need, however many there will be.
 BEFORE, BEFORE_LARGE = 2, 8
 LARGE = 2**21
 
