@@ -76,6 +76,20 @@ class Products(Evaluator):
             self._use(steps)
             self._passes = [Pass(step, self.batch) for step in steps]
 
+    def in_one_call(self, function: TracedFunction) -> Products | None:
+        """The same products as one call of a kernel that begins with a run's inputs; None where that is not all.
+
+        Numbers, and elements of captures that are no floats, are constants of it.
+        """
+        elements = self.batch * (self.folded.derivatives + sum(len(step.left) for step in self.folded.steps))
+        if self._local is None or elements > INTERPRETED:
+            return None
+        derivatives = derivatives_of(function)
+        if derivatives.count != self.folded.derivatives:
+            return None
+        products = Products(function, self.folded, derivatives, replays=True)
+        return products if products.fused is not None and products.fused.computes_all else None
+
     def _use(self, steps: Sequence[Step]) -> None:
         """Take the weights of these steps."""
         folded = self.folded
