@@ -64,10 +64,7 @@ class Plan:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
         self._runs += 1
         # The chain of pruned weights changes with these.
-        if self._runs not in (1 + BEFORE, 1 + BEFORE_LARGE) or self.chain.pruned_weights:
-            return
-        is_large = len(self.chain) > 1 and self.chain.accumulation.moved > LARGE
-        if self._runs != 1 + (BEFORE_LARGE if is_large else BEFORE):
+        if self.chain.pruned_weights or self._runs != 1 + (BEFORE_LARGE if self._is_large else BEFORE):
             return
         function = TracedFunction(trace, self.chain)
         try:
@@ -83,10 +80,21 @@ class Plan:
             if isinstance(evaluator, Products) and _repeats(trace):
                 products = evaluator.in_one_call(function)
                 if products is not None and agree(products.values(trace), expected.values):
-                    read = {value: trace.value(value) for value in trace.graph.captures}
-                    self._in_one_call = products, {n: t.clone() for n, t in read.items() if not t.is_floating_point()}
+                    captures = {value: trace.value(value) for value in trace.graph.captures}
+                    self._in_one_call = (
+                        products,
+                        {
+                            value: elements.clone()
+                            for value, elements in captures.items()
+                            if not elements.is_floating_point()
+                        },
+                    )
             function.forget(module=True)
             self._chosen = function, evaluator
+
+    @functools.cached_property
+    def _is_large(self) -> bool:
+        return len(self.chain) > 1 and self.chain.accumulation.moved > LARGE
 
 
 def _repeats(trace: Trace) -> bool:

@@ -59,11 +59,8 @@ class Sum(Protocol):
     def activated(self) -> Sum:
         """The output after ReLU."""
 
-    def pools(self, pool: Any) -> bool:
-        """Whether the maximum of each window of a `Pool` can be computed at once, where ReLU is part of it."""
-
-    def pooled(self, pool: Any) -> torch.Tensor:
-        """The blocks of each window's maximum."""
+    def pooled(self, pool: Any) -> torch.Tensor | None:
+        """The blocks of the maximum of each window of a `Pool`; None where that cannot be computed at once."""
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Sum | None:
         """The output times a number for each channel, plus another one; None where that cannot be part of it."""

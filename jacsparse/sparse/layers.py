@@ -259,11 +259,10 @@ class _Output(NamedTuple):
         with torch.set_grad_enabled(self.with_gradients):
             return self.convolution(self.x, self.values, self.bias, self.relu)
 
-    def pools(self, pool: Pool) -> bool:
+    def pooled(self, pool: Pool) -> torch.Tensor | None:
         _, rows, columns, _ = self.convolution.out_shape
-        return self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)
-
-    def pooled(self, pool: Pool) -> torch.Tensor:
+        if not (self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
+            return None
         with torch.set_grad_enabled(self.with_gradients):
             return convolve_and_pool(self.x, self.values, self.bias, self.convolution, pool)
 

@@ -27,6 +27,8 @@ from .normalisation_kernels import (
 from .processor import vector_widths
 from .vectors import Tile
 
+#: The fields of `Normalised` that gradients are of: the first ones.
+_TENSORS = 4
 #: Elementary operations that take the time in which a vector is read and written.
 _PASS = 5
 
@@ -39,8 +41,8 @@ class _Layout:
     #: Vectors of a plane.
     vectors: int
     lanes: int
-    #: Lanes of the last block's vectors that hold samples.
-    held: int
+    #: How many lanes hold samples in the last block.
+    last_samples: int
     itemsize: int
     #: Elements of a channel.
     count: int
@@ -48,12 +50,11 @@ class _Layout:
     @classmethod
     def of(cls, x: torch.Tensor, batch: int) -> _Layout:
         blocks, _, rows, columns, lanes = x.shape
-        elements, held = rows * columns * lanes, batch - (blocks - 1) * lanes
-        count = batch * rows * columns
-        if held == lanes:
+        elements, last_samples = rows * columns * lanes, batch - (blocks - 1) * lanes
+        if last_samples == lanes:
             # A plane is one row of the widest vectors that it is made of.
-            held = lanes = math.gcd(elements, vector_widths()[0] // x.itemsize)
-        return cls(blocks, elements // lanes, lanes, held, x.itemsize, count)
+            last_samples = lanes = math.gcd(elements, vector_widths()[0] // x.itemsize)
+        return cls(blocks, elements // lanes, lanes, last_samples, x.itemsize, batch * rows * columns)
 
     @property
     def tile(self) -> Tile:
@@ -62,7 +63,7 @@ class _Layout:
     @property
     def steps(self) -> tuple[int, ...]:
         """Kernels' arguments."""
-        return self.blocks, self.vectors, self.lanes, self.held, self.lanes * self.itemsize
+        return self.blocks, self.vectors, self.lanes, self.last_samples, self.lanes * self.itemsize
 
     @property
     def work(self) -> int:
@@ -114,13 +115,13 @@ class Normalised(NamedTuple):
     #: Of the channels.
     weight: torch.Tensor
     bias: torch.Tensor
+    #: What is added.
+    other: torch.Tensor | None
     eps: float
     batch: int
     statistics: Statistics
     #: Whether gradients were asked for where it was normalised.
     with_gradients: bool
-    #: What is added.
-    other: torch.Tensor | None = None
     relu: bool = False
 
     @property
@@ -132,10 +133,10 @@ class Normalised(NamedTuple):
         return self.x.dtype
 
     def compute(self) -> torch.Tensor:
-        with torch.set_grad_enabled(self.with_gradients):
-            if self.with_gradients:
-                return _Normalise.apply(self.x, self.weight, self.bias, self.other, self)  # type: ignore[no-any-return]
+        if not self.with_gradients:
             return self.run()
+        with torch.enable_grad():
+            return _Normalise.apply(*self)  # type: ignore[no-any-return]
 
     def activated(self) -> Normalised:
         return self._replace(relu=True)
@@ -144,11 +145,8 @@ class Normalised(NamedTuple):
         free = self.other is None and not self.relu and self.with_gradients == torch.is_grad_enabled()
         return self._replace(other=other.data) if free else None
 
-    def pools(self, pool: Any) -> bool:
-        return False
-
-    def pooled(self, pool: Any) -> torch.Tensor:
-        raise NotImplementedError
+    def pooled(self, pool: Any) -> None:
+        return None
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> None:
         return None
@@ -182,8 +180,8 @@ class Normalised(NamedTuple):
             )
 
         y = empty(self.shape, self.dtype)
-        given = (self.x, self.other, self.weight, self.bias, self.statistics.centres, self.statistics.moments)
-        inputs = tuple([None if each is None else each.detach().contiguous() for each in given])
+        tensors = (self.x, self.other, self.weight, self.bias, self.statistics.centres, self.statistics.moments)
+        inputs = tuple([None if each is None else each.detach().contiguous() for each in tensors])
         run_kernel(normalise_channels, self.shape[1], arguments, inputs, (y,), lanes=layout.work)
         return y
 
@@ -216,8 +214,8 @@ class Normalised(NamedTuple):
             lanes=2 * layout.work,
         )
         of_bias, of_weight = sums.to(self.dtype).T.contiguous()
-        found = (of_x, of_weight, of_bias, masked)
-        return tuple([each if asked else None for each, asked in zip(found, needed, strict=True)])
+        of_each = (of_x, of_weight, of_bias, masked)
+        return tuple([each if asked else None for each, asked in zip(of_each, needed, strict=True)])
 
     def reference(self) -> torch.Tensor:
         """The blocks by PyTorch's operators, whose derivatives have derivatives."""
@@ -229,20 +227,23 @@ class Normalised(NamedTuple):
 
 
 class _Normalise(torch.autograd.Function):
+    """What a `Normalised` computes, whose fields are the arguments, the tensors first."""
+
     @staticmethod
-    def forward(ctx: Any, x: Any, weight: Any, bias: Any, other: Any, normalised: Normalised) -> torch.Tensor:
+    def forward(ctx: Any, *fields: Any) -> torch.Tensor:
+        normalised = Normalised(*fields)
         y = normalised.run()
-        _, _, _, *ctx.options, _, ctx.relu = normalised
-        ctx.save_for_backward(x, weight, bias, other, y if normalised.relu else None)
+        ctx.options = fields[_TENSORS:]
+        ctx.save_for_backward(*fields[:_TENSORS], y if normalised.relu else None)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        x, weight, bias, other, y = ctx.saved_tensors
-        normalised = Normalised(x, weight, bias, *ctx.options, other, ctx.relu)
-        needed = ctx.needs_input_grad[:4]
-        if torch.is_grad_enabled():
-            inputs = [each for each, asked in zip((x, weight, bias, other), needed, strict=True) if asked]
-            found = iter(torch.autograd.grad(normalised.reference(), inputs, gradient, create_graph=True))
-            return *[next(found) if asked else None for asked in needed], None
-        return *normalised.gradients(gradient.contiguous(), y, needed), None
+        *tensors, y = ctx.saved_tensors
+        normalised, needed = Normalised(*tensors, *ctx.options), ctx.needs_input_grad[:_TENSORS]
+        nothing = (None,) * len(ctx.options)
+        if not torch.is_grad_enabled():
+            return *normalised.gradients(gradient.contiguous(), y, needed), *nothing
+        inputs = [each for each, asked in zip(tensors, needed, strict=True) if asked]
+        gradients = iter(torch.autograd.grad(normalised.reference(), inputs, gradient, create_graph=True))
+        return *[next(gradients) if asked else None for asked in needed], *nothing

@@ -160,7 +160,7 @@ def _batch_norm(
     statistics = Statistics.of(data, batch)
     if running_mean is not None:
         statistics.update(running_mean, running_var, momentum)
-    return x.like(Normalised(data, weight, bias, eps, batch, statistics, torch.is_grad_enabled()))
+    return x.like(Normalised(data, weight, bias, None, eps, batch, statistics, torch.is_grad_enabled()))
 
 
 @operator(functional.max_pool2d, torch.max_pool2d)
@@ -177,8 +177,8 @@ def _max_pool2d(
     if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
         return NotImplemented
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
-    if x.pending is not None and x.pending.pools(pool):
-        return x.like(x.pending.pooled(pool))
+    if x.pending is not None and (pooled := x.pending.pooled(pool)) is not None:
+        return x.like(pooled)
     return x.like(max_pool(x.data, pool))
 
 

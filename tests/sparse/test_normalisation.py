@@ -95,15 +95,15 @@ def test_float32_is_as_exact_as_pytorch(batch: int, offset: float) -> None:
     lanes = lanes_for(batch, 4)
 
     def computed(in_blocks: bool, dtype: torch.dtype) -> list[torch.Tensor]:
-        given = x.to(dtype).requires_grad_()
+        leaf = x.to(dtype).requires_grad_()
         mean, variance, scale, shift = (torch.full((3,), each, dtype=dtype) for each in (0.0, 1.0, 1.5, 0.5))
         parameters = [scale.requires_grad_(), shift.requires_grad_()]
-        inputs = Blocks(to_blocks(given, lanes), Form(batch, 4, lanes)) if in_blocks else given
+        inputs = Blocks(to_blocks(leaf, lanes), Form(batch, 4, lanes)) if in_blocks else leaf
         y = functional.batch_norm(inputs, mean, variance, *parameters, training=True)
         y = y.tensor if in_blocks else y
         (y * weights.to(dtype)).sum().backward()
-        found = [y.detach(), given.grad, *[each.grad for each in parameters], mean, variance]
-        return [each.double() for each in found]
+        tensors = [y.detach(), leaf.grad, *[each.grad for each in parameters], mean, variance]
+        return [each.double() for each in tensors]
 
     expected = computed(False, torch.float64)
     for ours, right, theirs in zip(
