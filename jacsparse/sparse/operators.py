@@ -27,7 +27,7 @@ _BINARY = {
 
 @operator(functional.relu, torch.relu, torch.Tensor.relu)
 def _relu(x: Blocks, inplace: bool = False) -> Blocks:
-    y = x.like(torch.relu(x.data) if x.pending is None else x.pending.activated())
+    y = x.like(torch.relu(x.blocks) if x.pending is None else x.pending.activated())
     return x.replace(y) if inplace else y
 
 
@@ -36,13 +36,23 @@ def _relu_in_place(x: Blocks) -> Blocks:
     return _relu(x, inplace=True)
 
 
+@operator(torch.Tensor.register_hook, torch.Tensor.retain_grad)
+def _observe_gradient(x: Blocks, *hook: Any) -> Any:
+    tensor = x.tensor
+    result = tensor.register_hook(*hook) if hook else tensor.retain_grad()  # type: ignore[no-untyped-call]
+    # What follows is computed from the tensor, so that its gradient is the activation's.
+    x.follow_tensor()
+    return result
+
+
 def _elementwise(function: Any) -> None:
     @operator(function)
-    def compute(x: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
-        if not isinstance(x, Blocks) or any(isinstance(each, (Blocks, torch.Tensor)) for each in args):
+    def compute(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, Blocks) or any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
             return NotImplemented
-        y = x.like(function(x.data, *args, **kwargs))
-        return x.replace(y) if inplace else y
+        blocks = x.blocks
+        y = function(blocks, *args, **kwargs)
+        return x.replace(x.like(y)) if y is blocks else x.like(y)
 
 
 for _function in {
@@ -59,7 +69,8 @@ def _binary(name: str, *others: str) -> None:
     @operator(function, *(getattr(tensor, each) for each in (name, *others[:-1])))
     def compute(x: Any, y: Any, **kwargs: Any) -> Any:
         form = alike((x, y))
-        if form is None:
+        if form is None or (name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim):
+            # Zeros of lanes without a sample would be divided by zero, and their gradients are added to all others.
             return NotImplemented
         first, second = (_data(each, x if isinstance(x, Blocks) else y) for each in (x, y))
         if first is NotImplemented or second is NotImplemented:
@@ -75,14 +86,12 @@ def _binary(name: str, *others: str) -> None:
 def _data(value: Any, other: Blocks) -> Any:
     """What stands for an operand beside an activation in blocks: a number, or blocks."""
     if isinstance(value, Blocks):
-        return value.data
+        return value.blocks
     if not isinstance(value, torch.Tensor):
         return value
     if value.ndim == 0:
         return value
-    if value.shape != other.shape:
-        return NotImplemented
-    return to_blocks(value.view(*value.shape, *(1,) * (4 - value.ndim)), other.form.lanes).view(other.data.shape)
+    return other.blocks_of(value) if value.shape == other.shape else NotImplemented
 
 
 for _name, _others in _BINARY.items():
@@ -97,7 +106,9 @@ def _flatten(x: Blocks, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 @operator(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
-def _reshape(x: Blocks, *shape: Any) -> Any:
+def _reshape(x: Blocks, *shape: Any, **named: Any) -> Any:
+    if named or not shape or isinstance(shape[0], torch.dtype):
+        return NotImplemented
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     features = x.shape[1:].numel()
     if len(sizes) != 2 or sizes[0] not in (x.form.batch, -1) or sizes[1] not in (features, -1) or sizes == (-1, -1):
@@ -106,16 +117,16 @@ def _reshape(x: Blocks, *shape: Any) -> Any:
 
 
 def _as_features(x: Blocks) -> Blocks:
-    blocks, channels, rows, columns, lanes = x.data.shape
-    return x.like(x.data.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
+    blocks, channels, rows, columns, lanes = x.blocks.shape
+    return x.like(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
 
 
 @operator(torch.cat, torch.concat, torch.concatenate)
-def _cat(tensors: Any, dim: int = 0) -> Any:
+def _cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
     form = alike(tensors)
-    if form is None or form.rank != 4 or dim % 4 != 1 or not all(isinstance(each, Blocks) for each in tensors):
+    if named or form is None or form.rank != 4 or dim % 4 != 1 or not all(isinstance(each, Blocks) for each in tensors):
         return NotImplemented
-    return Blocks(torch.cat([each.data for each in tensors], dim=1), form)
+    return Blocks(torch.cat([each.blocks for each in tensors], dim=1), form)
 
 
 @operator(functional.batch_norm)
@@ -138,12 +149,12 @@ def _batch_norm(
         if x.pending is not None and not x.pending.relu:
             return x.like(x.pending.scaled(scale, shift))
         view = (-1, 1, 1, 1)
-        return x.like(torch.addcmul(shift.view(view), x.data, scale.view(view)))
-    data = x.data
+        return x.like(torch.addcmul(shift.view(view), x.blocks, scale.view(view)))
+    blocks = x.blocks
     if x.form.batch % x.form.lanes == 0:
         # To PyTorch's kernel, a block is a sample.
-        y = functional.batch_norm(data.flatten(2), running_mean, running_var, weight, bias, True, momentum, eps)
-        return x.like(y.view(data.shape))
+        y = functional.batch_norm(blocks.flatten(2), running_mean, running_var, weight, bias, True, momentum, eps)
+        return x.like(y.view(blocks.shape))
     return NotImplemented
 
 
@@ -163,16 +174,26 @@ def _max_pool2d(
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
     if x.pending is not None and x.pending.pools(pool):
         return x.like(x.pending.pooled(pool))
-    return x.like(max_pool(x.data, pool))
+    return x.like(max_pool(x.blocks, pool))
 
 
 @operator(functional.avg_pool2d)
-def _avg_pool2d(x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, *rest: Any, **options: Any) -> Any:
+def _avg_pool2d(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
     kernel, (_, _, rows, columns) = _pair(kernel_size), x.shape
     divides = rows % kernel[0] == 0 and columns % kernel[1] == 0
-    if rest or options or _pair(padding) != (0, 0) or (stride and _pair(stride) != kernel) or not divides:
+    if divisor_override is not None or _pair(padding) != (0, 0) or not divides:
         return NotImplemented
-    return x.like(_means(x.data, (rows // kernel[0], columns // kernel[1])))
+    if stride and _pair(stride) != kernel:
+        return NotImplemented
+    return x.like(_means(x.blocks, (rows // kernel[0], columns // kernel[1])))
 
 
 @operator(functional.adaptive_avg_pool2d)
@@ -180,7 +201,7 @@ def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
     sizes = tuple(old if new is None else new for new, old in zip(_pair(output_size), x.shape[2:], strict=True))
     if any(old % new for old, new in zip(x.shape[2:], sizes, strict=True)):
         return NotImplemented
-    return x.like(_means(x.data, sizes))
+    return x.like(_means(x.blocks, sizes))
 
 
 def _means(data: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
