@@ -11,6 +11,7 @@ a tensor again. So the runs of layers that share the layout are as long as can b
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -46,6 +47,10 @@ class Sum(Protocol):
     """An affine layer's output that is not computed yet, so that what follows may become part of it."""
 
     @property
+    def with_gradients(self) -> bool:
+        """Whether gradients were asked for where the layer ran."""
+
+    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the blocks."""
 
@@ -78,6 +83,10 @@ class Form(NamedTuple):
     lanes: int
 
 
+class TensorsNeededError(TypeError):
+    """Blocks were given to what asks for tensors and hands them to no ``__torch_function__``."""
+
+
 class Blocks:
     """An activation as blocks of samples; to code that takes tensors, one of shape ``(batch, channels, ...)``.
 
@@ -92,30 +101,55 @@ class Blocks:
     def __init__(self, content: torch.Tensor | Sum, form: Form) -> None:
         self._content, self.form = content, form
         self._tensor: torch.Tensor | None = None
+        #: The tensor's version when it had the blocks' values.
+        self._version = 0.0
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """A tensor's, to code that asks by ``isinstance``; so blocks are what to ask for first."""
-        return torch.Tensor
+        """A tensor's, to a model's code that asks by ``isinstance``; so blocks are what to ask for first.
+
+        PyTorch's code in C++ asks too, and would read the memory of a tensor where there is none. Its code in Python
+        that asks, as of custom autograd functions and of checkpoints, goes on in C++.
+        """
+        caller = sys._getframe(1)
+        module = caller.f_globals.get("__name__", "")
+        if module.startswith("torch.") and not module.startswith("torch.nn."):
+            raise TensorsNeededError(f"{module} takes tensors, and got an activation of a part of a sparse model alone")
+        return torch.Tensor if "isinstance" in caller.f_code.co_names else Blocks
 
     @property
     def pending(self) -> Sum | None:
-        """What computes the blocks, unless they are computed already."""
-        return None if isinstance(self._content, torch.Tensor) else self._content
+        """What computes the blocks, where they are not computed yet and operators may become part of it."""
+        if isinstance(self._content, torch.Tensor) or self._content.with_gradients != torch.is_grad_enabled():
+            return None
+        return self._content
 
     @property
-    def data(self) -> torch.Tensor:
+    def blocks(self) -> torch.Tensor:
         """The blocks."""
         if not isinstance(self._content, torch.Tensor):
             self._content = self._content.compute()
+        elif self._tensor is not None and self._version != _version(self._tensor):
+            self.follow_tensor()
         return self._content
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The activation as a tensor, samples first."""
+        """The activation as a tensor, samples first; what is written to it, the blocks get too."""
         if self._tensor is None:
-            self._tensor = from_blocks(self.data, self.form.batch).view(self.shape)
+            self._tensor = from_blocks(self.blocks, self.form.batch).view(self.shape)
+            self._version = _version(self._tensor)
         return self._tensor
+
+    def follow_tensor(self) -> None:
+        """Make the blocks anew, from the tensor."""
+        self._content = self.blocks_of(self.tensor)
+        self._version = _version(self.tensor)
+
+    def blocks_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of the same shape as blocks of this form."""
+        planes = tensor.view(*tensor.shape, *(1,) * (4 - tensor.ndim))
+        return to_blocks(planes, self.form.lanes).view(self._content.shape)
 
     @property
     def shape(self) -> torch.Size:
@@ -132,6 +166,11 @@ class Blocks:
     def dtype(self) -> torch.dtype:
         """The tensor's dtype."""
         return self._content.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return torch.device("cpu")
 
     def like(self, data: torch.Tensor | Sum, rank: int | None = None) -> Blocks:
         """An activation of the same samples."""
@@ -163,10 +202,18 @@ class Blocks:
     def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if function in OPERATORS:
-            result = OPERATORS[function](*args, **kwargs)
+            named = dict(kwargs)
+            operands = [named.pop(name) for name in ("input", "other") if name in named]
+            operands = [*operands[: "input" in kwargs], *args, *operands["input" in kwargs :]]
+            result = OPERATORS[function](*operands, **named)
             if result is not NotImplemented:
                 return result
         return function(*plain(args), **plain(kwargs))
+
+
+def _version(tensor: torch.Tensor) -> float:
+    """How many times a tensor was written to; NaN, which differs from itself, where PyTorch does not count it."""
+    return math.nan if tensor.is_inference() else tensor._version
 
 
 def _delegated(name: str) -> Callable[..., Any]:
@@ -177,11 +224,14 @@ def _delegated(name: str) -> Callable[..., Any]:
     return call
 
 
-for _name in [
-    *(f"__{prefix}{name}__" for name in ("add", "sub", "mul", "truediv") for prefix in ("", "r", "i")),
-    *(f"__{name}__" for name in ("neg", "pow", "matmul", "getitem", "bool", "float", "lt", "gt", "le", "ge")),
-]:
-    setattr(Blocks, _name, _delegated(_name))
+_BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
+_OTHERS = (
+    "neg", "pos", "abs", "invert", "lt", "gt", "le", "ge", "eq", "ne", "getitem", "setitem", "iter", "bool", "int",
+    "float", "array", "repr", "format",
+)  # fmt: skip
+for _name in [*(f"{prefix}{name}" for name in _BINARY for prefix in ("", "r", "i")), *_OTHERS]:
+    if hasattr(torch.Tensor, f"__{_name}__"):
+        setattr(Blocks, f"__{_name}__", _delegated(f"__{_name}__"))
 
 
 def plain(value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
-from .blocks import Blocks, Form, plain, to_blocks
+from .blocks import Blocks, Form, TensorsNeededError, plain, to_blocks
 from .layers import SparseConv2d, SparseLayer, SparseLinear
 from .processor import lanes_for
 
@@ -97,7 +98,11 @@ class SparseModel(nn.Module):
 
     @uncompiled
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        return plain(self.model(*args, **kwargs))
+        try:
+            return plain(self.model(*args, **kwargs))
+        except TensorsNeededError as needed:
+            _give_tensors_to(_innermost(self.model, needed))
+        return self._run(*args, **kwargs)
 
     def report(self) -> SparsityReport:
         """Which layers are sparse, and why."""
@@ -270,6 +275,22 @@ def _give_tensors(module: nn.Module, args: Any, output: Any) -> Any:
     return plain(output)
 
 
+def _innermost(model: nn.Module, error: TensorsNeededError) -> nn.Module:
+    """The part of a model whose own code an error comes from."""
+    parts = set(model.modules())
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_argcount]
+    callers = [frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in frames]
+    return [caller for caller in callers if isinstance(caller, nn.Module) and caller in parts][-1]
+
+
+def _give_tensors_to(part: nn.Module) -> None:
+    """Let no blocks come into a module's own code: neither with its inputs, nor from what it calls."""
+    part.register_forward_pre_hook(_take_tensors, prepend=True, with_kwargs=True)
+    for each in part.modules():
+        if isinstance(each, SparseLayer):
+            each.keeps_blocks = False
+
+
 def _hand_over_blocks(model: nn.Module) -> None:
     """Remove what gave hooks tensors."""
     for part in model.modules():
@@ -400,7 +421,7 @@ def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
     def run() -> None:
         with torch.set_grad_enabled(training):
             results = [
-                each.data if isinstance(each, Blocks) else each
+                each.blocks if isinstance(each, Blocks) else each
                 for each in tree_leaves(module(x))
                 if isinstance(each, (Blocks, torch.Tensor))
             ]

@@ -78,7 +78,8 @@ class SparseLayer(nn.Module):
     def set_mask(self, mask: torch.Tensor, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Prune weights, and let pruned ones grow again, from zero.
 
-        `values` remains the same parameter, with another number of elements, and has no gradient afterwards.
+        `values` remains the same parameter, with another number of elements, and has no gradient afterwards. Backward
+        passes of what the layer has computed before raise an error.
 
         Parameters
         ----------
@@ -111,8 +112,13 @@ class SparseLayer(nn.Module):
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape == self.values.shape:
                 state[name] = moved(value)
-        self.values.grad = None
-        self.values.data = moved(self.values.data)
+        values, self.values.grad = moved(self.values.data), None
+        # What adds gradients to a parameter expects its first shape, and lives as long as any graph, unless its dtype
+        # changes. Written to in place, the parameter is refused by the backward passes of graphs that were made before.
+        self.values.data = values.new_empty(0, dtype=torch.float16)
+        self.values.data = torch.empty_like(values)
+        with torch.no_grad():
+            self.values.copy_(values)
         self._structure = structure
         self._convolutions.clear()
 
@@ -153,9 +159,13 @@ class SparseLayer(nn.Module):
 
     def _of_blocks(self, x: Blocks) -> Blocks:
         """The layer's output for blocks, computed together with what follows."""
-        data = x.data
-        convolution = self._convolution((data.shape[2], data.shape[3]), data.shape[4])
-        return Blocks(_Output(convolution, data, self.values, self.bias, torch.is_grad_enabled()), x.form)
+        blocks = x.blocks
+        convolution = self._convolution((blocks.shape[2], blocks.shape[3]), blocks.shape[4])
+        return Blocks(_Output(convolution, blocks, self.values, self.bias, torch.is_grad_enabled()), x.form)
+
+    def _takes(self, x: Any) -> bool:
+        """Whether an input is in blocks of this layer's dtype."""
+        return isinstance(x, Blocks) and x.dtype == self.values.dtype
 
     def _leave(self, y: Blocks) -> Any:
         return y if self.keeps_blocks else y.tensor
@@ -454,7 +464,7 @@ class SparseConv2d(SparseLayer):
         return functional.pad(x, (left, right, top, bottom), mode=self.padding_mode)
 
     def _by_kernels(self, x: Any) -> Any:
-        if isinstance(x, Blocks) and x.ndim == 4 and self.padding_mode == "zeros":
+        if self._takes(x) and x.ndim == 4 and self.padding_mode == "zeros":
             self._check_channels(x)
             return self._of_blocks(x)
         x = self._check(x)
@@ -551,7 +561,7 @@ class SparseLinear(SparseLayer):
         return functional.linear(x, self.weight, self.bias)
 
     def _by_kernels(self, x: Any) -> Any:
-        if isinstance(x, Blocks) and x.shape == (x.form.batch, self.in_features):
+        if self._takes(x) and x.shape == (x.form.batch, self.in_features):
             return self._of_blocks(x)
         x = self._check(x)
         if not x.ndim or x.shape[-1] != self.in_features:
@@ -566,7 +576,7 @@ class SparseLinear(SparseLayer):
         # Several blocks side by side, as columns: a weight is read once for all of them.
         blocks = to_blocks(rows[..., None, None], lanes * columns)
         form = Form(len(rows), 4, lanes)
-        y = self._of_blocks(Blocks(blocks.view(len(blocks), self.in_features, 1, columns, lanes), form)).data
+        y = self._of_blocks(Blocks(blocks.view(len(blocks), self.in_features, 1, columns, lanes), form)).blocks
         return from_blocks(y.flatten(3)[:, :, :, None], len(rows)).view(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:

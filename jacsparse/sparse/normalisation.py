@@ -142,8 +142,7 @@ class Normalised(NamedTuple):
         return self._replace(relu=True)
 
     def plus(self, other: Blocks) -> Normalised | None:
-        free = self.other is None and not self.relu and self.with_gradients == torch.is_grad_enabled()
-        return self._replace(other=other.data) if free else None
+        return self._replace(other=other.blocks) if self.other is None and not self.relu else None
 
     def pooled(self, pool: Any) -> None:
         return None

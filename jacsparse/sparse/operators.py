@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from typing import Any
 
 import torch
 from torch.nn import functional
 
-from .blocks import Blocks, Sum, alike, operator, to_blocks
+from .blocks import Blocks, Sum, alike, operator
 from .normalisation import Normalised, Statistics
 from .pooling import MOST_POSITIONS, Pool, max_pool
 
@@ -28,7 +30,7 @@ _BINARY = {
 
 @operator(functional.relu, torch.relu, torch.Tensor.relu)
 def _relu(x: Blocks, inplace: bool = False) -> Blocks:
-    y = x.like(torch.relu(x.data) if x.pending is None else x.pending.activated())
+    y = x.like(torch.relu(x.blocks) if x.pending is None else x.pending.activated())
     return x.replace(y) if inplace else y
 
 
@@ -37,13 +39,39 @@ def _relu_in_place(x: Blocks) -> Blocks:
     return _relu(x, inplace=True)
 
 
+@operator(torch.Tensor.register_hook)
+def _register_hook(x: Blocks, hook: Any) -> Any:
+    handle = x.tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+    # What follows is computed from the tensor, so that its gradient is the activation's.
+    x.follow_tensor()
+    return handle
+
+
+@operator(torch.Tensor.retain_grad)
+def _retain_grad(x: Blocks) -> None:
+    x.tensor.retain_grad()  # type: ignore[no-untyped-call]
+    x.follow_tensor()
+
+
 def _elementwise(function: Any) -> None:
+    place = _place_of_inplace(function)
+
     @operator(function)
     def compute(x: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
-        if not isinstance(x, Blocks) or any(isinstance(each, (Blocks, torch.Tensor)) for each in args):
+        if not isinstance(x, Blocks) or any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
             return NotImplemented
-        y = x.like(function(x.data, *args, **kwargs))
-        return x.replace(y) if inplace else y
+        # Never in place: layers that are not computed yet may read these blocks.
+        y = x.like(function(x.blocks, *args[:place], **kwargs))
+        return x.replace(y) if inplace or any(args[place:]) else y
+
+
+def _place_of_inplace(function: Any) -> int:
+    """Where, after a function's first argument, one tells to write to it, which is the last; beyond all, where none is."""
+    try:
+        names = list(inspect.signature(function).parameters)
+    except ValueError:  # A function in C++, of which none has that argument.
+        names = []
+    return names.index("inplace") - 1 if "inplace" in names else sys.maxsize
 
 
 for _function in {
@@ -60,7 +88,8 @@ def _binary(name: str, *others: str) -> None:
     @operator(function, *(getattr(tensor, each) for each in (name, *others[:-1])))
     def compute(x: Any, y: Any, **kwargs: Any) -> Any:
         form = alike((x, y))
-        if form is None:
+        if form is None or (name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim):
+            # Zeros of lanes without a sample would be divided by zero, and their gradients are added to all others.
             return NotImplemented
         if name == "add" and not kwargs and (content := _sum(x, y)) is not None:
             return Blocks(content, form)
@@ -87,14 +116,12 @@ def _sum(x: Any, y: Any) -> Sum | None:
 def _data(value: Any, other: Blocks) -> Any:
     """What stands for an operand beside an activation in blocks: a number, or blocks."""
     if isinstance(value, Blocks):
-        return value.data
+        return value.blocks
     if not isinstance(value, torch.Tensor):
         return value
     if value.ndim == 0:
         return value
-    if value.shape != other.shape:
-        return NotImplemented
-    return to_blocks(value.view(*value.shape, *(1,) * (4 - value.ndim)), other.form.lanes).view(other.data.shape)
+    return other.blocks_of(value) if value.shape == other.shape else NotImplemented
 
 
 for _name, _others in _BINARY.items():
@@ -109,7 +136,9 @@ def _flatten(x: Blocks, start_dim: int = 0, end_dim: int = -1) -> Any:
 
 
 @operator(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
-def _reshape(x: Blocks, *shape: Any) -> Any:
+def _reshape(x: Blocks, *shape: Any, **named: Any) -> Any:
+    if named or not shape or isinstance(shape[0], torch.dtype):
+        return NotImplemented
     sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
     features = x.shape[1:].numel()
     if len(sizes) != 2 or sizes[0] not in (x.form.batch, -1) or sizes[1] not in (features, -1) or sizes == (-1, -1):
@@ -118,16 +147,16 @@ def _reshape(x: Blocks, *shape: Any) -> Any:
 
 
 def _as_features(x: Blocks) -> Blocks:
-    blocks, channels, rows, columns, lanes = x.data.shape
-    return x.like(x.data.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
+    blocks, channels, rows, columns, lanes = x.blocks.shape
+    return x.like(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
 
 
 @operator(torch.cat, torch.concat, torch.concatenate)
-def _cat(tensors: Any, dim: int = 0) -> Any:
+def _cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
     form = alike(tensors)
-    if form is None or form.rank != 4 or dim % 4 != 1 or not all(isinstance(each, Blocks) for each in tensors):
+    if named or form is None or form.rank != 4 or dim % 4 != 1 or not all(isinstance(each, Blocks) for each in tensors):
         return NotImplemented
-    return Blocks(torch.cat([each.data for each in tensors], dim=1), form)
+    return Blocks(torch.cat([each.blocks for each in tensors], dim=1), form)
 
 
 @operator(functional.batch_norm)
@@ -150,11 +179,11 @@ def _batch_norm(
         if x.pending is not None and (scaled := x.pending.scaled(scale, shift)) is not None:
             return x.like(scaled)
         view = (-1, 1, 1, 1)
-        return x.like(torch.addcmul(shift.view(view), x.data, scale.view(view)))
+        return x.like(torch.addcmul(shift.view(view), x.blocks, scale.view(view)))
     parameters = [each for each in (running_mean, running_var, weight, bias) if each is not None]
     if len(x) * x.shape[2:].numel() < 2 or any(each.dtype != x.dtype for each in parameters):
         return NotImplemented
-    channels, batch, data = x.shape[1], x.form.batch, x.data.contiguous()
+    channels, batch, data = x.shape[1], x.form.batch, x.blocks.contiguous()
     weight = torch.ones(channels, dtype=x.dtype) if weight is None else weight
     bias = torch.zeros(channels, dtype=x.dtype) if bias is None else bias
     statistics = Statistics.of(data, batch)
@@ -179,16 +208,26 @@ def _max_pool2d(
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
     if x.pending is not None and (pooled := x.pending.pooled(pool)) is not None:
         return x.like(pooled)
-    return x.like(max_pool(x.data, pool))
+    return x.like(max_pool(x.blocks, pool))
 
 
 @operator(functional.avg_pool2d)
-def _avg_pool2d(x: Any, kernel_size: Any, stride: Any = None, padding: Any = 0, *rest: Any, **options: Any) -> Any:
+def _avg_pool2d(
+    x: Any,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Any:
     kernel, (_, _, rows, columns) = _pair(kernel_size), x.shape
     divides = rows % kernel[0] == 0 and columns % kernel[1] == 0
-    if rest or options or _pair(padding) != (0, 0) or (stride and _pair(stride) != kernel) or not divides:
+    if divisor_override is not None or _pair(padding) != (0, 0) or not divides:
         return NotImplemented
-    return x.like(_means(x.data, (rows // kernel[0], columns // kernel[1])))
+    if stride and _pair(stride) != kernel:
+        return NotImplemented
+    return x.like(_means(x.blocks, (rows // kernel[0], columns // kernel[1])))
 
 
 @operator(functional.adaptive_avg_pool2d)
@@ -196,7 +235,7 @@ def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
     sizes = tuple(old if new is None else new for new, old in zip(_pair(output_size), x.shape[2:], strict=True))
     if any(old % new for old, new in zip(x.shape[2:], sizes, strict=True)):
         return NotImplemented
-    return x.like(_means(x.data, sizes))
+    return x.like(_means(x.blocks, sizes))
 
 
 def _means(data: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
