@@ -66,7 +66,7 @@ def _elementwise(function: Any) -> None:
 
 
 def _place_of_inplace(function: Any) -> int:
-    """Where, after a function's first argument, one tells to write to it, which is the last; beyond all, where none is."""
+    """Where, after a function's first argument, the last one tells to write to it; beyond all, where none does."""
     try:
         names = list(inspect.signature(function).parameters)
     except ValueError:  # A function in C++, of which none has that argument.
