@@ -233,14 +233,22 @@ def write_sum_of_rows(c, at_c, columns, values, starts, first, last, b, at_b, pa
 @inlined
 def _write_columns(c, at_c, lines, size, values, starts, first, last, b, at_b, step, past_caches):
     """As `write_sums_of_lines`, eight elements of each line: of several lines side by side, to read weights once."""
-    while lines >= 4:
-        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 4, 8)
-        at_c, at_b, lines = at_c + 4 * size, at_b + 4 * step, lines - 4
-    if lines >= 2:
-        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 2, 8)
-        at_c, at_b, lines = at_c + 2 * size, at_b + 2 * step, lines - 2
-    if lines == 1:
-        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 1, 8)
+    while lines >= 8:
+        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 8, 8)
+        at_c, at_b, lines = at_c + 8 * size, at_b + 8 * step, lines - 8
+    if lines == 7:
+        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 7, 8)
+    elif lines == 6:
+        _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 6, 8)
+    else:
+        if lines >= 4:
+            _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 4, 8)
+            at_c, at_b, lines = at_c + 4 * size, at_b + 4 * step, lines - 4
+        if lines >= 2:
+            _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 2, 8)
+            at_c, at_b, lines = at_c + 2 * size, at_b + 2 * step, lines - 2
+        if lines == 1:
+            _write_sums_of_scaled(c, at_c, size, values, starts, first, last, b, at_b, step, past_caches, 1, 8)
 
 
 @inlined

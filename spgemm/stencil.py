@@ -71,14 +71,14 @@ def _matvec(first, last, grids_of_channels, bounds, lines, sizes, reads, rows, c
 
 @kernel
 def _gather(
-    first, last, grids_of_channels, positions, places, begins, shifts, channels, sizes, bounds, elements, step, batch,
-    grids, indptr, indices, values,
+    first, last, grids_of_channels, by_column, positions, places, begins, shifts, channels, sizes, bounds, elements,
+    step, batch, grids, indptr, indices, values,
 ):  # fmt: skip
     # A row's columns are some of those that its grids lead to, in the same order.
     for row in range(first, last):
         channel, place = row // len(positions), row % len(positions)
         entry = indptr[row]
-        for grid in range(grids_of_channels[channel], grids_of_channels[channel + 1]):
+        for grid in by_column[grids_of_channels[channel] : grids_of_channels[channel + 1]]:
             column, inside = np.int64(channels[grid]), True
             for axis in range(len(sizes)):
                 reached = positions[place, axis] + shifts[grid, axis]
@@ -178,18 +178,20 @@ class Stencil:
         keys = np.stack([*channels, *(shifts - least).T])
         ranges = keys.max(axis=1, initial=0) + 1
         numbers = np.ravel_multi_index(tuple(keys), tuple(ranges.tolist()))
-        order = np.argsort(numbers, kind="stable")
-        grids, starts = np.unique(numbers[order], return_index=True)
-        self._pairs = frozen(np.append(starts, len(order)))
-        row_channels, self._channels, *distinct = np.unravel_index(grids, tuple(ranges.tolist()))
-        self._shifts = np.stack(distinct, axis=1) + least
+        grids, of_pairs, counts = np.unique(numbers, return_inverse=True, return_counts=True)
+        row_channels, column_channels, *distinct = np.unravel_index(grids, tuple(ranges.tolist()))
+        shifts_of_grids = np.stack(distinct, axis=1) + least
+        # A channel's grids of equal extents and as many pairs follow each other: processors foresee their loops' ends.
+        sequence = np.lexsort((counts, *self._extents(shifts_of_grids)[1].T, row_channels))
+        self._by_column = frozen(np.argsort(sequence))
+        order = np.argsort(self._by_column[of_pairs], kind="stable")
+        self._pairs = row_starts(counts[sequence], np.int64)
+        self._channels, self._shifts = column_channels[sequence], shifts_of_grids[sequence]
         self._left, self._right = (frozen(each[order].astype(np.uint32)) for each in (first, second))
         count = self._shape(a.shape[0], self._sizes[0])[0]
         self._grids_of_channels = row_starts(np.bincount(row_channels, minlength=count), np.int64)
         self._set_strides(through, shifts)
-        # A grid has the positions from which its shift leads to a column.
-        low = np.maximum(0, -self._shifts)
-        extents = np.minimum(np.array(self._sizes[0]), np.array(self._sizes[2]) - self._shifts) - low
+        low, extents = self._extents(self._shifts)
         self._begins = low @ self._strides
         # Along a single axis there is one line.
         lined = np.insert(extents, 0, 1, axis=1) if extents.shape[1] == 1 else extents
@@ -198,8 +200,8 @@ class Stencil:
         self._step = int(self._strides[0]) if len(self._strides) > 1 else self._span
         self._rows = row_channels * self._span + self._begins
         self._columns = self._channels * self._span + self._before + self._begins + self._shifts @ self._strides
-        of_pairs = np.repeat(self._begins, np.diff(self._pairs)) + through[order] @ self._strides
-        self._starts = left.column_channels[first[order]] * self._span + self._before + of_pairs
+        offsets = np.repeat(self._begins, np.diff(self._pairs)) + through[order] @ self._strides
+        self._starts = left.column_channels[first[order]] * self._span + self._before + offsets
         self._laid_out: _Layout | None = None
 
     @classmethod
@@ -312,16 +314,22 @@ class Stencil:
         indptr, indices, rows = self.pattern.indptr, self.pattern.indices, self._sizes[0]
         values = np.empty((self.pattern.nnz, batch), dtype=grids.numpy().dtype)
         positions = np.stack(np.unravel_index(np.arange(math.prod(rows)), rows), axis=1)
-        places = positions, self._places(rows), self._begins, self._shifts, self._channels, np.array(self._sizes[2])
+        of_rows = self._grids_of_channels, self._by_column, positions, self._places(rows)
+        of_grids = self._begins, self._shifts, self._channels, np.array(self._sizes[2])
         layout = self._layout(batch)
         lines = layout.bounds, layout.sizes, layout.step // batch, batch
         pattern = indptr, indices, values
-        run_rows(_gather, indptr, self._grids_of_channels, *places, *lines, grids.numpy(), *pattern, lanes=batch)
+        run_rows(_gather, indptr, *of_rows, *of_grids, *lines, grids.numpy(), *pattern, lanes=batch)
         return torch.from_numpy(values)
 
     def __repr__(self) -> str:
         (m, k), n = self.a.shape, self.b.shape[1]
         return f"<Stencil {m} × {k} × {n}, flop {self.flop:,}, {len(self._lines):,} grids>"
+
+    def _extents(self, shifts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The positions from which shifts lead to a column: the first, and how many there are, along each axis."""
+        low = np.maximum(0, -shifts)
+        return low, np.minimum(np.array(self._sizes[0]), np.array(self._sizes[2]) - shifts) - low
 
     def _reaching_pairs(
         self, left: ShiftedDiagonals, right: ShiftedDiagonals
