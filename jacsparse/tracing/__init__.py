@@ -18,7 +18,7 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
-from .operators import facts_of, operator_name
+from .operators import facts_of
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .runs import SAMPLES, random_tensor, samples_of, traced
@@ -54,7 +54,6 @@ __all__ = [
     "memory_of",
     "module_of",
     "name_of",
-    "operator_name",
     "parts_of",
     "passed_by_all_paths",
     "program_of",
