@@ -316,7 +316,7 @@ def operation_of(
             mask = argument in _MASKS
             if mask and value.dtype != torch.bool:
                 return None
-            reads.append(torch.bool if mask else value.dtype if name == "_to_copy" else read)
+            reads.append(torch.bool if mask else read)
         elif value is not None and not isinstance(value, (bool, int, float)):
             return None
         others.append(OPERAND if is_tensor else value)

@@ -1,6 +1,7 @@
 """FLOP of back-propagation, by scan and step after step."""
 
-from .counting import count_flop
+from .counting import count_flop, nan_weights
+from .coupled_edges import counted_record
 from .estimate import CountEstimate, Effort, estimate_products
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
@@ -20,8 +21,10 @@ __all__ = [
     "Page",
     "SideBySide",
     "count_flop",
+    "counted_record",
     "estimate_products",
     "layers_of",
+    "nan_weights",
     "sequence_subject",
     "totals",
 ]

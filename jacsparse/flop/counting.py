@@ -18,7 +18,6 @@ from ..patterns import Pattern
 from ..schedule import COUNTED, Schedule, Step, balanced, linear, resolve
 from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
 from ..stages import Region, check_input, is_light, matrix_of
-from ..tracing import nan_weights
 from .estimate import ENOUGH, CountEstimate, estimate_count
 from .layer_flop import OperatorWork, StepFlop
 from .layers import layer_records
@@ -296,12 +295,20 @@ def _multiply_mask(
 
     The elements of the vectors that each edge reads go into `read`.
     """
-    if isinstance(factor, Region):
-        return factor.pairs(mask, read)
-    if read is not None:
-        read[0] = int(np.count_nonzero(mask))
-    pairs = meeting(factor, mask)
-    return {0: pairs}, pairs > 0
+    if not isinstance(factor, Region):
+        factor = Region(factor.shape, [(0, 1, factor)], 0, 1)
+    reached, pairs = {factor.stop: mask}, dict[int, np.ndarray]()
+    for number in reversed(range(len(factor.edges))):
+        source, target, pattern = factor.edges[number]
+        if target in reached:
+            if read is not None:
+                read[number] = int(np.count_nonzero(reached[target]))
+            rows = pairs[number] = meeting(pattern, reached[target])
+            reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
+            if number in factor.coupling and rows.any():
+                each, more = divmod(factor.coupling[number], len(rows))
+                pairs[number] = each + (np.arange(len(rows)) < more)
+    return pairs, reached.get(factor.start, np.zeros(factor.shape[0], dtype=np.bool_))
 
 
 def _backpropagated(
@@ -500,3 +507,21 @@ def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern | Region]]) 
         mean = float(np.mean([operator.gradient_flop(factors[number]) for factors in observed]))
         shape = subject.factors[number].shape
         yield BaselineStep(operator.path, operator.name, *shape, mean, number > 0, operator.unpruned)
+
+
+def nan_weights(module: torch.nn.Module) -> dict[str, int]:
+    """How many weights of each module are NaN, by the module's path, without those that a pruning mask leaves out."""
+    counts, seen = dict[str, int](), set[int]()
+    for path, part in module.named_modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if id(parameter) in seen or not parameter.is_floating_point() or parameter.is_meta:
+                continue
+            seen.add(id(parameter))
+            missing = parameter.detach().isnan()
+            mask = getattr(part, f"{name.removesuffix('_orig')}_mask", None)
+            if name.endswith("_orig") and isinstance(mask, torch.Tensor) and bool(missing.any()):
+                missing &= mask != 0
+            count = int(missing.count_nonzero())
+            if count:
+                counts[path] = counts.get(path, 0) + count
+    return counts

@@ -21,9 +21,9 @@ from ..stages import (
     Stage,
     boundaries,
     check_shape,
-    counted_record,
 )
 from ..tracing import SAMPLES, check_module, samples_of, traced, undisturbed
+from .coupled_edges import counted_record
 from .layer_flop import LayerFlop, OperatorWork, layers_of
 
 

@@ -12,13 +12,12 @@ import torch
 from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
 from .arguments import Arguments, arguments_of, has_samples
-from .compressed import Coloring
+from .compressed import Coloring, star_coloring, symmetric_part
 from .evaluation import Keywords, jacobian_and_returned, with_parts
 from .gradients import Gradient
 from .preparation import PreparationKeywords
 from .prepared import PreparedJacobian, Result
 from .prepared_program import Evaluation
-from .star_coloring import star_coloring, symmetric_part
 from .tracing_for_replays import Options
 
 

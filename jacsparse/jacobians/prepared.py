@@ -18,7 +18,6 @@ from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .compressed import Coloring, coloring
-from .differences import ROUNDINGS, difference_of, largest_finite, magnitude, rounding_of, tolerance_for
 from .evaluation import jacobian_and_returned, with_parts
 from .evaluator import Evaluator
 from .evaluators import METHODS, evaluator_of
@@ -26,7 +25,15 @@ from .flat_function import FlatFunction, run_once
 from .prepared_program import Evaluation, FilledWeightError, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import Options, TracedProgram, traced_program
-from .verification import VerificationError
+from .verification import (
+    ROUNDINGS,
+    VerificationError,
+    difference_of,
+    largest_finite,
+    magnitude,
+    rounding_of,
+    tolerance_for,
+)
 
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8

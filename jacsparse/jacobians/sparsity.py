@@ -12,9 +12,9 @@ from ..patterns import Pattern
 from ..stages import chain_for_all, check_shape
 from ..tracing import SAMPLES, random_tensor, tensors_of
 from .arguments import Arguments, arguments_of, checked_argnums, has_samples, names_of_arguments
+from .compressed import symmetric_part
 from .flat_function import module_and_batch
 from .gradients import Gradient
-from .star_coloring import symmetric_part
 from .tracing_for_replays import modules_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,6 @@ from ..spgemm import check_limit
 from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import arguments_of, has_samples
-from .differences import difference_of, largest_finite, magnitude, places_over, rounding_of, share_of, tolerance_for
 from .edge_matrices import EdgeMatrix, times
 from .flat_function import module_and_batch, run_once
 from .recent import recent_graphs
@@ -33,6 +32,10 @@ PROBES = 3
 NAMED = 5
 #: The most elements of the whole Jacobian, and entries of all operators' patterns, for a comparison with `jacobian`.
 SMALL = 2**20
+#: The tolerance in units in the last place, for numbers coarser than the input's.
+ROUNDINGS = 16
+#: The largest difference from autograd that is no error, as a share of the largest element, by the input's dtype.
+_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
 
 class VerificationError(RuntimeError):
@@ -346,3 +349,40 @@ def _seeds(like: torch.Tensor, outputs: int, exact: bool) -> torch.Tensor:
         return torch.eye(outputs).to(like)[:, :, None].repeat(1, 1, len(like))
     generator = torch.Generator().manual_seed(0)
     return torch.randn((outputs, PROBES, len(like)), generator=generator).to(like)
+
+
+def tolerance_for(dtype: torch.dtype, tensors: Iterable[torch.Tensor | None]) -> float:
+    """The default tolerance for an input of a dtype, or for coarser numbers among the tensors of a run."""
+    dtypes = {tensor.dtype for tensor in tensors if tensor is not None and tensor.is_floating_point()}
+    return max([_TOLERANCE[dtype], *(ROUNDINGS * torch.finfo(each).eps for each in dtypes)])
+
+
+def largest_finite(tensor: torch.Tensor) -> float:
+    """The largest finite absolute value; 0 where there is none."""
+    return tensor.nan_to_num(0, 0, 0).abs().max().item() if tensor.numel() else 0.0
+
+
+def magnitude(difference: torch.Tensor) -> float:
+    """The largest absolute value, infinite where an element is NaN."""
+    return difference.abs().nan_to_num(math.inf, math.inf).max().item() if difference.numel() else 0.0
+
+
+def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """The difference; zero where autograd's element is NaN, or both are the same infinity."""
+    return torch.where(expected.isnan() | (actual == expected), 0.0, actual - expected)
+
+
+def rounding_of(x: torch.Tensor, y: torch.Tensor | None, units: int = 100) -> float:
+    """The rounding error of a derivative that is zero: so many units in the last place of output over input."""
+    scale = 0.0 if y is None else largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
+    return units * torch.finfo(x.dtype).eps * scale
+
+
+def share_of(difference: float, largest: float, rounding: float, limit: float) -> float:
+    """A difference as a share of the largest element, or of the rounding error where that is larger."""
+    return difference / max(largest, rounding / limit if limit else 0.0, 1e-300)
+
+
+def places_over(difference: torch.Tensor, limit: float) -> torch.Tensor:
+    """The samples and columns at which a difference is beyond a limit, or NaN."""
+    return (~(difference.abs() <= limit)).nonzero()

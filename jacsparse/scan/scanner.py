@@ -207,7 +207,7 @@ class _Execution:
                 if step.right not in vectors:
                     vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
                 if each.through:
-                    vectors[step.out] = self.records[-step.left].pull_back_sparse(vectors[step.right], samples)
+                    vectors[step.out] = _through(self.records[-step.left], vectors[step.right], samples)
                 else:
                     left_matrix = matrix(step.left)
                     vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
@@ -232,3 +232,15 @@ class _Execution:
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, nbytes)))
         # Multiples of 16 or 4 samples fill the kernels' vectors.
         return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
+
+
+def _through(record: Record, vectors: torch.Tensor, samples: slice) -> torch.Tensor:
+    """``Jᵀ g``, ``(elements, batch)``, for a slice of the batch, by the operators' sparse Jacobians one by one."""
+    stage, gradients = record.stage, {record.stage.stop: vectors}
+    for edge in reversed(stage.edges):
+        if edge.target in gradients:
+            product = matvec(edge.transposed_pattern, record.values(edge, samples), gradients[edge.target])
+            gradients[edge.source] = gradients[edge.source] + product if edge.source in gradients else product
+    if stage.start not in gradients:
+        return vectors.new_zeros((math.prod(stage.in_shape), vectors.shape[1]))
+    return gradients[stage.start]

@@ -11,10 +11,10 @@ from time import perf_counter
 import torch
 from torch import nn
 
-from ..flop import layers_of, sequence_subject
+from ..flop import counted_record, layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
-from ..stages import Record, Region, check_input, counted_record, recent_chains
+from ..stages import Record, Region, check_input, recent_chains
 from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload

@@ -15,12 +15,11 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from ..flop import CountEstimate
+from ..flop import CountEstimate, nan_weights
 from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import blelloch, linear
 from ..terminal import layer_in_words, percent, ratio, text, warnings_on
-from ..tracing import nan_weights
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
 from .tables import WORDS, simulation_figure, tables

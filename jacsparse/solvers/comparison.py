@@ -15,12 +15,12 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from ..flop import Effort, estimate_products
+from ..flop import Effort, estimate_products, nan_weights
 from ..patterns import Diagonal, Pattern
 from ..runtime import replacing, thread_count
 from ..stages import check_input
 from ..terminal import text, warnings_on
-from ..tracing import check_module, nan_weights, traced, undisturbed
+from ..tracing import check_module, traced, undisturbed
 from .blocks import MOST_PLANNED, Level, Work
 from .comparison_tables import WORDS, comparison_figure, tables
 from .complexity import iteration_pays, reduction_pays

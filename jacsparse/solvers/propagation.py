@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..flop import counted_record
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Run, check_input, counted_record, pull_back, recent_chains, refuse_hooks
+from ..stages import Chain, Run, check_input, pull_back, recent_chains, refuse_hooks
 from ..tracing import check_module, without_autocast
 from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
 from .recurrent_run import RecurrentRun, check_like, weight_block

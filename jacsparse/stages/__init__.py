@@ -5,11 +5,10 @@ from .balance import boundaries
 from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor, is_fit
-from .coupled_edges import counted_record
-from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd
+from .cutting import edge_of
+from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
 from .infinite_entries import all_finite, with_backward_passes
 from .local_jacobian import LocalJacobian
-from .node_gradients import pull_back_by_nodes, pull_back_input, walk
 from .order import DENSE, START
 from .record import Record, in_own_memory, pull_back_all
 from .stage import Edge, Stage
@@ -37,7 +36,7 @@ __all__ = [
     "check_input",
     "check_shape",
     "check_tensor",
-    "counted_record",
+    "edge_of",
     "eliminate",
     "empty_pattern",
     "has_hooks",
@@ -47,8 +46,6 @@ __all__ = [
     "matrix_of",
     "pull_back",
     "pull_back_all",
-    "pull_back_by_nodes",
-    "pull_back_input",
     "pulled_by_autograd",
     "recent_chains",
     "refuse_hooks",

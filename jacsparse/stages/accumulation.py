@@ -22,7 +22,6 @@ from ..spgemm import (
     SumPlan,
     counts,
     fresh_keys,
-    meeting,
     multiply_adds,
     planned,
     product_pattern,
@@ -339,27 +338,6 @@ class Region:
         edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
         shadow.result = eliminate(shadow, edges, self.start, self.stop)
         return shadow.pattern, shadow.multiply_adds
-
-    def pairs(
-        self, nonzero: np.ndarray, read: dict[int, int] | None = None
-    ) -> tuple[dict[int, np.ndarray], np.ndarray]:
-        """Multiply-adds in each row of each edge that a vector reaches, by the edge's number; and the rows it reaches.
-
-        `nonzero` has a flag for each column. The elements other than zero that each edge reads go into `read`.
-        """
-        reached = {self.stop: nonzero}
-        pairs: dict[int, np.ndarray] = {}
-        for number in reversed(range(len(self.edges))):
-            source, target, pattern = self.edges[number]
-            if target in reached:
-                if read is not None:
-                    read[number] = int(np.count_nonzero(reached[target]))
-                rows = pairs[number] = meeting(pattern, reached[target])
-                reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
-                if number in self.coupling and rows.any():
-                    each, more = divmod(self.coupling[number], len(rows))
-                    pairs[number] = each + (np.arange(len(rows)) < more)
-        return pairs, reached.get(self.start, np.zeros(self.shape[0], dtype=np.bool_))
 
 
 def _sample(values: torch.Tensor, sample: int) -> torch.Tensor:

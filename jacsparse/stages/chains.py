@@ -33,10 +33,12 @@ from .checks import agree, check_input, check_shape
 from .cutting import stages_of
 from .graph_gradients import has_hooks, pulled_by_autograd
 from .infinite_entries import all_finite, with_backward_passes
-from .memory import check_size
 from .order import Estimates, Order, accumulated, best_order
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
+
+#: A Jacobian takes at least this share of its estimated size.
+SURE = 0.5
 
 
 class Chain:
@@ -196,7 +198,7 @@ class Chain:
         refuse_hooks(records)
         if len(self):
             batch = 1 if all(stage.shared for stage in self.stages) else len(x)
-            check_size(self, batch * x.element_size(), x.device)
+            self._check_size(batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -208,6 +210,18 @@ class Chain:
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
         )
         return SparseJacobian(self.transposed_pattern, values).T
+
+    def _check_size(self, itemsize: int, device: torch.device) -> None:
+        """Raise MemoryError where the Jacobian is too large for a device; `itemsize` is the bytes of an entry."""
+        rows, columns = math.prod(self.out_shape), math.prod(self.in_shape)
+        memory = machine_memory(device)
+        if rows * columns * itemsize > SURE * memory and SURE * self.estimated_entries * itemsize > memory:
+            raise MemoryError(
+                f"{self.name}: its Jacobian, {rows:,} × {columns:,} with about {self.estimated_entries:.1e} entries, "
+                f"takes about {self.estimated_entries * itemsize / 2**30:,.0f} GiB, and {device} has "
+                f"{memory / 2**30:,.0f}; take products with it, by jacsparse.vjp or jacsparse.nn.Scan, or the Jacobian "
+                "of a part of the module, or fewer samples"
+            )
 
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
@@ -287,6 +301,13 @@ def chain_for_all(
                 "each sample must be worked on alike where no input is given",
             )
     return chain
+
+
+def machine_memory(device: torch.device) -> int:
+    """Bytes of memory of a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def refuse_hooks(records: Sequence[Record]) -> None:

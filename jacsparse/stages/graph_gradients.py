@@ -10,9 +10,11 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..patterns import gradients_of
-from ..tracing import ending_at, has_node_hooks
-from .node_gradients import walk
+from ..tracing import apply_node, ending_at, has_node_hooks, with_all_gradients
 from .record import Record
+
+#: Where a walk ends: an edge of autograd's graph, and the tensor whose gradient it has.
+End = tuple[GradientEdge, torch.Tensor]
 
 
 def pull_back(
@@ -140,3 +142,57 @@ def add_gradients(gradients: dict[int, torch.Tensor], terms: Mapping[int, torch.
     """Add terms to gradients of externals by their places."""
     for place, term in terms.items():
         gradients[place] = gradients[place] + term if place in gradients else term
+
+
+def walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
+    """Gradients at some edges of autograd's graph, for one at another edge, node by node and without hooks."""
+    return with_all_gradients(lambda: _walk(output, gradient, ends))
+
+
+def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
+    targets = {edge[:2]: number for number, (edge, _) in enumerate(ends)}
+
+    def followed(node: Any) -> list[Any]:
+        """The nodes of operators that a node passes gradients to, up to the ends of the walk."""
+        edges = (edge for edge in node.next_functions if edge[0] is not None and edge not in targets)
+        # A node with a variable gathers the gradient of a leaf.
+        return [behind for behind, _ in edges if not hasattr(behind, "variable")]
+
+    waiting, users = [output.node], Counter([output.node])
+    while waiting:
+        for behind in followed(waiting.pop()):
+            users[behind] += 1
+            if users[behind] == 1:
+                waiting.append(behind)
+    pending: dict[Any, list[torch.Tensor | None]] = {}
+    gradients: list[torch.Tensor | None] = [None] * len(ends)
+
+    def add(edge: tuple[Any, int], term: torch.Tensor | None) -> None:
+        """Add a term to the gradient of an end, or of a node's output."""
+        node, number = edge
+        if term is None:
+            return
+        if edge in targets:
+            sums, number = gradients, targets[edge]
+            shape = ends[number][1].shape
+        elif node in users:
+            sums = pending.setdefault(node, [None] * len(node._input_metadata))
+            shape = node._input_metadata[number].shape
+        else:
+            return
+        term, total = term.sum_to_size(shape), sums[number]
+        sums[number] = term if total is None else total + term
+
+    add(output[:2], gradient)
+    ready = [output.node]
+    while ready:
+        node = ready.pop()
+        if node in pending:
+            for edge, passed in zip(node.next_functions, apply_node(node, pending.pop(node)), strict=True):
+                if edge[0] is not None:
+                    add(edge, passed)
+        for behind in followed(node):
+            users[behind] -= 1
+            if not users[behind]:
+                ready.append(behind)
+    return gradients

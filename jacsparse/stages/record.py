@@ -95,17 +95,6 @@ class Record:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         return LocalJacobian(edge, self.trace, samples).values
 
-    def pull_back_sparse(self, vectors: torch.Tensor, samples: slice = slice(None)) -> torch.Tensor:
-        """``Jᵀ g``, ``(elements, batch)``, for a slice of the batch, by the operators' sparse Jacobians one by one."""
-        gradients = {self.stage.stop: vectors}
-        for edge in reversed(self.stage.edges):
-            if edge.target in gradients:
-                product = matvec(edge.transposed_pattern, self.values(edge, samples), gradients[edge.target])
-                gradients[edge.source] = gradients[edge.source] + product if edge.source in gradients else product
-        if self.stage.start not in gradients:
-            return vectors.new_zeros((math.prod(self.stage.in_shape), vectors.shape[1]))
-        return gradients[self.stage.start]
-
     def pull_back_columns(self, gradients: Scaled) -> Scaled:
         """``Jᵀ g`` for many gradients of each sample, by the operators' own backward."""
         columns = gradients.gradients.shape[:2]

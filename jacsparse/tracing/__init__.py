@@ -18,9 +18,9 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
-from .operators import facts_of, operator_name
+from .operators import facts_of
 from .program import Operation, Program, passed_by_all_paths, program_of
-from .pruned_weights import PrunedWeight, mask_of, nan_weights
+from .pruned_weights import PrunedWeight, mask_of
 from .runs import SAMPLES, random_tensor, samples_of, traced
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .traces import StaleError, Trace, is_recording, memory_of
@@ -54,8 +54,6 @@ __all__ = [
     "memory_of",
     "module_of",
     "name_of",
-    "nan_weights",
-    "operator_name",
     "parts_of",
     "passed_by_all_paths",
     "program_of",

@@ -46,24 +46,6 @@ class PrunedWeight:
         return not any_nonzero_at(elements, self._omitted)
 
 
-def nan_weights(module: torch.nn.Module) -> dict[str, int]:
-    """How many weights of each module are NaN, by the module's path, without those that a pruning mask leaves out."""
-    counts, seen = dict[str, int](), set[int]()
-    for path, part in module.named_modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            if id(parameter) in seen or not parameter.is_floating_point() or parameter.is_meta:
-                continue
-            seen.add(id(parameter))
-            missing = parameter.detach().isnan()
-            mask = getattr(part, f"{name.removesuffix('_orig')}_mask", None)
-            if name.endswith("_orig") and isinstance(mask, torch.Tensor) and bool(missing.any()):
-                missing &= mask != 0
-            count = int(missing.count_nonzero())
-            if count:
-                counts[path] = counts.get(path, 0) + count
-    return counts
-
-
 def _in_memory_order(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     """The elements as a vector; where `like` is a transposed matrix, in the order that needs no copy."""
     if like.ndim == 2 and not like.is_contiguous() and like.T.is_contiguous():

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from ..scan import backward_by
-from ..stages import Record, add_gradients, pull_back, pull_back_by_nodes, pull_back_input, refuse_hooks
+from ..stages import Record, add_gradients, pull_back, refuse_hooks
+from .node_gradients import pull_back_by_nodes, pull_back_input
 
 
 def check_threads(threads: int | None) -> int:

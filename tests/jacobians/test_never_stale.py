@@ -333,7 +333,7 @@ def test_what_is_kept_between_calls_keeps_no_module_alive() -> None:
 
 def test_a_call_that_fails_keeps_no_argument_alive(monkeypatch: pytest.MonkeyPatch) -> None:
     x, weight = drawn(2, 40), drawn(40, 40)
-    monkeypatch.setattr("jacsparse.stages.memory.machine_memory", lambda device: 1)
+    monkeypatch.setattr("jacsparse.stages.chains.machine_memory", lambda device: 1)
     f = functools.partial(lambda weight, x: (x @ weight).tanh() @ weight, weight)
     with pytest.raises(MemoryError):
         jacsparse.jacobian(f, x, batched=True)

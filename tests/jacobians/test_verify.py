@@ -134,7 +134,7 @@ def test_no_number_is_no_small_difference() -> None:
 
 
 def test_a_jacobian_that_fits_no_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jacsparse.stages.memory.machine_memory", lambda device: 2**16)
+    monkeypatch.setattr("jacsparse.stages.chains.machine_memory", lambda device: 2**16)
     layers = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3))
     x = torch.randn(2, 3, 20, 20)
     with pytest.raises(MemoryError, match=r"^Sequential: its Jacobian, 2,048 × 1,200 with about .* jacsparse\.vjp"):

@@ -16,8 +16,9 @@ from torch.nn.utils import parametrizations, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
-from jacsparse.stages import Record, chain, pull_back_by_nodes, pull_back_input
+from jacsparse.stages import Record, chain
 from jacsparse.training import leapfrog, leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
+from jacsparse.training.node_gradients import pull_back_by_nodes, pull_back_input
 from tests.example_models import lenet, small
 from tests.helpers import close
 

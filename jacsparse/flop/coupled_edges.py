@@ -8,10 +8,8 @@ from dataclasses import replace
 from torch.utils.flop_counter import flop_registry
 
 from ..patterns import Call
+from ..stages import Edge, Record, edge_of
 from ..tracing import Operation, Value
-from .cutting import edge_of
-from .record import Record
-from .stage import Edge
 
 
 def counted_record(record: Record) -> Record:

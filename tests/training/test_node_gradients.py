@@ -8,8 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from jacsparse.stages import ChainCache, pull_back, pull_back_by_nodes
-from jacsparse.stages.node_gradients import pull_back_by_copies
+from jacsparse.stages import ChainCache, pull_back
+from jacsparse.training.node_gradients import pull_back_by_copies, pull_back_by_nodes
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
 
