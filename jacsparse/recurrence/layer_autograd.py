@@ -54,14 +54,15 @@ def _forward(
     with torch.autocast(x.device.type, enabled=False):
         weights, phase = _weights(layer, x, initial, parameters), f"forward pass of {layer.name}"
         if part is not None:
-            initial = layer.initial = part.take_over(initial.detach(), layer.direction, phase)
+            initial, number = part.ranks.take_over(initial.detach(), layer.direction, phase)
+            layer.initial = initial
         # Newton's method needs the gates too.
         rows = steps if cell.saved_vectors and (keep or layer.forward.name != "sequential") else 0
         size = weights.size
         saved = Saved(x.new_empty(steps, size), x.new_empty(rows, cell.saved_vectors * size), plain(initial))
         end = layer.solve_forward(cell.enter(plain(x), weights), weights, saved)
         if part is not None:
-            part.hand_over(end, layer.direction, phase)
+            part.ranks.hand_over(end, layer.direction, phase, number)
         return saved, end
 
 
