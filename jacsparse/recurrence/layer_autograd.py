@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ..runtime import is_transformed, on_device
+from ..tracing import without_autocast
 from .cells import Saved, Weights, preceding
 from .layer_recurrences import LayerPass
 from .once_differentiable import differentiable_once, once
@@ -51,7 +52,7 @@ def _forward(
 ) -> tuple[Saved, torch.Tensor]:
     """What each step gives, with the gates where they are to be saved, and the last states."""
     cell, part, steps = layer.cell, layer.part, layer.sequences.steps
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         weights, phase = _weights(layer, x, initial, parameters), f"forward pass of {layer.name}"
         if part is not None:
             initial, number = part.ranks.take_over(initial.detach(), layer.direction, phase)
@@ -125,8 +126,8 @@ def _gradients(
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of the input, the first states and the parameters."""
-    with torch.autocast(x.device.type, enabled=False):
-        weights = _weights(layer, x, initial, parameters)
+    with without_autocast(x.device):
+        weights = Weights(*[None if each is None else plain(each) for each in parameters])  # type: ignore[arg-type]
         x, states = x.detach(), plain(initial if layer.initial is None else layer.initial)
         saved = Saved(output, gates, states)
         grad_gates, rows, grad_initial = layer.solve_backward(
@@ -201,7 +202,7 @@ def _products(
         _outer(from_input, x[rows]) if for_input else None,
         _hidden_gradient(layer, saved, grad_gates, rows, recurrent) if for_hidden else None,
         sums[entering] if sums is not None and for_bias else None,
-        torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
+        _joined([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
     ]
 
 
@@ -215,21 +216,18 @@ def _hidden_gradient(
 ) -> torch.Tensor:
     """``Σ_t (gradient of the gates at t) ⊗ (state before t)``."""
     sequences, direction = layer.sequences, layer.direction
-    size, batch, steps = saved.output.shape[1], sequences.batch, sequences.steps
-    initial = saved.initial[:, :size]
-    if steps == sequences.time * batch:
+    output, batch = saved.output, sequences.batch
+    initial = saved.initial[:, : output.shape[1]]
+    if sequences.steps == sequences.time * batch:
         # All equally long: the state before a step is the row of a whole batch earlier, or later.
-        back = batch * direction
-        at = slice(max(rows.start, back), min(rows.stop, steps + back))
-        before = slice(at.start - back, at.stop - back)
-        parts = [_outer(grad_gates[at, part], saved.output[before]) for part in recurrent]
-        edge = slice(0, batch) if direction > 0 else slice(steps - batch, steps)
-        if rows.start <= edge.start and edge.stop <= rows.stop:
-            parts = [grad_gates[edge, part].T @ initial + inner for part, inner in zip(recurrent, parts, strict=True)]
+        states = torch.cat((initial, output[:-batch]) if direction > 0 else (output[batch:], initial))
     else:
-        states = preceding(saved.output, initial, sequences.before(direction), index(sequences.sample, initial))
-        parts = [_outer(grad_gates[rows, part], states[rows]) for part in recurrent]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+        states = preceding(output, initial, sequences.before(direction), index(sequences.sample, initial))
+    return _joined([_outer(grad_gates[rows, part], states[rows]) for part in recurrent])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
 
 
 #: Rows in each part of a product of `_outer` on a device.
