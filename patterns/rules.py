@@ -296,6 +296,12 @@ class Rule(ABC):
 
         It is not called where the pattern is a diagonal. A rule without a faster way takes the operator's own backward.
         """
+        structure = pattern.structure
+        if isinstance(structure, Strided) and self.shared(call):
+            values = self.transposed_values(call, pattern.T) if structure.transposed else self.values(call, pattern)
+            pulled = structure.adjoint_product(values, gradients.reshape(-1, pattern.shape[0]))
+            if pulled is not None:
+                return pulled.reshape(*gradients.shape[:2], *call.in_shape)
         if call.vjps is None:
             # The operator draws at random, and the one graph of its run takes one column at a time.
             return torch.stack([call.vjp(gradient) for gradient in gradients])

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ..runtime import frozen, index_dtype, row_starts
 from .pattern import Pattern
@@ -118,6 +119,37 @@ class Strided(Structure):
             indptr, indices = csr_of_transpose(indptr, indices, self.shape[::-1])
         return frozen(indptr.astype(dtype, copy=False)), frozen(indices.astype(dtype, copy=False))
 
+    def adjoint_product(self, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor | None:
+        """The products of the transposed matrix and vectors, ``(many, rows)``, without an index for each entry.
+
+        `values` are those of the entries in the order of the rows before the transpose. None where entries lie
+        backwards, or where one column has several in a way that is no broadcast.
+        """
+        sizes = [axis.last - axis.first for axis in self.axes]
+        strides = [axis.stride if size > 1 else 0 for axis, size in zip(self.axes, sizes, strict=True)]
+        begin = self.offset + sum(axis.first * axis.stride for axis in self.axes)
+        if min(strides) < 0:
+            return None
+        many, whole = len(vectors), [axis.size for axis in self.axes]
+        box = (slice(None), *(slice(axis.first, axis.last) for axis in self.axes))
+        if self.transposed:
+            vectors = vectors.contiguous()
+            places = (many, *sizes), (self.columns, *strides), vectors.storage_offset() + begin
+            product = vectors.as_strided(*places) * values.reshape(sizes)
+            if sizes != whole:
+                product, inner = vectors.new_zeros((many, *whole)), product
+                product[box] = inner
+            return product.flatten(1)
+        if not _is_injective(sizes, strides):
+            return None
+        product = vectors.reshape(many, *whole)[box] * values.reshape(sizes)
+        repeated = [place for place, (size, stride) in enumerate(zip(sizes, strides, strict=True)) if size > 1 > stride]
+        if repeated:
+            product = product.sum([place + 1 for place in repeated], keepdim=True)
+        result = vectors.new_zeros((many, self.columns))
+        result.as_strided(product.shape, (self.columns, *strides), begin).copy_(product)
+        return result
+
     def describe(self) -> Mapping[str, Any]:
         axes = np.array(self.axes, dtype=np.int64).reshape(len(self.axes), 4)
         return {"columns": self.columns, "offset": self.offset, "axes": axes, "transposed": self.transposed}
@@ -144,6 +176,16 @@ def pattern_from_sources(sources: np.ndarray, columns: int) -> Pattern:
     """At most one entry in each row: in the column that `sources`, of any shape, names; none where it is negative."""
     strided = Strided.from_sources(sources, columns) if sources.size and sources.max() < columns else None
     return Pattern.of(Csr.from_sources(sources.reshape(-1), columns) if strided is None else strided)
+
+
+def _is_injective(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether places along axes of positive strides lead to different columns."""
+    reached = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, sizes, strict=True) if stride):
+        if stride <= reached:
+            return False
+        reached += (size - 1) * stride
+    return True
 
 
 def _merged(axes: Sequence[Steps]) -> tuple[Steps, ...]:

@@ -57,12 +57,15 @@ class FlatFunction(nn.Module):
     """
 
     f: Callable[..., Any]
+    has_aux: bool
+    arguments: Arguments
+    #: What the last call returned.
+    returned: Returned | None
 
     def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
         super().__init__()
-        self.has_aux, self.arguments = has_aux or isinstance(f, WithAux), arguments
-        #: What the last call returned.
-        self.returned: Returned | None = None
+        # Without `nn.Module.__setattr__`, which takes microseconds.
+        vars(self).update(has_aux=has_aux or isinstance(f, WithAux), arguments=arguments, returned=None)
         wrap(self, f)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +79,7 @@ class FlatFunction(nn.Module):
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
         forms = [(y.shape, y.dtype, part.shape[1]) for y, part in zip(leaves, parts, strict=True)]
-        self.returned = Returned(forms, spec, aux, arguments.shape_of(leaves[0]) if len(leaves) == 1 else None)
+        vars(self)["returned"] = Returned(forms, spec, aux, arguments.shape_of(leaves[0]) if len(leaves) == 1 else None)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     # The hooks of all modules are not for this one.

@@ -15,7 +15,6 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..codegen import (
-    FLOATS,
     OUT,
     CallsOfElements,
     ElementGraph,
@@ -144,6 +143,11 @@ class FusedValues:
         self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
 
+    @property
+    def computes_all(self) -> bool:
+        """Whether no call is left to PyTorch."""
+        return self._by_pytorch is None
+
     def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """The values, ``(nnz, batch)``, and whether all are finite.
 
@@ -214,7 +218,7 @@ def _elements_of(
 ) -> tuple[ElementGraph, CallsOfElements]:
     """The elements that a graph computes, and its calls; the inputs after `values` are the same in each call."""
     # The elements of indices and masks are compared at each call.
-    sources = {place: place for place in values if inputs[place].dtype in FLOATS}
+    sources = {place: place for place in values if inputs[place].is_floating_point()}
     graph = ElementGraph()
     try:
         return graph, CallsOfElements(graph, module, inputs, sources, leaves=False)

@@ -67,14 +67,31 @@ class Products(Evaluator):
         self._shape, self._dtype = (self.pattern.nnz, self.batch), torch.empty(0, dtype=self.dtype).numpy().dtype
         self._local = derivatives.function
         self._use(folded.steps)
-        if self._local is not None and self.pattern.nnz > 0:
-            elements = self.batch * (folded.derivatives + sum(len(step.left) for step in folded.steps))
-            if compile or (replays and elements <= INTERPRETED):
-                self._fuse(function, compile)
+        wanted = compile or (replays and self._elements <= INTERPRETED)
+        if wanted and self._local is not None and self.pattern.nnz > 0:
+            self._fuse(function, compile)
         if self.fused is None:
             steps = in_turn(folded.steps)
             self._use(steps)
             self._passes = [Pass(step, self.batch) for step in steps]
+
+    def in_one_call(self, function: TracedFunction) -> Products | None:
+        """The same products as one call of a kernel that begins with a run's inputs; None where that is not all.
+
+        Numbers, and elements of captures that are no floats, are constants of it.
+        """
+        if self._local is None or self._elements > INTERPRETED:
+            return None
+        derivatives = derivatives_of(function)
+        if derivatives.count != self.folded.derivatives:
+            return None
+        products = Products(function, self.folded, derivatives, replays=True)
+        return products if products.fused is not None and products.fused.computes_all else None
+
+    @property
+    def _elements(self) -> int:
+        """The number of local derivatives and terms."""
+        return self.batch * (self.folded.derivatives + sum(len(step.left) for step in self.folded.steps))
 
     def _use(self, steps: Sequence[Step]) -> None:
         """Take the weights of these steps."""

@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..patterns import UnsupportedOperatorError
@@ -21,14 +22,16 @@ from ..tracing import Graph, Trace, parts_of
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
-from .products import ChainProducts
+from .products import ChainProducts, Products
 from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
-#: The calls of a graph before a way other than by its chain is looked for. Looking takes about as long as these calls
-#: do, so that few calls of a function cost at most twice what they need, however many there will be.
-BEFORE = 8
+#: The calls of a graph before a way other than by its chain is looked for; and those where the chain's products and
+#: sums move more than `LARGE` values. Looking takes about as long as these calls do, the first one above all, so that
+#: few calls of a function cost about twice what they need, however many there will be.
+BEFORE, BEFORE_LARGE = 2, 8
+LARGE = 2**21
 
 
 class Plan:
@@ -40,6 +43,8 @@ class Plan:
     def __init__(self, chain: Chain) -> None:
         self.chain, self._runs = chain, 0
         self._chosen: tuple[TracedFunction, Evaluator] | None = None
+        #: The same in one call, and the elements of captures that are constants of it.
+        self._in_one_call: tuple[Evaluator, dict[int, torch.Tensor]] | None = None
 
     def values(self, trace: Trace) -> SparseJacobian | None:
         """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
@@ -49,13 +54,17 @@ class Plan:
         fixed = [function.fixed_scalars(each) for each in (trace, function.trace)]
         if not same_numbers(*fixed):
             return None
+        if self._in_one_call is not None and same_numbers(trace.scalars, function.trace.scalars):
+            in_one_call, contents = self._in_one_call
+            if all(torch.equal(trace.value(value), elements) for value, elements in contents.items()):
+                evaluator = in_one_call
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
     def add(self, trace: Trace, expected: SparseJacobian) -> None:
         """Choose a way for later runs, where that pays and gives this run's Jacobian."""
         self._runs += 1
         # The chain of pruned weights changes with these.
-        if self._runs != 1 + BEFORE or self.chain.pruned_weights:
+        if self.chain.pruned_weights or self._runs != 1 + (BEFORE_LARGE if self._is_large else BEFORE):
             return
         function = TracedFunction(trace, self.chain)
         try:
@@ -68,8 +77,32 @@ class Plan:
         # PyTorch's derivatives of many vectors at once may be wrong.
         if agree(actual, expected.values):
             _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
+            if isinstance(evaluator, Products) and _repeats(trace):
+                products = evaluator.in_one_call(function)
+                if products is not None and agree(products.values(trace), expected.values):
+                    captures = {value: trace.value(value) for value in trace.graph.captures}
+                    self._in_one_call = (
+                        products,
+                        {
+                            value: elements.clone()
+                            for value, elements in captures.items()
+                            if not elements.is_floating_point()
+                        },
+                    )
             function.forget(module=True)
             self._chosen = function, evaluator
+
+    @functools.cached_property
+    def _is_large(self) -> bool:
+        return len(self.chain) > 1 and self.chain.accumulation.moved > LARGE
+
+
+def _repeats(trace: Trace) -> bool:
+    """Whether what a run computed of its inputs can be computed of them again."""
+    graph, inputs = trace.graph, [trace.tensor(value) for value in (0, *trace.graph.captures)]
+    if graph.writes or any(node.draws for node in graph.nodes) or not trace.input.is_contiguous():
+        return False
+    return all(tensor.layout == torch.strided for tensor in inputs)
 
 
 def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:

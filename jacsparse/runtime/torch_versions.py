@@ -79,6 +79,12 @@ with contextlib.suppress(ImportError):
     from torch._C import _len_torch_dispatch_stack as _dispatch_modes
 
 
+@functools.cache
+def _flags_of(names: tuple[str, ...]) -> list[str]:
+    """Which of a mode's fields hold whether there was a mode before it."""
+    return [name for name in names if name.startswith("old_") and name.endswith("_flags")]
+
+
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode that threads may be in at the same time.
 
@@ -95,9 +101,9 @@ class DispatchMode(TorchDispatchMode):
         is_outermost = not _dispatch_modes()
         super().__enter__()
         if is_outermost:
-            for name, found in vars(self).items():
-                if name.startswith("old_") and name.endswith("_flags"):
-                    found[-1] = False
+            fields = vars(self)
+            for name in _flags_of(tuple(fields)):
+                fields[name][-1] = False
         return self
 
 

@@ -46,10 +46,6 @@ class Sum(Protocol):
     """An affine layer's output that is not computed yet, so that what follows may become part of it."""
 
     @property
-    def relu(self) -> bool:
-        """Whether ReLU is part of it already."""
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the blocks."""
 
@@ -63,14 +59,14 @@ class Sum(Protocol):
     def activated(self) -> Sum:
         """The output after ReLU."""
 
-    def pools(self, pool: Any) -> bool:
-        """Whether the maximum of each window of a `Pool` can be computed at once, where ReLU is part of it."""
+    def pooled(self, pool: Any) -> torch.Tensor | None:
+        """The blocks of the maximum of each window of a `Pool`; None where that cannot be computed at once."""
 
-    def pooled(self, pool: Any) -> torch.Tensor:
-        """The blocks of each window's maximum."""
+    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Sum | None:
+        """The output times a number for each channel, plus another one; None where that cannot be part of it."""
 
-    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Sum:
-        """The output times a number for each channel, plus another one."""
+    def plus(self, other: Blocks) -> Sum | None:
+        """The output plus another activation of its shape; None where that cannot be part of it."""
 
 
 class Form(NamedTuple):

@@ -259,18 +259,22 @@ class _Output(NamedTuple):
         with torch.set_grad_enabled(self.with_gradients):
             return self.convolution(self.x, self.values, self.bias, self.relu)
 
-    def pools(self, pool: Pool) -> bool:
+    def pooled(self, pool: Pool) -> torch.Tensor | None:
         _, rows, columns, _ = self.convolution.out_shape
-        return self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)
-
-    def pooled(self, pool: Pool) -> torch.Tensor:
+        if not (self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
+            return None
         with torch.set_grad_enabled(self.with_gradients):
             return convolve_and_pool(self.x, self.values, self.bias, self.convolution, pool)
 
     def activated(self) -> _Output:
         return self._replace(relu=True)
 
-    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output:
+    def plus(self, other: Blocks) -> None:
+        return None
+
+    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output | None:
+        if self.relu:
+            return None
         values = self.values * scale.index_select(0, self.convolution.structure.outputs)
         return self._replace(values=values, bias=shift if self.bias is None else torch.addcmul(shift, self.bias, scale))
 

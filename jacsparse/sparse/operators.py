@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from .blocks import Blocks, alike, operator, to_blocks
+from .blocks import Blocks, Sum, alike, operator, to_blocks
+from .normalisation import Normalised, Statistics
 from .pooling import MOST_POSITIONS, Pool, max_pool
 
 _ELEMENTWISE = (
@@ -61,6 +62,8 @@ def _binary(name: str, *others: str) -> None:
         form = alike((x, y))
         if form is None:
             return NotImplemented
+        if name == "add" and not kwargs and (content := _sum(x, y)) is not None:
+            return Blocks(content, form)
         first, second = (_data(each, x if isinstance(x, Blocks) else y) for each in (x, y))
         if first is NotImplemented or second is NotImplemented:
             return NotImplemented
@@ -70,6 +73,15 @@ def _binary(name: str, *others: str) -> None:
     def compute_in_place(x: Any, y: Any, **kwargs: Any) -> Any:
         result = compute(x, y, **kwargs)
         return x.replace(result) if isinstance(x, Blocks) and isinstance(result, Blocks) else NotImplemented
+
+
+def _sum(x: Any, y: Any) -> Sum | None:
+    """The sum of two activations, where that can become part of what computes one of them."""
+    if isinstance(x, Blocks) and isinstance(y, Blocks) and x.shape == y.shape and x.dtype == y.dtype:
+        for first, second in ((x, y), (y, x)):
+            if first.pending is not None and (content := first.pending.plus(second)) is not None:
+                return content
+    return None
 
 
 def _data(value: Any, other: Blocks) -> Any:
@@ -135,16 +147,20 @@ def _batch_norm(
         scale = torch.rsqrt(running_var + eps)
         scale = scale if weight is None else scale * weight
         shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        if x.pending is not None and not x.pending.relu:
-            return x.like(x.pending.scaled(scale, shift))
+        if x.pending is not None and (scaled := x.pending.scaled(scale, shift)) is not None:
+            return x.like(scaled)
         view = (-1, 1, 1, 1)
         return x.like(torch.addcmul(shift.view(view), x.data, scale.view(view)))
-    data = x.data
-    if x.form.batch % x.form.lanes == 0:
-        # To PyTorch's kernel, a block is a sample.
-        y = functional.batch_norm(data.flatten(2), running_mean, running_var, weight, bias, True, momentum, eps)
-        return x.like(y.view(data.shape))
-    return NotImplemented
+    parameters = [each for each in (running_mean, running_var, weight, bias) if each is not None]
+    if len(x) * x.shape[2:].numel() < 2 or any(each.dtype != x.dtype for each in parameters):
+        return NotImplemented
+    channels, batch, data = x.shape[1], x.form.batch, x.data.contiguous()
+    weight = torch.ones(channels, dtype=x.dtype) if weight is None else weight
+    bias = torch.zeros(channels, dtype=x.dtype) if bias is None else bias
+    statistics = Statistics.of(data, batch)
+    if running_mean is not None:
+        statistics.update(running_mean, running_var, momentum)
+    return x.like(Normalised(data, weight, bias, None, eps, batch, statistics, torch.is_grad_enabled()))
 
 
 @operator(functional.max_pool2d, torch.max_pool2d)
@@ -161,8 +177,8 @@ def _max_pool2d(
     if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
         return NotImplemented
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
-    if x.pending is not None and x.pending.pools(pool):
-        return x.like(x.pending.pooled(pool))
+    if x.pending is not None and (pooled := x.pending.pooled(pool)) is not None:
+        return x.like(pooled)
     return x.like(max_pool(x.data, pool))
 
 

@@ -117,8 +117,9 @@ class VectorWriter:
         """``a * b + total``, rounded once where the processor does so."""
         return self.builder.call(self._multiply_add, [a, b, total])
 
-    def add_lanes(self, vectors: list[Any], address: Any) -> None:
-        """Add all lanes of some vectors to the number at an address."""
+    def add_lanes(self, vectors: list[Any], address: Any, number: Any = None) -> None:
+        """Add all lanes of some vectors to the number at an address, of the tile's dtype or of another one."""
+        number = self.element if number is None else number
         total, lanes = self.added(vectors), self.tile.lanes
         while lanes > 1:
             lanes //= 2
@@ -127,8 +128,10 @@ class VectorWriter:
                 for first in (0, lanes)
             )
             total = self.builder.fadd(low, high)
-        number = self.builder.extract_element(total, ir.Constant(INT32, 0))
-        self.store(self.builder.fadd(self.load(address, self.element), number), address)
+        result = self.builder.extract_element(total, ir.Constant(INT32, 0))
+        if number != self.element:
+            result = self.builder.fpext(result, number)
+        self.store(self.builder.fadd(self.load(address, number), result), address)
 
     def integer(self, number: int) -> Any:
         """A number in each lane, as wide as an element: other widths would take masks of their own."""
@@ -243,6 +246,12 @@ class VectorWriter:
         undefined = ir.Constant(vector.type, ir.Undefined)
         places = [[2 * lane + first for lane in range(self.tile.lanes)] for first in (0, 1)]
         return [self.builder.shuffle_vector(vector, undefined, self._lanes(each)) for each in places]
+
+    def first_lanes(self, count: Any) -> Any:
+        """Which lanes are the first ones."""
+        kind = ir.VectorType(INT64, self.tile.lanes)
+        lanes = ir.Constant(kind, list(range(self.tile.lanes)))
+        return self.builder.icmp_signed("<", lanes, self.repeated(count, kind))
 
     def before(self, column: int, shared: Any) -> Any:
         """Which lanes of the vector at a column belong to the first `shared` columns."""

@@ -49,7 +49,7 @@ class _Calls(DispatchMode):
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         overload, kwargs = with_memory(overload), kwargs or {}
-        node = self.graph.call_function(overload, *tree_map(self.argument, (args, kwargs)))
+        node = self.graph.call_function(overload, *fx.node.map_aggregate((args, kwargs), self.argument))
         result = overload(*args, **kwargs)
         if returns_one_tensor(overload):
             self.note(result, node)
@@ -65,10 +65,11 @@ class _Calls(DispatchMode):
         """Take a node for what computes a tensor."""
         self.nodes[id(tensor)] = node
         self.alive.append((tensor, node))
-        node.meta["val"] = tensor.detach().to("meta")
         if tensor.layout == torch.strided:
             form = tensor.shape, tensor.stride()
             node.meta["val"] = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
+        else:
+            node.meta["val"] = tensor.detach().to("meta")
 
     def argument(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -84,7 +85,19 @@ class _Calls(DispatchMode):
         self.graph.output(tree_map(self.argument, output))
         for tensor, node in self.alive:
             node.meta["written"] = bool(_memories([tensor]) & self.written)
-        return fx.GraphModule(self.constants, self.graph)
+        return _GraphModule(self.constants, self.graph)
+
+
+class _GraphModule(fx.GraphModule):
+    """A graph that is compiled when it first runs, however often it was changed before."""
+
+    def recompile(self) -> Any:
+        type(self).forward = _compile_and_run
+
+
+def _compile_and_run(module: fx.GraphModule, *inputs: torch.Tensor) -> Any:
+    fx.GraphModule.recompile(module)
+    return module.forward(*inputs)
 
 
 #: PyTorch's forward mode has one state for all threads, and ends the process where two of them enter it at once.

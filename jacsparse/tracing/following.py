@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,8 +65,9 @@ class Followed:
         if not self.active:
             return None
         graph, count = self.trace.graph, self.count
-        if count < len(graph.nodes) and self._is(graph.nodes[count], overload, args, kwargs, seen, graph):
-            return graph.nodes[count]
+        nodes = graph.nodes
+        if count < len(nodes) and self._is(nodes[count], overload, args, kwargs, seen, graph):
+            return nodes[count]
         for other in self._others():
             if count < len(other.nodes) and self._is(other.nodes[count], overload, args, kwargs, seen, other):
                 self._enter(other)
@@ -86,14 +87,17 @@ class Followed:
 
     def take(self, node: Node, bind: Callable[..., None]) -> None:
         """Take what the call that was found last has from elsewhere."""
-        for value, tensor in self._captures.items():
-            bind(value, tensor)
         trace = self.trace
-        trace.scalars += self._scalars
-        for operand in node.operands if trace.graph.writes else ():
-            # A write gives a tensor another node.
-            if operand.active:
-                trace.note_edge(operand.value)
+        if self._captures:
+            for value, tensor in self._captures.items():
+                bind(value, tensor)
+        if self._scalars:
+            trace.scalars += self._scalars
+        if trace.graph.writes:
+            for operand in node.operands:
+                # A write gives a tensor another node.
+                if operand.active:
+                    trace.note_edge(operand.value)
         trace.sequences.append(next_node() - 1)
         self.count += 1
 
@@ -119,19 +123,22 @@ class Followed:
             return False
         if (torch.is_grad_enabled() if seen is None else seen) is not node.seen or len(args) != len(node.args):
             return False
-        if kwargs.keys() != node.kwargs.keys():
-            return False
+        pairs: Iterable[tuple[Any, Any]] = zip(node.args, args, strict=True)
+        if kwargs or node.kwargs:
+            if kwargs.keys() != node.kwargs.keys():
+                return False
+            pairs = [*pairs, *((node.kwargs[name], value) for name, value in kwargs.items())]
         self._captures, self._scalars = {}, []
-        kinds = iter(node.kinds)
-        for expected, value in (
-            zip(node.args, args, strict=True)
-            if not kwargs
-            else [*zip(node.args, args, strict=True), *((node.kwargs[name], value) for name, value in kwargs.items())]
-        ):
+        numbers, kinds = self.numbers, iter(node.kinds)
+        for expected, value in pairs:
             kind = type(expected)
             if kind is Value:
-                if type(value) is Value:
+                if seen is not None and type(value) is Value:
                     if value != expected:
+                        return False
+                elif numbers.get(id(value)) == expected.number:
+                    # As `_is_tensor`, without a call.
+                    if (type(value.grad_fn) if value.requires_grad else None) is not next(kinds):
                         return False
                 elif not self._is_tensor(expected.number, value, graph, next(kinds)):
                     return False

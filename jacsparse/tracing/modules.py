@@ -124,16 +124,19 @@ def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterat
     devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
     if device is not None and device.type == "cuda":
         devices.add(device)
-    with torch.random.fork_rng(sorted(devices, key=str)):
+    state = torch.get_rng_state()
+    with torch.random.fork_rng(sorted(devices, key=str)) if devices else contextlib.nullcontext():
         try:
             yield
         finally:
+            torch.set_rng_state(state)
             for part, fields, buffers_before in attributes:
                 for current, before in ((part.__dict__, fields), (part._buffers, buffers_before)):
                     # The dictionary is never empty meanwhile: other threads may use the module.
                     current.update(before)
-                    for name in current.keys() - before.keys():
-                        del current[name]
+                    if len(current) > len(before):
+                        for name in current.keys() - before.keys():
+                            del current[name]
             lost = [state for state in buffers if not _restored(*state)]
             if lost:
                 names = ", ".join(f"{type(part).__name__}.{name}" for part, name, *_ in lost)

@@ -77,13 +77,10 @@ def traced(
             # No leaf, so that the module may write to it.
             copy = requiring_gradient(x if connected else x.detach()).clone()
             tracer = Tracer(Trace(module, copy), graphs, readable)
-            with observing(), contextlib.ExitStack() as contexts:
-                contexts.enter_context(tracer)
-                if "torch._dynamo" in sys.modules:
-                    # Functions given to torch.compile run as they are written, operator by operator.
-                    contexts.enter_context(without_compiling())
-                if not readable:
-                    contexts.enter_context(_Unreadable(tracer, hidden))
+            # Functions given to torch.compile run as they are written, operator by operator.
+            as_written = without_compiling() if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+            unreadable = contextlib.nullcontext() if readable else _Unreadable(tracer, hidden)
+            with observing(), tracer, as_written, unreadable:
                 output = module(copy)
             return tracer.finished(output)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
@@ -62,17 +62,23 @@ def saved_handle(content: Any) -> torch.Tensor:
     return handle
 
 
-@contextlib.contextmanager
-def without_saving_hooks() -> Iterator[None]:
-    """Run the body, whose operators save tensors as they are, whatever hooks are in force.
+class without_saving_hooks(contextlib.ContextDecorator):  # noqa: N801
+    """A context, or decorator, whose operators save tensors as they are, whatever hooks are in force.
 
     A backward pass raises RuntimeError where they have been written to since, as it does without hooks.
     """
-    if not saves_by_hooks():
-        yield
-        return
-    with saved_tensors_hooks(noted, unchanged):
-        yield
+
+    def _recreate_cm(self) -> Self:
+        return type(self)()
+
+    def __enter__(self) -> None:
+        self._hooks = saved_tensors_hooks(noted, unchanged) if saves_by_hooks() else None
+        if self._hooks is not None:
+            self._hooks.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._hooks is not None:
+            self._hooks.__exit__(*error)
 
 
 def _packing() -> Any:

@@ -172,12 +172,15 @@ class Tracer(DispatchMode):
             self.memory.preserve(tensor, node)
         if node.sizes is None:
             result = node.overload(*args, **kwargs)
-        name = node.facts.viewed if self.trace.graph.writes else None
+        trace = self.trace
+        if not trace.graph.writes and type(result) is torch.Tensor:
+            # As `bind`, without a call.
+            (number,) = node.results
+            trace.tensors[number], self.numbers[id(result)] = result, number
+            return result
+        name = node.facts.viewed if trace.graph.writes else None
         viewed = None if name is None else dict(named_tensors(node.facts, args, kwargs)).get(name)
-        if type(result) is torch.Tensor and not written:
-            self.bind(node.results[0], result, viewed=viewed)
-        else:
-            self.bind_results(node, with_written(result, written), written, viewed)
+        self.bind_results(node, with_written(result, written), written, viewed)
         return result
 
     # A call that no graph has.

@@ -291,3 +291,65 @@ def test_another_way_is_looked_for_when_no_weight_is_zero_any_more(monkeypatch: 
         x = drawn(4)
         assert_equal(jacsparse.jacobian(f, x), torch.func.jacrev(f)(x)[None])
     assert looked == [1]
+
+
+#: What a function reads; each call of `changed` makes another of them another one.
+READ: dict[str, Any] = {}
+
+
+def changed() -> None:
+    generator = torch.Generator().manual_seed(len(READ.setdefault("before", [])))
+    READ["before"].append(None)
+    READ["mask"] = torch.rand(6, generator=generator) > 0.5
+    READ["count"] = torch.randint(1, 5, (6,), generator=generator)
+    READ["half"] = torch.rand(6, generator=generator).half()
+    READ["number"] = float(torch.rand((), generator=generator))
+    READ["scale"] = torch.rand((), generator=generator, dtype=torch.float64)
+    READ["weight"] = torch.rand(6, generator=generator, dtype=torch.float64)
+
+
+def drawing(x: torch.Tensor) -> torch.Tensor:
+    READ["drawn"] = torch.rand(6, dtype=x.dtype)
+    return x * x * READ["drawn"]
+
+
+READING: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
+    "mask": (lambda x: torch.where(READ["mask"], x * x, x.sin()), True),
+    "mask as a factor": (lambda x: x * x * READ["mask"], True),
+    "whole numbers": (lambda x: x**3 / READ["count"], True),
+    "half precision": (lambda x: x.exp() * READ["half"].to(x.dtype), False),
+    "a number": (lambda x: (x * READ["number"]).sin(), True),
+    "a number that is compared": (lambda x: x * x if READ["number"] > 0.5 else x.cos(), True),
+    "a factor": (lambda x: x * x * READ["scale"] + x.roll(1) * READ["weight"], True),
+    "random numbers": (drawing, False),
+    "the state's own memory": (lambda x: x.data * x + x.roll(1) ** 2, True),
+    "a product of matrices": (lambda x: (x @ W) ** 2, False),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_one_call_computes_what_the_function_computes_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recent = importlib.import_module("jacsparse.jacobians.recent")
+    f, is_one_call = READING[name]
+    plans: list[Any] = []
+    plan_of = recent.plan_of
+    monkeypatch.setattr(
+        "jacsparse.jacobians.evaluation.plan_of", lambda *args: plans.append(plan_of(*args)) or plans[-1]
+    )
+    for number in range(12):
+        if number % 3 == 0:
+            changed()
+        x = drawn(6, seed=number)
+        jacobian = jacsparse.jacobian(f, x)
+        # Random numbers and data are constants to autograd.
+        fixed = (lambda x: x * x * READ["drawn"]) if f is drawing else f
+        assert_equal(jacobian, torch.func.jacrev(fixed)(x)[None])
+    assert any(plan._in_one_call is not None for plan in plans) == is_one_call
+
+
+def test_a_prepared_jacobian_reads_captures_of_half_precision() -> None:
+    factor = torch.rand(6).half()
+    f = lambda x: (x * x) * factor.to(x.dtype)  # noqa: E731
+    prepared = prepare_jacobian(f, drawn(6))
+    factor.mul_(2)
+    assert_equal(prepared(drawn(6)), dense(f, drawn(6), batched=False))

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import scipy.sparse
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jacsparse.patterns import Adaptive, Convolution, Csr, Diagonal, Full, Identity, Pooling, Sliding
@@ -266,6 +267,15 @@ def test_moves_in_steps(shape: list[int], seed: int) -> None:
     )
     for each, expected in ((pattern, plain), (pattern.T, plain.T)):
         assert each == expected and np.array_equal(each.structure.row_counts(), expected.structure.row_counts())
+    values = torch.from_numpy(rng.normal(size=(structure.nnz, 1)))
+    for each in (structure, structure.T):
+        # Those of the entries in the order of the rows before the transpose.
+        dense = Pattern.of(structure).to_scipy(values[:, 0].numpy()).toarray()
+        dense = dense.T if each.transposed else dense
+        vectors = torch.from_numpy(rng.normal(size=(4, len(dense))))[1:]
+        product = each.adjoint_product(values, vectors)
+        if product is not None:
+            np.testing.assert_allclose(product.numpy(), vectors.numpy() @ dense, atol=1e-12)
 
 
 def test_common_moves_are_in_steps() -> None:

@@ -1,0 +1,249 @@
+"""Batch normalisation of blocks by the statistics of the batch, with the sum and the ReLU that follow, for autograd."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..runtime import SIMD, run_rows
+from .blocks import Blocks, from_blocks, to_blocks
+from .kernel_runs import empty, numpy_dtype, run_kernel
+from .normalisation_kernels import (
+    differentiate_channels,
+    mask_and_sum,
+    measure_channels,
+    normalise,
+    normalise_and_add,
+    normalise_channels,
+    set_gradient,
+    sum_deviations,
+)
+from .processor import vector_widths
+from .vectors import Tile
+
+#: The fields of `Normalised` that gradients are of: the first ones.
+_TENSORS = 4
+#: Elementary operations that take the time in which a vector is read and written.
+_PASS = 5
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """How the vectors of blocks lie, for kernels that go over channels."""
+
+    blocks: int
+    #: Vectors of a plane.
+    vectors: int
+    lanes: int
+    #: How many lanes hold samples in the last block.
+    last_samples: int
+    itemsize: int
+    #: Elements of a channel.
+    count: int
+
+    @classmethod
+    def of(cls, x: torch.Tensor, batch: int) -> _Layout:
+        blocks, _, rows, columns, lanes = x.shape
+        elements, last_samples = rows * columns * lanes, batch - (blocks - 1) * lanes
+        if last_samples == lanes:
+            # A plane is one row of the widest vectors that it is made of.
+            last_samples = lanes = math.gcd(elements, vector_widths()[0] // x.itemsize)
+        return cls(blocks, elements // lanes, lanes, last_samples, x.itemsize, batch * rows * columns)
+
+    @property
+    def tile(self) -> Tile:
+        return Tile(self.itemsize, self.lanes)
+
+    @property
+    def steps(self) -> tuple[int, ...]:
+        """Kernels' arguments."""
+        return self.blocks, self.vectors, self.lanes, self.last_samples, self.lanes * self.itemsize
+
+    @property
+    def work(self) -> int:
+        """Of a channel, in elementary operations."""
+        return _PASS * SIMD * self.blocks * self.vectors
+
+
+class Statistics(NamedTuple):
+    """Of a batch, for each channel."""
+
+    #: The mean, rounded to the dtype of the elements, whose deviations from it lose nothing.
+    centres: torch.Tensor
+    #: The mean and the variance, float64 of shape (channels, 2).
+    moments: torch.Tensor
+    layout: _Layout
+
+    @classmethod
+    def of(cls, x: torch.Tensor, batch: int) -> Statistics:
+        """Those of blocks."""
+        layout, channels = _Layout.of(x, batch), x.shape[1]
+        centres, moments = torch.empty(channels, dtype=x.dtype), torch.empty(channels, 2, dtype=torch.float64)
+
+        def arguments(x: torch.Tensor, centres: torch.Tensor, moments: torch.Tensor) -> tuple[Any, ...]:
+            return (
+                sum_deviations(layout.tile),
+                x.data_ptr(),
+                centres.numpy(),
+                moments.numpy(),
+                *layout.steps,
+                layout.count,
+            )
+
+        run_kernel(measure_channels, channels, arguments, (x.detach(),), (centres, moments), lanes=2 * layout.work)
+        return cls(centres, moments, layout)
+
+    def update(self, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:
+        """Move running statistics towards these; the variance is that of which the batch is a sample."""
+        mean_here, variance_here = self.moments.unbind(1)
+        unbiased = variance_here * (self.layout.count / (self.layout.count - 1))
+        with torch.no_grad():
+            mean.lerp_(mean_here.to(mean.dtype), momentum)
+            variance.lerp_(unbiased.to(variance.dtype), momentum)
+
+
+class Normalised(NamedTuple):
+    """A batch, normalised by its own statistics, before that is computed."""
+
+    x: torch.Tensor
+    #: Of the channels.
+    weight: torch.Tensor
+    bias: torch.Tensor
+    #: What is added.
+    other: torch.Tensor | None
+    eps: float
+    batch: int
+    statistics: Statistics
+    #: Whether gradients were asked for where it was normalised.
+    with_gradients: bool
+    relu: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.x.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def compute(self) -> torch.Tensor:
+        if not self.with_gradients:
+            return self.run()
+        with torch.enable_grad():
+            return _Normalise.apply(*self)  # type: ignore[no-any-return]
+
+    def activated(self) -> Normalised:
+        return self._replace(relu=True)
+
+    def plus(self, other: Blocks) -> Normalised | None:
+        free = self.other is None and not self.relu and self.with_gradients == torch.is_grad_enabled()
+        return self._replace(other=other.data) if free else None
+
+    def pooled(self, pool: Any) -> None:
+        return None
+
+    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> None:
+        return None
+
+    def run(self) -> torch.Tensor:
+        """The blocks, without gradients."""
+        layout = self.statistics.layout
+        function, floor = normalise if self.other is None else normalise_and_add, 0.0 if self.relu else -np.inf
+
+        def arguments(
+            x: torch.Tensor,
+            other: torch.Tensor | None,
+            weight: torch.Tensor,
+            bias: torch.Tensor,
+            centres: torch.Tensor,
+            moments: torch.Tensor,
+            y: torch.Tensor,
+        ) -> tuple[Any, ...]:
+            return (
+                function(layout.tile),
+                x.data_ptr(),
+                0 if other is None else other.data_ptr(),
+                y.data_ptr(),
+                centres.numpy(),
+                moments.numpy(),
+                weight.numpy(),
+                bias.numpy(),
+                self.eps,
+                numpy_dtype(self.dtype)(floor),
+                *layout.steps,
+            )
+
+        y = empty(self.shape, self.dtype)
+        tensors = (self.x, self.other, self.weight, self.bias, self.statistics.centres, self.statistics.moments)
+        inputs = tuple([None if each is None else each.detach().contiguous() for each in tensors])
+        run_kernel(normalise_channels, self.shape[1], arguments, inputs, (y,), lanes=layout.work)
+        return y
+
+    def gradients(
+        self, gradient: torch.Tensor, y: torch.Tensor | None, needed: Sequence[bool]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """Those of `x`, weight, bias and the other summand that are needed; `y` is the output, where ReLU is part."""
+        (centres, moments, layout), shape = self.statistics, self.shape
+        of_x = empty(shape, self.dtype) if needed[0] else None
+        masked = empty(shape, self.dtype) if of_x is None or needed[3] else of_x
+        sums = torch.empty(shape[1], 2, dtype=torch.float64)
+        run_rows(
+            differentiate_channels,
+            shape[1],
+            mask_and_sum(layout.tile),
+            set_gradient(layout.tile),
+            gradient.data_ptr(),
+            self.x.data_ptr(),
+            (gradient if y is None else y).data_ptr(),
+            masked.data_ptr(),
+            0 if of_x is None else of_x.data_ptr(),
+            centres.numpy(),
+            moments.numpy(),
+            self.weight.detach().contiguous().numpy(),
+            self.eps,
+            numpy_dtype(self.dtype)(np.nan if y is None else 0.0),
+            sums.numpy(),
+            *layout.steps,
+            layout.count,
+            lanes=2 * layout.work,
+        )
+        of_bias, of_weight = sums.to(self.dtype).T.contiguous()
+        of_each = (of_x, of_weight, of_bias, masked)
+        return tuple([each if asked else None for each, asked in zip(of_each, needed, strict=True)])
+
+    def reference(self) -> torch.Tensor:
+        """The blocks by PyTorch's operators, whose derivatives have derivatives."""
+        x = from_blocks(self.x, self.batch)
+        y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        blocks = to_blocks(y, self.shape[-1])
+        blocks = blocks if self.other is None else blocks + self.other
+        return torch.relu(blocks) if self.relu else blocks
+
+
+class _Normalise(torch.autograd.Function):
+    """What a `Normalised` computes, whose fields are the arguments, the tensors first."""
+
+    @staticmethod
+    def forward(ctx: Any, *fields: Any) -> torch.Tensor:
+        normalised = Normalised(*fields)
+        y = normalised.run()
+        ctx.options = fields[_TENSORS:]
+        ctx.save_for_backward(*fields[:_TENSORS], y if normalised.relu else None)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        *tensors, y = ctx.saved_tensors
+        normalised, needed = Normalised(*tensors, *ctx.options), ctx.needs_input_grad[:_TENSORS]
+        nothing = (None,) * len(ctx.options)
+        if not torch.is_grad_enabled():
+            return *normalised.gradients(gradient.contiguous(), y, needed), *nothing
+        inputs = [each for each, asked in zip(tensors, needed, strict=True) if asked]
+        gradients = iter(torch.autograd.grad(normalised.reference(), inputs, gradient, create_graph=True))
+        return *[next(gradients) if asked else None for asked in needed], *nothing
