@@ -216,14 +216,20 @@ def _hidden_gradient(
 ) -> torch.Tensor:
     """``Σ_t (gradient of the gates at t) ⊗ (state before t)``."""
     sequences, direction = layer.sequences, layer.direction
-    output, batch = saved.output, sequences.batch
+    output, batch, steps = saved.output, sequences.batch, sequences.steps
     initial = saved.initial[:, : output.shape[1]]
-    if sequences.steps == sequences.time * batch:
-        # All equally long: the state before a step is the row of a whole batch earlier, or later.
-        states = torch.cat((initial, output[:-batch]) if direction > 0 else (output[batch:], initial))
-    else:
+    if steps != sequences.time * batch:
         states = preceding(output, initial, sequences.before(direction), index(sequences.sample, initial))
-    return _joined([_outer(grad_gates[rows, part], states[rows]) for part in recurrent])
+        return _joined([_outer(grad_gates[rows, part], states[rows]) for part in recurrent])
+    # All equally long: the state before a step is the row of a whole batch earlier, or later.
+    back = batch * direction
+    at = slice(max(rows.start, back), min(rows.stop, steps + back))
+    before = slice(at.start - back, at.stop - back)
+    products = [_outer(grad_gates[at, part], output[before]) for part in recurrent]
+    edge = slice(0, batch) if direction > 0 else slice(steps - batch, steps)
+    if rows.start <= edge.start and edge.stop <= rows.stop:
+        products = [grad_gates[edge, part].T @ initial + inner for part, inner in zip(recurrent, products, strict=True)]
+    return _joined(products)
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:

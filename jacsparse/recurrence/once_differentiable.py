@@ -26,7 +26,7 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
             if torch._C._are_functorch_transforms_active():
                 return super().apply(*arguments)
             # PyTorch's own first binds the arguments to names, in Python, which takes as long as ten steps.
-            return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))
+            return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:

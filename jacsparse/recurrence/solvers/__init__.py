@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from ...schedule import Names, Schedule
@@ -75,16 +73,18 @@ def parse(value: object, recurrence: str = "gradients", chunk: int = CHUNK) -> C
     return SOLVERS["sequential" if name == "linear" else name].choice(number, chunk)
 
 
-def solve(problem: Problem, *, here: bool = False) -> torch.Tensor:
-    """Solve a problem as chosen, across ranks unless only this one's steps are wanted: the last states.
+def solve(problem: Problem) -> torch.Tensor:
+    """Solve a problem as chosen: the last states, ``(batch, state)``.
 
     Raises
     ------
     ValueError
         Where the schedule is for another number of stages than there are steps and a first state.
     """
-    if problem.part is not None and not here:
-        return problem.part.solve(problem, functools.partial(solve, here=True))
+    return _solve_here(problem) if problem.part is None else problem.part.solve(problem, _solve_here)
+
+
+def _solve_here(problem: Problem) -> torch.Tensor:
     time, choice, report = problem.sequences.time, problem.choice, problem.report
     if not time:
         return problem.edge
