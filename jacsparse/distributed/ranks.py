@@ -177,6 +177,23 @@ class Ranks:
             sums = [tensor + part.to(tensor.device) for tensor, part in zip(sums, received, strict=True)]
         return sums
 
+    def take_over(self, first: torch.Tensor, step: int, phase: str) -> tuple[torch.Tensor, int]:
+        """What the rank before this one hands over, or `first` on the first one, and the number of these messages.
+
+        Ranks follow each other by a step of 1, or of -1 from the last one on.
+        """
+        number, before = self.next_number(), self.rank - step
+        if 0 <= before < self.size:
+            first = self.expect(before, phase).wait(number).to(first.device)
+        return first, number
+
+    def hand_over(self, tensor: torch.Tensor, step: int, phase: str, number: int) -> None:
+        """Send what this rank came to, for the next one to take over; the last one sends nothing."""
+        after = self.rank + step
+        if 0 <= after < self.size:
+            self.send(tensor, after, phase, number)
+        self.flush()
+
     def send(
         self, tensors: torch.Tensor | Sequence[torch.Tensor], to: int, phase: str, iteration: int, check: int = 0
     ) -> None:

@@ -73,27 +73,9 @@ class SequencePart:
         """The first states, which require a gradient where any rank's inputs do, so that all ranks go backward."""
         return requiring_gradient(state) if self._differentiated else state
 
-    def take_over(self, state: torch.Tensor, direction: int, phase: str) -> torch.Tensor:
-        """The states before this rank's steps: those after the steps of the rank before, or `state` on the first one.
-
-        The number of the call is that of the states that this rank hands over afterwards.
-        """
-        self._number = self.ranks.next_number()
-        before = self.ranks.rank - direction
-        if not 0 <= before < self.ranks.size:
-            return state
-        return self.ranks.expect(before, phase).wait(self._number).to(state)
-
     def begins(self, direction: int) -> bool:
         """Whether this rank has the first steps in a direction."""
         return self.ranks.rank == (0 if direction > 0 else self.ranks.size - 1)
-
-    def hand_over(self, state: torch.Tensor, direction: int, phase: str) -> None:
-        """Send the states after this rank's steps to the rank that goes on."""
-        after = self.ranks.rank + direction
-        if 0 <= after < self.ranks.size:
-            self.ranks.send(state, after, phase, self._number)
-        self.ranks.flush()
 
     def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
         """Solve an affine recurrence across ranks: this rank's last states; ``problem.edge`` gets its first ones.
@@ -129,9 +111,9 @@ class SequencePart:
         self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor], step: int, phase: str
     ) -> torch.Tensor:
         problem.report.exchange = "linear"
-        problem.edge = self.take_over(problem.edge, step, phase)
+        problem.edge, number = self.ranks.take_over(problem.edge, step, phase)
         last = solve_here(problem)
-        self.hand_over(last, step, phase)
+        self.ranks.hand_over(last, step, phase, number)
         return last
 
     def _way(self, problem: Problem) -> str:

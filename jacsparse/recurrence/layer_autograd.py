@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from ..runtime import is_transformed, on_device
+from ..tracing import without_autocast
 from .cells import Saved, Weights, preceding
 from .layer_recurrences import LayerPass
 from .once_differentiable import differentiable_once, once
@@ -41,28 +42,33 @@ def run_layer(
         output, end, *_ = _Layer.apply(layer, *tensors)
     else:
         with torch.no_grad():
-            saved, end = _forward(layer, x, initial, *parameters, keep=False)
+            _, saved, end = _forward(layer, x, initial, *parameters, keep=False)
         output = saved.output
     return output, end
 
 
 def _forward(
     layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, *parameters: torch.Tensor | None, keep: bool
-) -> tuple[Saved, torch.Tensor]:
-    """What each step gives, with the gates where they are to be saved, and the last states."""
+) -> tuple[torch.Tensor, Saved, torch.Tensor]:
+    """The states and gates that the backward pass reads, each step's output, and the last states."""
     cell, part, steps = layer.cell, layer.part, layer.sequences.steps
-    with torch.autocast(x.device.type, enabled=False):
+    with without_autocast(x.device):
         weights, phase = _weights(layer, x, initial, parameters), f"forward pass of {layer.name}"
         if part is not None:
-            initial = layer.initial = part.take_over(initial.detach(), layer.direction, phase)
+            initial, number = part.ranks.take_over(initial.detach(), layer.direction, phase)
+            layer.initial = initial
         # Newton's method needs the gates too.
         rows = steps if cell.saved_vectors and (keep or layer.forward.name != "sequential") else 0
-        size = weights.size
-        saved = Saved(x.new_empty(steps, size), x.new_empty(rows, cell.saved_vectors * size), plain(initial))
+        size, initial = weights.size, plain(initial)
+        first, _, after = layer.sequences.state_rows(layer.direction)
+        states = x.new_empty(max(first.stop, after.stop) if keep else steps, size)
+        if len(states) > steps:
+            states[first] = initial[:, :size]
+        saved = Saved(states[after] if keep else states, x.new_empty(rows, cell.saved_vectors * size), initial)
         end = layer.solve_forward(cell.enter(plain(x), weights), weights, saved)
         if part is not None:
-            part.hand_over(end, layer.direction, phase)
-        return saved, end
+            part.ranks.hand_over(end, layer.direction, phase, number)
+        return states, saved, end
 
 
 _Once = differentiable_once(
@@ -91,9 +97,9 @@ class _Layer(_Once):  # type: ignore[misc, valid-type]
     def forward(
         layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, *parameters: torch.Tensor | None
     ) -> tuple[torch.Tensor, ...]:
-        saved, end = _forward(layer, x, initial, *parameters, keep=True)
+        states, saved, end = _forward(layer, x, initial, *parameters, keep=True)
         # The output is the caller's, to change as they like.
-        return saved.output.clone(), end, saved.output, saved.gates
+        return saved.output.clone(), end, states, saved.gates
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
@@ -117,32 +123,32 @@ def _gradients(
     wanted: Sequence[bool],
     grad_output: torch.Tensor | None,
     grad_end: torch.Tensor | None,
-    output: torch.Tensor,
+    states: torch.Tensor,
     gates: torch.Tensor,
     x: torch.Tensor,
     initial: torch.Tensor,
     *parameters: torch.Tensor | None,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of the input, the first states and the parameters."""
-    with torch.autocast(x.device.type, enabled=False):
-        weights = _weights(layer, x, initial, parameters)
-        x, states = x.detach(), plain(initial if layer.initial is None else layer.initial)
-        saved = Saved(output, gates, states)
+    with without_autocast(x.device):
+        weights = Weights(*[None if each is None else plain(each) for each in parameters])  # type: ignore[arg-type]
+        x, initial = x.detach(), plain(initial if layer.initial is None else layer.initial)
+        saved = Saved(states[layer.sequences.state_rows(layer.direction).after], gates, initial)
         grad_gates, rows, grad_initial = layer.solve_backward(
             x,
             weights,
             saved,
             None if grad_output is None else plain(grad_output),
-            states.new_zeros(states.shape) if grad_end is None else plain(grad_end),
+            torch.zeros_like(initial) if grad_end is None else plain(grad_end),
         )
-        factors = (x, states, weights.input) if layer.cell.bounded else (x, states, weights.input, output)
+        factors = (x, initial, weights.input) if layer.cell.bounded else (x, states, initial, weights.input)
         if rows != slice(0, len(x)) and not all(tensor.sum().isfinite() for tensor in factors):
             # Their products with zeros are to be seen.
             grad_gates[: rows.start], grad_gates[rows.stop :], rows = 0, 0, slice(0, len(x))
         if layer.part is not None and not layer.part.begins(layer.direction):
             # The first states were not this rank's.
             grad_initial = torch.zeros_like(grad_initial)
-        for_x, *others = _products(layer, x, saved, weights, grad_gates, rows, wanted)
+        for_x, *others = _products(layer, x, states, saved, weights, grad_gates, rows, wanted)
     gradients = (for_x, grad_initial, *others)
     return tuple([grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None])
 
@@ -181,6 +187,7 @@ def _weights(
 def _products(
     layer: LayerPass,
     x: torch.Tensor,
+    states: torch.Tensor,
     saved: Saved,
     weights: Weights,
     grad_gates: torch.Tensor,
@@ -198,9 +205,9 @@ def _products(
     return [
         _placed(from_input @ weights.input, rows, len(x)) if for_x else None,
         _outer(from_input, x[rows]) if for_input else None,
-        _hidden_gradient(layer, saved, grad_gates, rows, recurrent) if for_hidden else None,
+        _hidden_gradient(layer, states, saved, grad_gates, rows, recurrent) if for_hidden else None,
         sums[entering] if sums is not None and for_bias else None,
-        torch.cat([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
+        _joined([sums[part] for part in recurrent]) if sums is not None and for_hidden_bias else None,
     ]
 
 
@@ -210,25 +217,25 @@ def _placed(some: torch.Tensor, rows: slice, count: int) -> torch.Tensor:
 
 
 def _hidden_gradient(
-    layer: LayerPass, saved: Saved, grad_gates: torch.Tensor, rows: slice, recurrent: list[slice]
+    layer: LayerPass,
+    states: torch.Tensor,
+    saved: Saved,
+    grad_gates: torch.Tensor,
+    rows: slice,
+    recurrent: list[slice],
 ) -> torch.Tensor:
     """``Σ_t (gradient of the gates at t) ⊗ (state before t)``."""
     sequences, direction = layer.sequences, layer.direction
-    size, batch, steps = saved.output.shape[1], sequences.batch, sequences.steps
-    initial = saved.initial[:, :size]
-    if steps == sequences.time * batch:
-        # All equally long: the state before a step is the row of a whole batch earlier, or later.
-        back = batch * direction
-        at = slice(max(rows.start, back), min(rows.stop, steps + back))
-        before = slice(at.start - back, at.stop - back)
-        parts = [_outer(grad_gates[at, part], saved.output[before]) for part in recurrent]
-        edge = slice(0, batch) if direction > 0 else slice(steps - batch, steps)
-        if rows.start <= edge.start and edge.stop <= rows.stop:
-            parts = [grad_gates[edge, part].T @ initial + inner for part, inner in zip(recurrent, parts, strict=True)]
+    if len(states) > sequences.steps:
+        before = states[sequences.state_rows(direction).before]
     else:
-        states = preceding(saved.output, initial, sequences.before(direction), index(sequences.sample, initial))
-        parts = [_outer(grad_gates[rows, part], states[rows]) for part in recurrent]
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+        initial = saved.initial[:, : states.shape[1]]
+        before = preceding(states, initial, sequences.before(direction), index(sequences.sample, initial))
+    return _joined([_outer(grad_gates[rows, part], before[rows]) for part in recurrent])
+
+
+def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
 
 
 #: Rows in each part of a product of `_outer` on a device.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from .cells import CELLS
 from .recurrent import Recurrent
 
 
@@ -123,6 +124,8 @@ class GRU(Recurrent, nn.GRU):
     (['relaxed'], 2)
     """
 
+    cell = CELLS["GRU"]
+
 
 class LSTM(Recurrent, nn.LSTM):
     """`torch.nn.LSTM` without projections, with the arguments and attributes that `RNN` adds.
@@ -135,3 +138,5 @@ class LSTM(Recurrent, nn.LSTM):
     >>> output.shape, c.shape
     (torch.Size([7, 2, 40]), torch.Size([4, 2, 20]))
     """
+
+    cell = CELLS["LSTM"]

@@ -12,6 +12,7 @@ from ..affine import AffineMaps, SparseMaps
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type, is_exporting, is_traced, uncompiled
 from ..schedule import Schedule
+from ..tracing import without_autocast
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
 from .matrices import StepMatrices, checked
@@ -211,7 +212,7 @@ class _Recurrence(_Once):  # type: ignore[misc, valid-type]
         A = form(*(tensor.detach() for tensor in tensors))
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
         recurrence = _recurrence(A, b, h, adjoint=False)
-        with torch.autocast(b.device.type, enabled=False):
+        with without_autocast(b.device):
             _solve(recurrence, plain(h0), direction, choice, reports, part)
         return h
 
@@ -241,7 +242,7 @@ def _gradients(
     *tensors: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
-    with torch.autocast(h.device.type, enabled=False):
+    with without_autocast(h.device):
         A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
         adjoint, end = _recurrence(A, gradient, v, adjoint=True), h.new_zeros(h0.shape)
         first = _solve(adjoint, end, direction, choice, reports, part)

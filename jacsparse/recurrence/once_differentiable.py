@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch._functorch.utils import unwrap_dead_wrappers
 
 
 def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Function]:
@@ -21,10 +21,12 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
     """
 
     class Once(torch.autograd.Function):
-        def __init_subclass__(cls) -> None:
-            super().__init_subclass__()
-            # PyTorch asks for the signature at each call, and working it out takes as long as ten steps.
-            cls.forward.__signature__ = inspect.signature(cls.forward)  # type: ignore[attr-defined]
+        @classmethod
+        def apply(cls, *arguments: Any) -> Any:
+            if torch._C._are_functorch_transforms_active():
+                return super().apply(*arguments)
+            # PyTorch's own first binds the arguments to names, in Python, which takes as long as ten steps.
+            return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:

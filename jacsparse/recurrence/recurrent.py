@@ -279,9 +279,7 @@ class Recurrent(nn.RNNBase):
         cell, chosen = self.cell, self._chosen
         warm_starts = [None] * len(names) if warm is None else warm_states(warm, len(names))
 
-        def run(
-            x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             solvers = chosen.forward, chosen.backward
             layer = LayerPass(
                 cell, sequences, direction, *solvers, warm_starts[place], names[place], this.reports, part=part
@@ -327,9 +325,7 @@ class Recurrent(nn.RNNBase):
             )
         states = self._states(hx, x, batch, None, input.ndim == 2)
 
-        def run(
-            x: torch.Tensor, initial: torch.Tensor, direction: int, place: int
-        ) -> tuple[torch.Tensor, torch.Tensor]:
+        def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             return recurrent_layer(self.cell, x, initial, self._parameters_at(place, weights), reverse=direction < 0)
 
         return self._results(*self._stacked(x, states, run), None, input.ndim == 2)
@@ -362,15 +358,12 @@ class Recurrent(nn.RNNBase):
         than once: spectral normalisation takes a power iteration each time.
         """
         weights: Any = self._flat_weights
-        if self._has(weights):
+        # Whether these are the layer's parameters, one by one.
+        if all(map(is_, map(self._parameters.get, self._flat_weights_names), weights)):
             return weights  # type: ignore[no-any-return]
         with _MAKING_WEIGHTS:
             self._update_flat_weights()
             return list(self._flat_weights)  # type: ignore[arg-type]
-
-    def _has(self, weights: Sequence[torch.Tensor]) -> bool:
-        """Whether these are the layer's parameters, one by one."""
-        return all(map(is_, map(self._parameters.get, self._flat_weights_names), weights))
 
     def _left_to_torch(
         self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]

@@ -29,6 +29,14 @@ def memoised(method: Method) -> Method:
     return cast(Method, memoising)
 
 
+class StateRows(NamedTuple):
+    """Rows of a matrix of all states: of those before the first steps, before each step, and after each step."""
+
+    first: slice
+    before: slice
+    after: slice
+
+
 @dataclass(frozen=True, eq=False)
 class Sequences:
     """A batch of sequences, the longest first, as rows of a matrix: all samples' first steps, then all second ones, ...
@@ -105,6 +113,17 @@ class Sequences:
     def edges(self, direction: int) -> np.ndarray:
         """The time of each sample's first step in a direction of time."""
         return frozen(np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1)
+
+    @memoised
+    def state_rows(self, direction: int) -> StateRows:
+        """Where a matrix of all states has them; without the first ones where samples differ in length."""
+        steps, batch = self.steps, self.batch
+        if steps != self.time * batch:
+            return StateRows(slice(0, 0), slice(0, 0), slice(0, steps))
+        early, late = slice(0, steps), slice(batch, steps + batch)
+        if direction > 0:
+            return StateRows(slice(0, batch), early, late)
+        return StateRows(slice(steps, steps + batch), late, early)
 
     @memoised
     def whole(self, direction: int) -> Runs:

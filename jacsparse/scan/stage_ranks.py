@@ -47,18 +47,16 @@ class StageRanks(RankGroup):
         trains = any(parameter.requires_grad for parameter in module.parameters())
         numbers = ranks.check("start of the forward pass", {**facts, "exchange": self.exchange}, trains)
         wanted = enabled and (x.requires_grad or any(trains for (trains,) in numbers))
-        phase, number = "forward pass", ranks.next_number()
-        here = x if ranks.rank == 0 else ranks.expect(ranks.rank - 1, phase).wait(number).to(x.device)
+        phase = "forward pass"
+        here, number = ranks.take_over(x, 1, phase)
         with ranks.during(phase):
             if not wanted or not len(x):
                 part, local = None, module(here.detach())
             else:
                 part = run_part(here if ranks.rank == 0 else here.requires_grad_())
                 local = part[1].trace.output
-        last = ranks.size - 1
-        if ranks.rank < last:
-            ranks.send(local, ranks.rank + 1, phase, number)
-        (y,) = ranks.shared([local.detach()], last, "exchange of the output")
+        ranks.hand_over(local, 1, phase, number)
+        (y,) = ranks.shared([local.detach()], ranks.size - 1, "exchange of the output")
         if part is None:
             return y if not wanted else y + 0 * sum(each.sum() for each in (x, *module.parameters()))
         # Every rank takes part in the backward pass, also where nothing of its own has a gradient.
@@ -101,13 +99,10 @@ class RankedScanner:
         return ranks.shared([of_x], 0, "exchange of the input's gradient")[0], of_externals
 
     def _from_rank_to_rank(self, gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any]) -> Any:
-        ranks, phase, number = self._ranks, "backward pass", self._ranks.next_number()
-        if ranks.rank < ranks.size - 1:
-            gradient = ranks.expect(ranks.rank + 1, phase).wait(number).to(gradient.device)
+        ranks, phase = self._ranks, "backward pass"
+        gradient, number = ranks.take_over(gradient, -1, phase)
         of_input, of_externals = pull_back_here(gradient)
-        if ranks.rank:
-            ranks.send(of_input, ranks.rank - 1, phase, number)
-        ranks.flush()
+        ranks.hand_over(of_input, -1, phase, number)
         return of_input, of_externals
 
     def _scanned(

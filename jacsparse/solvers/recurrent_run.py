@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import scipy.sparse
 import torch
 from torch import nn
 
@@ -98,9 +99,7 @@ def weight_block(matrix: torch.Tensor) -> SparseJacobian:
     matrix = matrix.detach()
     mask = matrix != 0
     if float(mask.sum()) < DENSE * mask.numel():
-        rows, columns = torch.nonzero(mask, as_tuple=True)
-        indptr = torch.cat([torch.zeros(1, dtype=torch.int64, device=mask.device), mask.sum(dim=1).cumsum(0)])
-        pattern = Pattern((mask.shape[0], mask.shape[1]), indptr.cpu().numpy(), columns.cpu().numpy())
-        return SparseJacobian(pattern, matrix[rows, columns].unsqueeze(1))
+        pattern = Pattern.from_scipy(scipy.sparse.csr_array(mask.cpu().numpy()))
+        return SparseJacobian(pattern, matrix[mask].unsqueeze(1))
     values = matrix.clone(memory_format=torch.contiguous_format).reshape(-1, 1)
     return SparseJacobian(Pattern.of(Full(*matrix.shape)), values)

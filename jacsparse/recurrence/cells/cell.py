@@ -54,10 +54,8 @@ class Weights:
         size, width = self.size, padded(self.size)
         if width == size:
             return self.columns.numpy()
-        gates = self.hidden.shape[0] // max(1, size)
-        rows = self.hidden.new_zeros(size, gates, width)
-        rows[:, :, :size] = self.hidden.view(gates, size, size).permute(2, 0, 1)
-        return rows.view(size, gates * width).numpy()
+        rows = functional.pad(self.hidden.view(-1, size, size).permute(2, 0, 1), (0, width - size))
+        return rows.reshape(size, -1).numpy()
 
     @functools.cached_property
     def backward_rows(self) -> np.ndarray:
@@ -65,10 +63,8 @@ class Weights:
         size, width = self.size, padded(self.size)
         if width == size:
             return self.hidden.numpy()
-        gates = self.hidden.shape[0] // max(1, size)
-        rows = self.hidden.new_zeros(gates, width, width)
-        rows[:, :size, :size] = self.hidden.view(gates, size, size)
-        return rows.view(gates * width, width).numpy()
+        rows = functional.pad(self.hidden.view(-1, size, size), (0, width - size, 0, width - size))
+        return rows.view(-1, width).numpy()
 
 
 @dataclass(frozen=True, eq=False)
