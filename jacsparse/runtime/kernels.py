@@ -20,6 +20,7 @@ from llvmlite import binding, ir
 from numba.core import cgutils, types
 from numba.core import config as numba_config
 from numba.core.compiler_lock import global_compiler_lock
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic
 
 from .disk_cache import KERNELS, sources_digest
@@ -65,11 +66,13 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _forgive(cache: Any) -> None:
     """Let a damaged cache file, or a full disk, be no error: the kernel is compiled again."""
-    load, save, flush = cache.load_overload, cache.save_overload, cache.flush
+    load, save, flush = cache._load_overload, cache.save_overload, cache.flush
 
-    def load_or_none(*arguments: Any) -> Any:
+    def load_or_none(signature: Any, context: Any) -> Any:
         try:
-            loaded = load(*arguments)
+            # Machine code needs Numba's memory alone. `cache.load_overload` would import all that Numba can compile.
+            rtsys.initialize(context)
+            loaded = load(signature, context)
         except Exception:
             # A damaged file may raise any exception.
             with contextlib.suppress(Exception):
