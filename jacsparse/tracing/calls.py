@@ -235,7 +235,8 @@ def _takes_constants(node: fx.Node) -> bool:
     if not _is_fresh(node):
         return False
     values = (each.meta["val"] for each in (node, *node.all_input_nodes))
-    return all(each.is_contiguous() or not any(each.stride()) for each in values)
+    # Where an operand is expanded, strides of axes of one element decide how the result lies in memory.
+    return all(each.stride() in (each.new_empty(each.shape).stride(), (0,) * each.ndim) for each in values)
 
 
 def _form(node: fx.Node) -> tuple[Any, ...] | None:

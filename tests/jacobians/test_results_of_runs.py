@@ -272,6 +272,18 @@ def test_another_way_is_looked_for_once_after_some_calls(monkeypatch: pytest.Mon
     assert counts == [*[0] * before, *[1] * 4]
 
 
+def test_expanded_operands_with_axes_of_one_element() -> None:
+    """Their strides decide where an operator puts its result, whose view later calls take."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.reshape(1, -1, 1)
+        return y.permute(1, 2, 0) * y.permute(2, 1, 0)
+
+    for seed in range(4):
+        x = drawn(5, seed=seed)
+        assert_equal(jacsparse.jacobian(f, x), torch.func.jacrev(f)(x).reshape(1, 25, 5))
+
+
 def test_another_way_is_looked_for_when_no_weight_is_zero_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
     recent = importlib.import_module("jacsparse.jacobians.recent")
     looked: list[int] = []
