@@ -78,7 +78,7 @@ class SequencePart:
         return self.ranks.rank == (0 if direction > 0 else self.ranks.size - 1)
 
     def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
-        """Solve an affine recurrence across ranks: this rank's last states; ``problem.edge`` gets its first ones.
+        """Solve an affine recurrence across ranks: this rank's last states; `problem` gets its ``initial_state``.
 
         Parameters
         ----------
@@ -94,24 +94,24 @@ class SequencePart:
             return self._from_rank_to_rank(problem, solve_here, step, phase)
         recurrence = problem.recurrence
         scan = RankScan(self.ranks, compose, report.exchange, phase, reverse=step < 0)
-        last = solve_here(problem) if scan.is_first else problem.edge
+        last = solve_here(problem) if scan.is_first else problem.initial_state
         # Nobody asks for the map of the last rank.
         before = scan(recurrence.constant(last) if scan.is_first or scan.is_last else _map(problem))
-        state = problem.edge if scan.is_first else recurrence.state(before)
+        state = problem.initial_state if scan.is_first else recurrence.state(before)
         finite = bool(state.isfinite().all())
         if not all(good for (good,) in self.ranks.check(phase, {}, finite)):
             # A product of many matrices may overflow where no state does.
             return self._from_rank_to_rank(problem, solve_here, step, phase)
         if scan.is_first:
             return last
-        problem.edge = state.to(problem.edge.dtype).contiguous()
+        problem.initial_state = state.to(problem.initial_state.dtype).contiguous()
         return solve_here(problem)
 
     def _from_rank_to_rank(
         self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor], step: int, phase: str
     ) -> torch.Tensor:
         problem.report.exchange = "linear"
-        problem.edge, number = self.ranks.take_over(problem.edge, step, phase)
+        problem.initial_state, number = self.ranks.take_over(problem.initial_state, step, phase)
         last = solve_here(problem)
         self.ranks.hand_over(last, step, phase, number)
         return last
@@ -120,7 +120,7 @@ class SequencePart:
         """The exchange that was asked for, or the one of the least predicted time."""
         if self._exchange != "auto":
             return self._exchange
-        (batch, size), count = problem.edge.shape, self.ranks.size
+        (batch, size), count = problem.initial_state.shape, self.ranks.size
         interconnect, diagonal = interconnect_of(self.ranks), problem.recurrence.diagonal
         step = batch * size * (1 if diagonal else size)
         vectors = [length * step / VECTORS for length in self.lengths]
@@ -128,7 +128,7 @@ class SequencePart:
         passes = max(vectors) + max(max(self.lengths) * product, max(vectors))
         nbytes = 8 * (step + batch * size)
         seconds = {
-            "linear": sum(vectors) + interconnect.scan_seconds(count, "linear", problem.edge.nbytes),
+            "linear": sum(vectors) + interconnect.scan_seconds(count, "linear", problem.initial_state.nbytes),
             # What the last rank gets begins with a constant map, so that it multiplies vectors alone.
             "gather": passes + interconnect.scan_seconds(count, "gather", nbytes),
             "scan": passes + interconnect.scan_seconds(count, "scan", nbytes) + (count - 1).bit_length() * product,
@@ -157,12 +157,12 @@ class SequencePart:
 
 
 def _map(problem: Problem) -> AffineMaps:
-    """What this rank's steps do to a state."""
+    """What all of this rank's steps do to a state, whatever the schedule."""
     sequences = problem.sequences
     if not sequences.steps:
-        return problem.recurrence.constant(problem.edge).identity()
+        return problem.recurrence.constant(problem.initial_state).identity()
     chunks = sequences.cut(problem.direction, sequences.time, backward=problem.backward)
-    return problem.recurrence.whole(chunks, problem.edge)
+    return problem.recurrence.whole(chunks, problem.initial_state)
 
 
 class _WholeSequence(torch.autograd.Function):

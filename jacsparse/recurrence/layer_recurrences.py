@@ -44,12 +44,12 @@ class _OfCell(Recurrence):
 class _States(_OfCell):
     """The forward pass."""
 
-    entered: torch.Tensor
+    input_projection: torch.Tensor
     # What enters the gates is of the order of one, however small the states are.
     scale_floor = 1.0
 
     def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
-        return self.cell.forward(runs, self.entered, self.weights, start, self.saved)
+        return self.cell.forward(runs, self.input_projection, self.weights, start, self.saved)
 
     def matrices(self, runs: Runs, dtype: torch.dtype, kept: Kept | None = None) -> torch.Tensor:
         # Row j is the gradient of element j of the last state.
@@ -57,8 +57,8 @@ class _States(_OfCell):
             kept = kept._replace(matrices=kept.matrices.transpose(1, 2))
         return super().matrices(runs, dtype, kept).transpose(1, 2)
 
-    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-        return self.cell.limit(states, edge)
+    def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
+        return self.cell.limit(states, initial_state)
 
 
 @dataclass
@@ -74,32 +74,34 @@ class _Gradients(_OfCell):
         inputs, gates = (self.weights, self.saved, self.grad_output, start), self.grad_gates if record else None
         if gates is None or not isinstance(runs, Runs) or not runs.is_whole or on_device(gates):
             return self.cell.backward(runs, *inputs, gates)
-        reach = np.empty(len(runs.count), np.int64)
-        grad_start = self.cell.backward(runs, *inputs, gates, reach)
-        self.rows, others = runs.live_rows(reach)
+        live_steps = np.empty(len(runs.count), np.int64)
+        grad_start = self.cell.backward(runs, *inputs, gates, live_steps)
+        self.rows, others = runs.live_rows(live_steps)
         if len(others):
             gates[index(others, gates)] = 0
         return grad_start
 
-    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+    def transfer(self, runs: Runs, initial_state: torch.Tensor) -> torch.Tensor:
         if not self.cell.transfers:
-            return super().transfer(runs, edge)
+            return super().transfer(runs, initial_state)
         return self.cell.transfer(runs, self.weights, self.saved, self.grad_output)
 
-    def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
+    def maps(self, chunks: Chunks, initial_state: torch.Tensor, *, sparse: bool) -> AffineMaps:
         if not sparse:
-            return super().maps(chunks, edge, sparse=False)
+            return super().maps(chunks, initial_state, sparse=False)
         sequences, jacobian = chunks.sequences, StepJacobian(self.cell, self.weights.to(torch.float64))
         values = jacobian.values(sequences, chunks.runs.direction, self.x, self.saved)
         values, pattern = gathered(values, jacobian.pattern.transposition), jacobian.pattern.T
         # In the order in which gradients get to them.
-        rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=edge.device)
-        place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
-        rows[place, sample] = index(sequences.offset[chunks.runs.begin] + chunks.runs.sample, edge)
-        added = edge.new_zeros(sequences.steps, edge.shape[1])
+        rows = torch.zeros(chunks.table.shape, dtype=torch.int64, device=initial_state.device)
+        place, sample = index(chunks.place, initial_state), index(chunks.runs.sample, initial_state)
+        rows[place, sample] = index(sequences.offset[chunks.runs.begin] + chunks.runs.sample, initial_state)
+        added = initial_state.new_zeros(sequences.steps, initial_state.shape[1])
         if self.grad_output is not None:
             added[:, : self.weights.size] = self.grad_output
-        maps = SparseMaps(pattern, values[:, rows], edge.new_zeros(edge.shape[1], *rows.shape, dtype=torch.float64))
+        maps = SparseMaps(
+            pattern, values[:, rows], initial_state.new_zeros(initial_state.shape[1], *rows.shape, dtype=torch.float64)
+        )
         # A step adds before it multiplies.
         return maps.like(maps.matrices, maps.apply(added[rows].permute(2, 0, 1).double().contiguous()))
 
@@ -151,9 +153,9 @@ class LayerPass:
         self.reports[:] = [*others, report]
         return report
 
-    def solve_forward(self, entered: torch.Tensor, weights: Weights, saved: Saved) -> torch.Tensor:
-        """Fill what the forward pass saves; the last states."""
-        recurrence, report = _States(self.cell, weights, saved, entered), self._report("forward")
+    def solve_forward(self, input_projection: torch.Tensor, weights: Weights, saved: Saved) -> torch.Tensor:
+        """Fill what the forward pass saves; the last states. Across ranks, the first ones came from the rank before."""
+        recurrence, report = _States(self.cell, weights, saved, input_projection), self._report("forward")
         choice, warm = self.forward, self.warm
         problem = Problem(recurrence, self.sequences, self.direction, saved.initial, choice, report, warm=warm)
         last = solve(problem)

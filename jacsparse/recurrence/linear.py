@@ -49,9 +49,9 @@ class _Linear(Recurrence):
         ends = self.A.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
         return ends.reshape(len(runs), size, size)
 
-    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+    def transfer(self, runs: Runs, initial_state: torch.Tensor) -> torch.Tensor:
         if self.A.size > recurrences_cuda.LARGEST or not self.A.transfers:
-            return super().transfer(runs, edge)
+            return super().transfer(runs, initial_state)
         name, arguments = type(self.A).__name__.lower(), self.A.transferred(adjoint=self.adjoint)
         return recurrences_cuda.transfer(name, runs, self.out, self.A.size, *arguments, self.added, back=self.adjoint)
 
@@ -60,10 +60,10 @@ class _Linear(Recurrence):
 class _SparseLinear(_Linear):
     """As `_Linear`, whose matrices have a pattern: maps of steps are products of sparse matrices."""
 
-    def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
+    def maps(self, chunks: Chunks, initial_state: torch.Tensor, *, sparse: bool) -> AffineMaps:
         pattern, (values,) = self.A.pattern, self.A.tensors
         assert self.added is not None and pattern is not None
-        values = values.detach().transpose(0, 1).expand(-1, -1, len(edge))
+        values = values.detach().transpose(0, 1).expand(-1, -1, len(initial_state))
         offsets = self.added.permute(2, 0, 1)
         if (chunks.runs.direction < 0) != self.adjoint:
             values, offsets = values.flip(1), offsets.flip(1)
@@ -75,9 +75,9 @@ class _SparseLinear(_Linear):
             offsets = SparseMaps(pattern, values, torch.zeros_like(offsets)).apply(offsets)
         return SparseMaps(pattern, values, offsets)
 
-    def whole(self, chunks: Chunks, edge: torch.Tensor) -> AffineMaps:
+    def whole(self, chunks: Chunks, initial_state: torch.Tensor) -> AffineMaps:
         steps = chunks.sequences.cut(chunks.runs.direction, 1, backward=chunks.backward)
-        return self.maps(steps, edge, sparse=True).composed()
+        return self.maps(steps, initial_state, sparse=True).composed()
 
     def constant(self, state: torch.Tensor) -> AffineMaps:
         assert self.A.pattern is not None
@@ -284,5 +284,5 @@ def _solve(
     problem = Problem(recurrence, sequences, direction, start, choice, report, backward, fallback=fallback, part=part)
     last = solve(problem)
     if part is not None and not backward:
-        part.initial = problem.edge
+        part.initial = problem.initial_state
     return last

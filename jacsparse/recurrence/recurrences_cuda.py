@@ -77,8 +77,8 @@ _BOUNDARIES = KernelFile(
 def launch(name: str, runs: Runs | DeviceRuns, weight: torch.Tensor, size: int, *arguments: Any) -> None:
     """Run one of the cells' kernels, as in ``gru_forward``, on the device of the weight.
 
-    Arguments are those that the CPU's kernel of that cell and direction takes after the runs, without `reach`; arrays
-    are uploaded, and tensors without rows are left out. The last one is the result, whose dtype is that of all
+    Arguments are those that the CPU's kernel of that cell and direction takes after the runs, without `live_steps`;
+    arrays are uploaded, and tensors without rows are left out. The last one is the result, whose dtype is that of all
     arithmetic.
 
     Raises
@@ -255,12 +255,13 @@ class Convergence(NamedTuple):
     rest: torch.Tensor
 
     @classmethod
-    def of(cls, guess: torch.Tensor, edge: torch.Tensor) -> Convergence:
-        """Room for runs that start at `guess`, of samples that start at `edge`."""
+    def of(cls, guess: torch.Tensor, initial_state: torch.Tensor) -> Convergence:
+        """Room for runs that start at `guess`, of samples that start at `initial_state`."""
         again, begin, steps = (
-            torch.empty(len(like), dtype=torch.int64, device=edge.device) for like in (guess, edge, edge)
+            torch.empty(len(like), dtype=torch.int64, device=initial_state.device)
+            for like in (guess, initial_state, initial_state)
         )
-        return cls(torch.empty_like(guess), again, begin, steps, torch.empty_like(edge))
+        return cls(torch.empty_like(guess), again, begin, steps, torch.empty_like(initial_state))
 
 
 def tolerance(dtype: torch.dtype) -> float:
@@ -272,7 +273,7 @@ def judge(
     chunks: Chunks,
     ends: torch.Tensor,
     following: torch.Tensor | None,
-    edge: torch.Tensor,
+    initial_state: torch.Tensor,
     scale_floor: float,
     guess: torch.Tensor,
     previous: torch.Tensor | None,
@@ -283,20 +284,20 @@ def judge(
 
     Writes `guess`, `defect` and `judged`; for samples that were already within the tolerance it writes only `defect`.
     """
-    device, size = edge.device, edge.shape[1]
+    device, size = initial_state.device, initial_state.shape[1]
     _BOUNDARIES.launch(
-        f"judge<{c_type(edge.dtype)}>",
-        [len(edge)],
+        f"judge<{c_type(initial_state.dtype)}>",
+        [len(initial_state)],
         [1024],
         *_of_chunks(chunks, device),
         size,
         chunks.backward,
         ends,
         following,
-        edge,
+        initial_state,
         previous,
-        tolerance(edge.dtype),
-        max(scale_floor, torch.finfo(edge.dtype).tiny),
+        tolerance(initial_state.dtype),
+        max(scale_floor, torch.finfo(initial_state.dtype).tiny),
         guess,
         judged.start,
         judged.again,
@@ -311,7 +312,7 @@ def judge(
 def scan_boundaries(
     chunks: Chunks,
     matrices: torch.Tensor,
-    edge: torch.Tensor,
+    initial_state: torch.Tensor,
     *,
     offsets: torch.Tensor | None = None,
     previous: torch.Tensor | None = None,
@@ -324,23 +325,23 @@ def scan_boundaries(
         The runs.
     matrices : Tensor, (runs, state + 1, state), or (runs, state) with `offsets`
         What runs do to a row vector, and what they add; or the diagonals of such matrices.
-    edge : Tensor, (batch, state)
+    initial_state : Tensor, (batch, state)
         The samples' first states.
     offsets : Tensor, (runs, state), optional
         What is added, where matrices are diagonal.
     previous : Tensor, (batch,), optional
         Defects: samples within the tolerance are passed over.
     """
-    device, (batch, size) = edge.device, edge.shape
-    start = edge.new_empty(len(chunks.runs), size)
+    device, (batch, size) = initial_state.device, initial_state.shape
+    start = initial_state.new_empty(len(chunks.runs), size)
     begin, count = (torch.empty(batch, dtype=torch.int64, device=device) for _ in range(2))
     if offsets is None:
         name, threads = "walk", max(1, min(8, WIDEST // _warps(size))) * _warps(size)
-        arguments: tuple[Any, ...] = (matrices, edge, previous, tolerance(edge.dtype))
+        arguments: tuple[Any, ...] = (matrices, initial_state, previous, tolerance(initial_state.dtype))
     else:
-        name, threads, arguments = "walk_diagonals", THREADS, (matrices, offsets, edge)
+        name, threads, arguments = "walk_diagonals", THREADS, (matrices, offsets, initial_state)
     _BOUNDARIES.launch(
-        f"{name}<{c_type(edge.dtype)}>",
+        f"{name}<{c_type(initial_state.dtype)}>",
         [batch],
         [threads],
         *_of_chunks(chunks, device),

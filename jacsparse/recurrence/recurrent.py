@@ -79,8 +79,8 @@ class Recurrent(nn.RNNBase):
     >>> class MinimalGatedCell(Cell):
     ...     mode, gates = "MGU", 2
     ...
-    ...     def step(self, entered, product, state):
-    ...         (f, n), (of_f, of_n) = entered.chunk(2, dim=1), product.chunk(2, dim=1)
+    ...     def step(self, input_projection, recurrent_projection, state):
+    ...         (f, n), (of_f, of_n) = input_projection.chunk(2, dim=1), recurrent_projection.chunk(2, dim=1)
     ...         f = torch.sigmoid(f + of_f)
     ...         return state + f * (torch.tanh(n + f * of_n) - state)
     >>> class MGU(Recurrent):

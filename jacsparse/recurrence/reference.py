@@ -55,7 +55,7 @@ def recurrent_layer(
     assert weight is not None and hidden is not None
     outputs, state, size = [], initial, hidden.shape[1]
     for step in range(len(x) - 1, -1, -1) if reverse else range(len(x)):
-        entered = functional.linear(x[step], weight, bias)
-        state = cell.step(entered, functional.linear(state[:, :size], hidden, hidden_bias), state)
+        input_projection = functional.linear(x[step], weight, bias)
+        state = cell.step(input_projection, functional.linear(state[:, :size], hidden, hidden_bias), state)
         outputs.append(state[:, :size])
     return torch.stack(outputs[::-1] if reverse else outputs), state

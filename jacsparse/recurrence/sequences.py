@@ -110,7 +110,7 @@ class Sequences:
         return self.previous if direction > 0 else self.next
 
     @memoised
-    def edges(self, direction: int) -> np.ndarray:
+    def first_times(self, direction: int) -> np.ndarray:
         """The time of each sample's first step in a direction of time."""
         return frozen(np.zeros_like(self.lengths) if direction > 0 else self.lengths - 1)
 
@@ -197,12 +197,12 @@ class Runs:
         """Whether these are all steps of all samples, each of which is one run."""
         return len(self) == self.sequences.batch and int(self.count.sum()) == self.sequences.steps
 
-    def live_rows(self, reach: np.ndarray) -> tuple[slice, np.ndarray]:
-        """For whole runs: a slice of rows that covers each sample's last `reach` steps, and the earlier rows in it."""
-        if (reach == self.count).all():
+    def live_rows(self, live_steps: np.ndarray) -> tuple[slice, np.ndarray]:
+        """For whole runs: a slice of rows that covers each sample's last `live_steps`, and the earlier rows in it."""
+        if (live_steps == self.count).all():
             return slice(0, self.sequences.steps), np.empty(0, np.int64)
         offset, forward = self.sequences.offset, self.direction > 0
-        times = self.begin + (self.count - reach) * self.direction
+        times = self.begin + (self.count - live_steps) * self.direction
         edge = times.min() if forward else times.max()
         rows = slice(int(offset[edge]), self.sequences.steps) if forward else slice(0, int(offset[edge + 1]))
         others = [
@@ -213,24 +213,24 @@ class Runs:
         return rows, np.concatenate([np.empty(0, np.int64), *others])
 
     @property
-    def together(self) -> int:
+    def block_size(self) -> int:
         """Runs that kernels take at a time: `ROWS`, or half as many where a thread would be left idle."""
         return ROWS if len(self.sample) > ROWS // 2 * thread_count() else ROWS // 2
 
     @property
     def blocks(self) -> int:
-        """Blocks of `together` runs."""
-        return -(-len(self) // self.together)
+        """Blocks of `block_size` runs."""
+        return -(-len(self) // self.block_size)
 
     @memoised
-    def in_blocks(self, together: int, step: int) -> tuple[Any, ...]:
-        """What `run_rows` takes for blocks of `together` runs, with `step` elementary operations in a step.
+    def in_blocks(self, block_size: int, step: int) -> tuple[Any, ...]:
+        """What `run_rows` takes for blocks of `block_size` runs, with `step` elementary operations in a step.
 
         The running total of the blocks' work, and the kernel's arguments that describe the runs.
         """
-        blocks = np.add.reduceat(self.count, np.arange(0, len(self), together)) if len(self) else self.count
+        blocks = np.add.reduceat(self.count, np.arange(0, len(self), block_size)) if len(self) else self.count
         work = np.append(0, np.cumsum(blocks * step))
-        return work, self.sample, self.begin, self.count, self.direction, self.sequences.offset, together
+        return work, self.sample, self.begin, self.count, self.direction, self.sequences.offset, block_size
 
     def take(self, chosen: np.ndarray) -> Runs:
         """The chosen runs; the order must keep the longest first."""
@@ -311,15 +311,15 @@ class Chunks:
         """Each sample's last run."""
         return frozen(self.table[self.counts - 1, np.arange(self.sequences.batch)])
 
-    def starts(self, ends: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-        """Each run's first state: the last state of the run before it, or the sample's first state in `edge`."""
-        first = edge[index(self.runs.sample, edge)]
-        before = index(self.before, edge)
+    def starts(self, ends: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
+        """Each run's first state: the last state of the run before it, or the sample's `initial_state`."""
+        first = initial_state[index(self.runs.sample, initial_state)]
+        before = index(self.before, initial_state)
         return torch.where((before < 0)[:, None], first, ends[before.clamp(min=0)])
 
-    def guess(self, edge: torch.Tensor) -> torch.Tensor:
+    def guess(self, initial_state: torch.Tensor) -> torch.Tensor:
         """First states to begin guessing with: zeros, and the samples' first states for their first runs."""
-        return self.starts(edge.new_zeros(len(self.runs), edge.shape[1]), edge)
+        return self.starts(initial_state.new_zeros(len(self.runs), initial_state.shape[1]), initial_state)
 
 
 def index(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:

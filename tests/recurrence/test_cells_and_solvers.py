@@ -37,8 +37,10 @@ class MinimalGatedCell(Cell):
 
     mode, gates, terms = "MGU", 2, (Terms(gates=(0, 1), states=(0,)),)
 
-    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        (f, n), (of_f, of_n) = entered.chunk(2, dim=1), product.chunk(2, dim=1)
+    def step(
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        (f, n), (of_f, of_n) = input_projection.chunk(2, dim=1), recurrent_projection.chunk(2, dim=1)
         f = torch.sigmoid(f + of_f)
         return state + f * (torch.tanh(n + f * of_n) - state)
 
@@ -48,9 +50,11 @@ class LeakyCell(Cell):
 
     mode, gates, states, terms = "LEAKY", 1, 2, (Terms(gates=(0,), states=(1,)), Terms(gates=(), states=(0, 1)))
 
-    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
         h, slow = state.chunk(2, dim=1)
-        fresh = torch.tanh(entered + product + slow)
+        fresh = torch.tanh(input_projection + recurrent_projection + slow)
         return torch.cat([fresh, 0.9 * slow + 0.1 * h], dim=1)
 
 
@@ -71,8 +75,8 @@ class OneByOne(Solver):
     def solve(self, problem: Problem) -> torch.Tensor:
         runs = problem.sequences.whole(problem.direction)
         problem.report.methods.append(self.name)
-        samples = range(len(problem.edge))
-        ends = [problem.recurrence.run(runs.take(np.array([at])), problem.edge[at : at + 1]) for at in samples]
+        samples = range(len(problem.initial_state))
+        ends = [problem.recurrence.run(runs.take(np.array([at])), problem.initial_state[at : at + 1]) for at in samples]
         return torch.cat(ends)
 
 

@@ -139,7 +139,9 @@ def test_exchange_of_sequences(
 ) -> None:
     """Over TCP; the exchange of the least predicted time."""
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
-    problem: Any = SimpleNamespace(edge=torch.zeros(batch, size), recurrence=SimpleNamespace(diagonal=diagonal))
+    problem: Any = SimpleNamespace(
+        initial_state=torch.zeros(batch, size), recurrence=SimpleNamespace(diagonal=diagonal)
+    )
     ranks: Any = SimpleNamespace(size=len(lengths), group=None)
     assert SequencePart(ranks, lengths, "auto", differentiated=True)._way(problem) == expected
     assert SequencePart(ranks, lengths, "gather", differentiated=True)._way(problem) == "gather"

@@ -249,9 +249,9 @@ def test_gates_are_kept_only_for_a_backward_pass(kind: str, monkeypatch: pytest.
     rows: list[int] = []
     solve = LayerPass.solve_forward
 
-    def spy(layer: LayerPass, entered: torch.Tensor, weights: Weights, saved: Saved) -> torch.Tensor:
+    def spy(layer: LayerPass, input_projection: torch.Tensor, weights: Weights, saved: Saved) -> torch.Tensor:
         rows.append(len(saved.gates))
-        return solve(layer, entered, weights, saved)
+        return solve(layer, input_projection, weights, saved)
 
     monkeypatch.setattr(LayerPass, "solve_forward", spy)
     layer, _ = pair(kind, 3, 4)

@@ -29,8 +29,10 @@ def drawn(cell: Cell, size: int, density: float = 1.0) -> Weights:
 
 def by_steps(cell: Cell, weights: Weights, x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     """The states of samples after one step of each."""
-    entered = functional.linear(x, weights.input, weights.bias)
-    return cell.step(entered, functional.linear(state[:, : weights.size], weights.hidden, weights.hidden_bias), state)
+    input_projection = functional.linear(x, weights.input, weights.bias)
+    return cell.step(
+        input_projection, functional.linear(state[:, : weights.size], weights.hidden, weights.hidden_bias), state
+    )
 
 
 def values(jacobian: StepJacobian, x: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
@@ -70,19 +72,19 @@ def test_equation_4_4_term_by_term() -> None:
     weights, size = drawn(CELLS["GRU"], 5), 5
     W_r, W_z, W_n = weights.hidden.split(size)
     h, x = torch.randn(5, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
-    entered = (x @ weights.input.T + weights.bias).split(size)
+    input_projection = (x @ weights.input.T + weights.bias).split(size)
     biases = weights.hidden_bias.split(size)
     jacobian = torch.autograd.functional.jacobian
-    R, Z = entered[0] + h @ W_r.T + biases[0], entered[1] + h @ W_z.T + biases[1]
+    R, Z = input_projection[0] + h @ W_r.T + biases[0], input_projection[1] + h @ W_z.T + biases[1]
     r, z, M = R.sigmoid(), Z.sigmoid(), h @ W_n.T + biases[2]
-    N = entered[2] + r * M
+    N = input_projection[2] + r * M
     n = N.tanh()
     terms = {
-        "J1": (lambda h: entered[0] + h @ W_r.T, h, W_r.T),
+        "J1": (lambda h: input_projection[0] + h @ W_r.T, h, W_r.T),
         "j2": (torch.sigmoid, R, torch.diag(r * (1 - r))),
-        "j3": (lambda r: entered[2] + r * M, r, torch.diag(M)),
+        "j3": (lambda r: input_projection[2] + r * M, r, torch.diag(M)),
         "J4": (lambda h: h @ W_n.T, h, W_n.T),
-        "j5": (lambda M: entered[2] + r * M, M, torch.diag(r)),
+        "j5": (lambda M: input_projection[2] + r * M, M, torch.diag(r)),
         "j6": (torch.tanh, N, torch.diag(1 - n * n)),
         "j7": (lambda n: (1 - z) * n + z * h, n, torch.diag(1 - z)),
         "J8": (lambda h: h @ W_z.T, h, W_z.T),

@@ -830,6 +830,11 @@ class Doubled(nn.Module):
         return self.second(torch.tanh(self.first(x)).to(self.dtype)).sin()
 
 
+class Widened(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double()
+
+
 MIXED_DTYPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] = {
     "layers": (lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 5)), (8,), 2**-8),
     "convolutions": (
@@ -842,6 +847,11 @@ MIXED_DTYPES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], float]] 
     "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), (4, 8), 2**-8),
     "float64": (lambda: Doubled(torch.float64), (8,), 2**-23),
     "float16": (lambda: Doubled(torch.float16), (8,), 2**-11),
+    "float64 from then on": (
+        lambda: nn.Sequential(Widened(), *(nn.Linear(8, 8).double() for _ in range(5))),
+        (8,),
+        2**-23,
+    ),
 }
 
 

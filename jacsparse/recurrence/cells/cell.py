@@ -128,14 +128,16 @@ class Cell(ABC):
         return False
 
     @abstractmethod
-    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    def step(
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
         """The state after a step, by differentiable operations.
 
         Parameters
         ----------
-        entered : Tensor, (rows, gates · size)
+        input_projection : Tensor, (rows, gates · size)
             The input's part of the gates, ``W_ih x + b_ih``.
-        product : Tensor, (rows, gates · size)
+        recurrent_projection : Tensor, (rows, gates · size)
             The state's part, ``W_hh h + b_hh``.
         state : Tensor, (rows, states · size)
             The state before the step, of which ``h`` is the first vector.
@@ -147,7 +149,7 @@ class Cell(ABC):
 
     @property
     def saved_vectors(self) -> int:
-        """Vectors of each step that the backward pass needs beside the output: `entered`, and the rest of the state."""
+        """Vectors of a step that the backward pass needs: the input's part, and the state but for the output."""
         return self.gates + self.states - 1
 
     @property
@@ -160,7 +162,12 @@ class Cell(ABC):
         return functional.linear(x, weights.input, weights.bias)
 
     def forward(
-        self, runs: Runs | DeviceRuns, entered: torch.Tensor, weights: Weights, start: torch.Tensor, saved: Saved
+        self,
+        runs: Runs | DeviceRuns,
+        input_projection: torch.Tensor,
+        weights: Weights,
+        start: torch.Tensor,
+        saved: Saved,
     ) -> torch.Tensor:
         """Take the runs from the states `start` to those that are returned, both ``(runs, states · size)``.
 
@@ -168,11 +175,11 @@ class Cell(ABC):
         """
         state = start.clone()
         for active, rows in _steps(runs, start):
-            product = functional.linear(state[active, : weights.size], weights.hidden, weights.hidden_bias)
-            after = self.step(entered[rows], product, state[active])
+            recurrent_projection = functional.linear(state[active, : weights.size], weights.hidden, weights.hidden_bias)
+            after = self.step(input_projection[rows], recurrent_projection, state[active])
             state[active], saved.output[rows] = after, after[:, : weights.size]
             if len(saved.gates):
-                saved.gates[rows] = torch.cat([entered[rows], after[:, weights.size :]], dim=1)
+                saved.gates[rows] = torch.cat([input_projection[rows], after[:, weights.size :]], dim=1)
         return state
 
     def backward(
@@ -183,25 +190,28 @@ class Cell(ABC):
         grad_output: torch.Tensor | None,
         grad_end: torch.Tensor,
         grad_gates: torch.Tensor | None,
-        reach: np.ndarray | None = None,
+        live_steps: np.ndarray | None = None,
     ) -> torch.Tensor:
         """Take the gradients of the runs' last states back to their first ones, in the dtype of `grad_end`.
 
         Adds `grad_output`, ``(rows, size)``, on the way, and writes `grad_gates`, ``(rows, grad_width · size)``; either
-        may be left out. How many steps of each run, from its end, have gradients is written to `reach`, int64, on the
-        CPU; those of the gates are then written for no other.
+        may be left out. How many steps of each run, from its end, have gradients is written to `live_steps`, int64, on
+        the CPU; those of the gates are then written for no other.
         """
         size, dtype, sequences = weights.size, grad_end.dtype, runs.sequences
         hidden, bias = weights.hidden.to(dtype), weights.hidden_bias
         bias = None if bias is None else bias.to(dtype)
-        entered, before = saved.gates[:, : self.gates * size], self.states_before(saved, sequences, runs.direction)
+        input_projection, before = (
+            saved.gates[:, : self.gates * size],
+            self.states_before(saved, sequences, runs.direction),
+        )
         grad = grad_end.clone()
         for active, rows in reversed(list(_steps(runs, grad))):
             grad_after, state = grad[active], before[rows].to(dtype)
             if grad_output is not None:
                 grad_after[:, :size] += grad_output[rows]
-            product = functional.linear(state[:, :size], hidden, bias)
-            inputs = [part.requires_grad_() for part in (entered[rows].to(dtype), product, state)]
+            recurrent_projection = functional.linear(state[:, :size], hidden, bias)
+            inputs = [part.requires_grad_() for part in (input_projection[rows].to(dtype), recurrent_projection, state)]
             with torch.enable_grad():
                 outcome = self.step(*inputs)
             grads = torch.autograd.grad(outcome, inputs, grad_after, allow_unused=True, materialize_grads=True)
@@ -209,9 +219,9 @@ class Cell(ABC):
             grad[active, :size] += grads[1] @ hidden
             if grad_gates is not None:
                 grad_gates[rows] = torch.cat(grads[:2], dim=1)
-        if reach is not None:
+        if live_steps is not None:
             assert isinstance(runs, Runs)
-            reach[:] = runs.count
+            live_steps[:] = runs.count
         return grad
 
     def transfer(
@@ -233,25 +243,25 @@ class Cell(ABC):
         raise NotImplementedError(f"the cell {self.mode} has no kernel of transfers")
 
     def coefficients(
-        self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What derivatives of steps are made of, for cells that have `terms`: those of elements at one place.
 
         Parameters
         ----------
-        entered, product, state : Tensor
+        input_projection, recurrent_projection, state : Tensor
             As `step` takes them.
 
         Returns
         -------
         list of (Tensor, Tensor)
-            Of each vector of the state after the steps: its derivatives by `product`, ``(rows, gates · size)``, which
-            are the factors of the gates' weights in a row of the Jacobian, and by `state`, ``(rows, states · size)``,
-            which are its diagonals.
+            Of each vector of the state after the steps: its derivatives by `recurrent_projection`,
+            ``(rows, gates · size)``, which are the factors of the gates' weights in a row of the Jacobian, and by
+            `state`, ``(rows, states · size)``, which are its diagonals.
         """
-        inputs, coefficients = [part.detach().requires_grad_() for part in (product, state)], []
+        inputs, coefficients = [part.detach().requires_grad_() for part in (recurrent_projection, state)], []
         with torch.enable_grad():
-            vectors = self.step(entered, *inputs).chunk(self.states, dim=1)
+            vectors = self.step(input_projection, *inputs).chunk(self.states, dim=1)
         for vector in vectors:
             of_product, of_state = torch.autograd.grad(
                 vector, inputs, torch.ones_like(vector), retain_graph=True, allow_unused=True, materialize_grads=True
@@ -266,8 +276,8 @@ class Cell(ABC):
             after = torch.cat([after, saved.gates[:, (1 - self.states) * size :]], dim=1)
         return preceding(after, saved.initial, sequences.before(direction), index(sequences.sample, after))
 
-    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-        """The nearest states that can be reached from `edge`, both ``(runs, states · size)``."""
+    def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
+        """The nearest states that can be reached from `initial_state`, both ``(runs, states · size)``."""
         return states
 
     def grad_columns(self, size: int) -> tuple[slice, list[slice]]:

@@ -2,18 +2,18 @@
 
 A *run* is some consecutive steps of one sample in one direction of time: a whole sequence, or a chunk of it. Step ``i``
 of run ``r`` is at time ``t = begin[r] + i * direction``, in row ``offset[t] + sample[r]`` of the arrays that have a row
-for each time and sample, as a `PackedSequence` orders them. Runs come longest first and are taken `together`, at most
-`ROWS`, at a time: those share their passes over the weights, and each one's arithmetic is the same whichever others it
-is with.
+for each time and sample, as a `PackedSequence` orders them. Runs come longest first and are taken `block_size` at a
+time, at most `ROWS`: those share their passes over the weights, and each one's arithmetic is the same whichever others
+it is with.
 
 Weights are padded. Forward, ``w[k, g * width + j]`` is the weight from element ``k`` of the state to element ``j`` of
 gate ``g``; backward, ``w[g * width + k, j]`` is that from element ``k`` of gate ``g`` to element ``j`` of the state.
 
 Backward kernels compute in the dtype of `grad_end`, whatever the dtypes of the saved states and weights.
 On x86 processors gradients below the smallest normal number become zeros. Steps that no gradient comes to are skipped.
-A run's last step is always computed, so that a NaN of any earlier state shows. Where `reach` has elements, it takes how
-many steps of each run, from its end, were computed; the gates' gradients of the others are not written then, and count
-as zeros.
+A run's last step is always computed, so that a NaN of any earlier state shows. Where `live_steps` has elements, it
+takes how many steps of each run, from its end, were computed; the gates' gradients of the others are not written then,
+and count as zeros.
 
 All loops over elements are over whole arrays by a plain index, for LLVM to vectorise.
 """
@@ -68,11 +68,11 @@ def write_zeros(written, columns, rows, sample, begin, count, direction, offset,
 
 
 @inlined
-def record_reach(reach, written, columns, rows, sample, begin, count, direction, offset, run, reached):
+def record_live_steps(live_steps, written, columns, rows, sample, begin, count, direction, offset, run, reached):
     """Tell, where that is asked for, how many steps from the runs' ends were reached; else the others are zeros."""
-    if len(reach):
+    if len(live_steps):
         for r in range(rows):
-            reach[run + r] = min(reached, count[run + r])
+            live_steps[run + r] = min(reached, count[run + r])
     else:
         write_zeros(written, columns, rows, sample, begin, count, direction, offset, run, reached, count[run])
 
@@ -99,15 +99,20 @@ class FusedCell(Cell):
         return torch.addmm(self.entering_bias(weights.bias, weights.hidden_bias), x, weights.input.T)
 
     def forward(
-        self, runs: Runs | DeviceRuns, entered: torch.Tensor, weights: Weights, start: torch.Tensor, saved: Saved
+        self,
+        runs: Runs | DeviceRuns,
+        input_projection: torch.Tensor,
+        weights: Weights,
+        start: torch.Tensor,
+        saved: Saved,
     ) -> torch.Tensor:
         end = torch.empty_like(start)
         written = (saved.output, saved.gates) if self.saved_vectors else (saved.output,)
         after = (*self.forward_constants(weights), start, *written, end)
         if on_device(weights.hidden):
-            self._launch("forward", runs, weights, (entered, weights.columns, *after))
+            self._launch("forward", runs, weights, (input_projection, weights.columns, *after))
         else:
-            self._run(self.kernels[0], runs, weights, (entered, weights.forward_rows, *after))
+            self._run(self.kernels[0], runs, weights, (input_projection, weights.forward_rows, *after))
         return end
 
     def backward(
@@ -118,14 +123,14 @@ class FusedCell(Cell):
         grad_output: torch.Tensor | None,
         grad_end: torch.Tensor,
         grad_gates: torch.Tensor | None,
-        reach: np.ndarray | None = None,
+        live_steps: np.ndarray | None = None,
     ) -> torch.Tensor:
         grad_start = torch.empty_like(grad_end)
         before, after = self._history(runs, saved), (grad_output, grad_end, grad_gates, grad_start)
         if on_device(weights.hidden):
             self._launch("backward", runs, weights, (*before, weights.hidden, *self.backward_constants, *after))
             return grad_start
-        reached = np.empty(0, np.int64) if reach is None else reach
+        reached = np.empty(0, np.int64) if live_steps is None else live_steps
         arguments = (*before, weights.backward_rows, *self.backward_constants, *after, reached)
         self._run(self.kernels[1], runs, weights, arguments)
         return grad_start
@@ -154,7 +159,7 @@ class FusedCell(Cell):
         size = weights.size
         # Elementary operations of one step of one sample.
         step = self.gates * (size * -(-size // 8) + 4 * size)
-        blocks = runs.in_blocks(runs.together, step)
+        blocks = runs.in_blocks(runs.block_size, step)
         run_rows(kernel, *blocks, *rows_of(arguments, weights.hidden))
 
     def entering_bias(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
@@ -175,4 +180,4 @@ class FusedCell(Cell):
         output = (saved.output,) if self.reads_output else ()
         if not self.saved_vectors:
             return output
-        return (*output, saved.gates, saved.initial, runs.sequences.edges(runs.direction))
+        return (*output, saved.gates, saved.initial, runs.sequences.first_times(runs.direction))

@@ -10,24 +10,24 @@ import torch
 from ...runtime import flushing, kernel
 from ..vector import any_nonzero, copy_elements, multiply_rows, sigmoid, tanh
 from .cell import Terms, Weights
-from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
+from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
 
 @kernel
-def _forward(first, last, sample, begin, count, direction, offset, together, x, w, bias, start, out, gates, end):
+def _forward(first, last, sample, begin, count, direction, offset, block_size, x, w, bias, start, out, gates, end):
     """Equation 4.3: ``r = σ(x_r + W_r h)``, ``z = σ(x_z + W_z h)``, ``n = tanh(x_n + r (W_n h + b))``.
 
     ``h ← n + z (h - n)``. Where `gates` has rows, r, z, n and ``m = W_n h + b`` are saved there.
     """
     size, width = start.shape[1], w.shape[1] // 3
     starts, ends, weights = start.reshape(-1), end.reshape(-1), w.reshape(-1)
-    entered, shown = x.reshape(-1), out.reshape(-1)
+    input_projection, shown = x.reshape(-1), out.reshape(-1)
     saved = gates.reshape(-1)
     state, reset, update = scratch(width, x), scratch(width, x), scratch(width, x)
-    fresh, inner = scratch(width, x), scratch(width, x)
+    candidate, inner = scratch(width, x), scratch(width, x)
     for block in range(first, last):
-        run = block * together
-        rows = min(together, len(sample) - run)
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
         for r in range(rows):
             copy_elements(state, r * width, starts, (run + r) * size, size)
         active = rows
@@ -36,9 +36,9 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
                 active -= 1
             for r in range(active):
                 at = 3 * size * row_of(sample, begin, direction, offset, run + r, step)
-                copy_elements(reset, r * width, entered, at, size)
-                copy_elements(update, r * width, entered, at + size, size)
-                copy_elements(fresh, r * width, entered, at + 2 * size, size)
+                copy_elements(reset, r * width, input_projection, at, size)
+                copy_elements(update, r * width, input_projection, at + size, size)
+                copy_elements(candidate, r * width, input_projection, at + 2 * size, size)
                 copy_elements(inner, r * width, bias, 0, size)
             multiply_rows(reset, 0, width, weights, 0, 3 * width, state, 0, width, size, width, active)
             multiply_rows(update, 0, width, weights, width, 3 * width, state, 0, width, size, width, active)
@@ -48,16 +48,16 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
             for i in range(active * width):
                 update[i] = sigmoid(update[i])
             for i in range(active * width):
-                fresh[i] = tanh(fresh[i] + reset[i] * inner[i])
+                candidate[i] = tanh(candidate[i] + reset[i] * inner[i])
             for i in range(active * width):
-                state[i] = fresh[i] + update[i] * (state[i] - fresh[i])
+                state[i] = candidate[i] + update[i] * (state[i] - candidate[i])
             for r in range(active):
                 row = row_of(sample, begin, direction, offset, run + r, step)
                 copy_elements(shown, row * size, state, r * width, size)
                 if len(saved):
                     copy_elements(saved, 4 * row * size, reset, r * width, size)
                     copy_elements(saved, (4 * row + 1) * size, update, r * width, size)
-                    copy_elements(saved, (4 * row + 2) * size, fresh, r * width, size)
+                    copy_elements(saved, (4 * row + 2) * size, candidate, r * width, size)
                     copy_elements(saved, (4 * row + 3) * size, inner, r * width, size)
         for r in range(rows):
             copy_elements(ends, (run + r) * size, state, r * width, size)
@@ -66,10 +66,10 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
 @flushing
 @kernel
 def _backward(
-    first, last, sample, begin, count, direction, offset, together,
-    h, gates, initial, edge, w, grad_out, grad_end, grad_gates, grad_start, reach,
+    first, last, sample, begin, count, direction, offset, block_size,
+    h, gates, initial, first_times, w, grad_out, grad_end, grad_gates, grad_start, live_steps,
 ):  # fmt: skip
-    """Writes the gradients of what enters r, z, n and of ``m``; `initial` is the state before time ``edge[sample]``."""
+    """Writes the gradients of what enters r, z, n and of m; `initial` is the state before ``first_times[sample]``."""
     size, width = grad_end.shape[1], w.shape[1]
     one, part = grad_end.dtype.type(1), width * width
     weights, outputs, first_states, saved = w.reshape(-1), h.reshape(-1), initial.reshape(-1), gates.reshape(-1)
@@ -77,10 +77,10 @@ def _backward(
     ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
     v, g, before = scratch(width, grad_end), scratch(width, grad_end), scratch(width, grad_end)
     reset, update = scratch(width, grad_end), scratch(width, grad_end)
-    fresh, inner = scratch(width, grad_end), scratch(width, grad_end)
+    candidate, inner = scratch(width, grad_end), scratch(width, grad_end)
     for block in range(first, last):
-        run = block * together
-        rows = min(together, len(sample) - run)
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, (run + r) * size, size)
         active, alive, reached = rows, True, 0
@@ -99,9 +99,9 @@ def _backward(
                 row = offset[time] + who
                 copy_elements(reset, r * width, saved, 4 * row * size, size)
                 copy_elements(update, r * width, saved, (4 * row + 1) * size, size)
-                copy_elements(fresh, r * width, saved, (4 * row + 2) * size, size)
+                copy_elements(candidate, r * width, saved, (4 * row + 2) * size, size)
                 copy_elements(inner, r * width, saved, (4 * row + 3) * size, size)
-                if time == edge[who]:
+                if time == first_times[who]:
                     copy_elements(before, r * width, first_states, who * size, size)
                 else:
                     copy_elements(before, r * width, outputs, (offset[time - direction] + who) * size, size)
@@ -109,10 +109,10 @@ def _backward(
                     copy_elements(g, r * width, added, row * size, size)
             for i in range(active * width):
                 grad = v[i] + g[i]
-                grad_fresh = grad * (one - update[i]) * (one - fresh[i] * fresh[i])
+                grad_fresh = grad * (one - update[i]) * (one - candidate[i] * candidate[i])
                 v[i] = grad * update[i]
-                update[i] = grad * (before[i] - fresh[i]) * update[i] * (one - update[i])
-                fresh[i] = grad_fresh
+                update[i] = grad * (before[i] - candidate[i]) * update[i] * (one - update[i])
+                candidate[i] = grad_fresh
                 grad_inner = grad_fresh * reset[i]
                 reset[i] = grad_inner * inner[i] * (one - reset[i])
                 inner[i] = grad_inner
@@ -121,14 +121,14 @@ def _backward(
                     row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
                     copy_elements(written, 4 * row * size, reset, r * width, size)
                     copy_elements(written, (4 * row + 1) * size, update, r * width, size)
-                    copy_elements(written, (4 * row + 2) * size, fresh, r * width, size)
+                    copy_elements(written, (4 * row + 2) * size, candidate, r * width, size)
                     copy_elements(written, (4 * row + 3) * size, inner, r * width, size)
             multiply_rows(v, 0, width, weights, 0, width, reset, 0, width, size, width, active)
             multiply_rows(v, 0, width, weights, part, width, update, 0, width, size, width, active)
             multiply_rows(v, 0, width, weights, 2 * part, width, inner, 0, width, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width)
-        record_reach(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
+        record_live_steps(live_steps, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, (run + r) * size, v, r * width, size)
 
@@ -144,14 +144,16 @@ class GruCell(FusedCell):
     bounded = transfers = True
     kernels = (_forward, _backward)
 
-    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        (r, z, n), (of_r, of_z, of_n) = entered.chunk(3, dim=1), product.chunk(3, dim=1)
-        fresh = torch.tanh(n + torch.sigmoid(r + of_r) * of_n)
-        return fresh + torch.sigmoid(z + of_z) * (state - fresh)
+    def step(
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        (r, z, n), (of_r, of_z, of_n) = input_projection.chunk(3, dim=1), recurrent_projection.chunk(3, dim=1)
+        candidate = torch.tanh(n + torch.sigmoid(r + of_r) * of_n)
+        return candidate + torch.sigmoid(z + of_z) * (state - candidate)
 
-    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+    def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
         # Between the state before and a tanh.
-        bound = edge.abs().amax(dim=1, keepdim=True).clamp(min=1)
+        bound = initial_state.abs().amax(dim=1, keepdim=True).clamp(min=1)
         return torch.clamp(states, -bound, bound)
 
     def grad_columns(self, size: int) -> tuple[slice, list[slice]]:

@@ -9,24 +9,25 @@ import torch
 from ...runtime import flushing, kernel
 from ..vector import any_nonzero, copy_elements, multiply_rows, sigmoid, tanh
 from .cell import Terms
-from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
+from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
 
 @kernel
-def _forward(first, last, sample, begin, count, direction, offset, together, x, w, start, out, gates, end):
+def _forward(first, last, sample, begin, count, direction, offset, block_size, x, w, start, out, gates, end):
     """``c ← σ(f) c + σ(i) tanh(g)``, ``h ← σ(o) tanh(c)``; states hold h and then c.
 
     Where `gates` has rows, i, f, g, o and c are saved there.
     """
     size, width = start.shape[1] // 2, w.shape[1] // 4
     starts, ends, weights = start.reshape(-1), end.reshape(-1), w.reshape(-1)
-    entered, shown = x.reshape(-1), out.reshape(-1)
+    input_projection, shown = x.reshape(-1), out.reshape(-1)
     saved = gates.reshape(-1)
     state, cell = scratch(width, x), scratch(width, x)
-    enter, forget, fresh, leave = scratch(width, x), scratch(width, x), scratch(width, x), scratch(width, x)
+    input_gate, forget_gate = scratch(width, x), scratch(width, x)
+    candidate, output_gate = scratch(width, x), scratch(width, x)
     for block in range(first, last):
-        run = block * together
-        rows = min(together, len(sample) - run)
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
         for r in range(rows):
             copy_elements(state, r * width, starts, 2 * (run + r) * size, size)
             copy_elements(cell, r * width, starts, (2 * (run + r) + 1) * size, size)
@@ -36,34 +37,34 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
                 active -= 1
             for r in range(active):
                 at = 4 * size * row_of(sample, begin, direction, offset, run + r, step)
-                copy_elements(enter, r * width, entered, at, size)
-                copy_elements(forget, r * width, entered, at + size, size)
-                copy_elements(fresh, r * width, entered, at + 2 * size, size)
-                copy_elements(leave, r * width, entered, at + 3 * size, size)
-            multiply_rows(enter, 0, width, weights, 0, 4 * width, state, 0, width, size, width, active)
-            multiply_rows(forget, 0, width, weights, width, 4 * width, state, 0, width, size, width, active)
-            multiply_rows(fresh, 0, width, weights, 2 * width, 4 * width, state, 0, width, size, width, active)
-            multiply_rows(leave, 0, width, weights, 3 * width, 4 * width, state, 0, width, size, width, active)
+                copy_elements(input_gate, r * width, input_projection, at, size)
+                copy_elements(forget_gate, r * width, input_projection, at + size, size)
+                copy_elements(candidate, r * width, input_projection, at + 2 * size, size)
+                copy_elements(output_gate, r * width, input_projection, at + 3 * size, size)
+            multiply_rows(input_gate, 0, width, weights, 0, 4 * width, state, 0, width, size, width, active)
+            multiply_rows(forget_gate, 0, width, weights, width, 4 * width, state, 0, width, size, width, active)
+            multiply_rows(candidate, 0, width, weights, 2 * width, 4 * width, state, 0, width, size, width, active)
+            multiply_rows(output_gate, 0, width, weights, 3 * width, 4 * width, state, 0, width, size, width, active)
             for i in range(active * width):
-                enter[i] = sigmoid(enter[i])
+                input_gate[i] = sigmoid(input_gate[i])
             for i in range(active * width):
-                forget[i] = sigmoid(forget[i])
+                forget_gate[i] = sigmoid(forget_gate[i])
             for i in range(active * width):
-                fresh[i] = tanh(fresh[i])
+                candidate[i] = tanh(candidate[i])
             for i in range(active * width):
-                leave[i] = sigmoid(leave[i])
+                output_gate[i] = sigmoid(output_gate[i])
             for i in range(active * width):
-                cell[i] = forget[i] * cell[i] + enter[i] * fresh[i]
+                cell[i] = forget_gate[i] * cell[i] + input_gate[i] * candidate[i]
             for i in range(active * width):
-                state[i] = leave[i] * tanh(cell[i])
+                state[i] = output_gate[i] * tanh(cell[i])
             for r in range(active):
                 row = row_of(sample, begin, direction, offset, run + r, step)
                 copy_elements(shown, row * size, state, r * width, size)
                 if len(saved):
-                    copy_elements(saved, 5 * row * size, enter, r * width, size)
-                    copy_elements(saved, (5 * row + 1) * size, forget, r * width, size)
-                    copy_elements(saved, (5 * row + 2) * size, fresh, r * width, size)
-                    copy_elements(saved, (5 * row + 3) * size, leave, r * width, size)
+                    copy_elements(saved, 5 * row * size, input_gate, r * width, size)
+                    copy_elements(saved, (5 * row + 1) * size, forget_gate, r * width, size)
+                    copy_elements(saved, (5 * row + 2) * size, candidate, r * width, size)
+                    copy_elements(saved, (5 * row + 3) * size, output_gate, r * width, size)
                     copy_elements(saved, (5 * row + 4) * size, cell, r * width, size)
         for r in range(rows):
             copy_elements(ends, 2 * (run + r) * size, state, r * width, size)
@@ -73,10 +74,10 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
 @flushing
 @kernel
 def _backward(
-    first, last, sample, begin, count, direction, offset, together,
-    gates, initial, edge, w, grad_out, grad_end, grad_gates, grad_start, reach,
+    first, last, sample, begin, count, direction, offset, block_size,
+    gates, initial, first_times, w, grad_out, grad_end, grad_gates, grad_start, live_steps,
 ):  # fmt: skip
-    """Writes the gradients of what enters i, f, g and o; `initial` is the state before time ``edge[sample]``."""
+    """Writes the gradients of what enters i, f, g and o; `initial` is the state before time ``first_times[sample]``."""
     size, width = grad_end.shape[1] // 2, w.shape[1]
     zero, one, part = grad_end.dtype.type(0), grad_end.dtype.type(1), width * width
     weights, first_states, saved = w.reshape(-1), initial.reshape(-1), gates.reshape(-1)
@@ -84,11 +85,11 @@ def _backward(
     ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
     v, cell_v = scratch(width, grad_end), scratch(width, grad_end)
     g, before = scratch(width, grad_end), scratch(width, grad_end)
-    enter, forget, fresh = scratch(width, grad_end), scratch(width, grad_end), scratch(width, grad_end)
-    leave, cell = scratch(width, grad_end), scratch(width, grad_end)
+    input_gate, forget_gate, candidate = scratch(width, grad_end), scratch(width, grad_end), scratch(width, grad_end)
+    output_gate, cell = scratch(width, grad_end), scratch(width, grad_end)
     for block in range(first, last):
-        run = block * together
-        rows = min(together, len(sample) - run)
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, 2 * (run + r) * size, size)
             copy_elements(cell_v, r * width, ends, (2 * (run + r) + 1) * size, size)
@@ -106,12 +107,12 @@ def _backward(
             for r in range(active):
                 who, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
                 row = offset[time] + who
-                copy_elements(enter, r * width, saved, 5 * row * size, size)
-                copy_elements(forget, r * width, saved, (5 * row + 1) * size, size)
-                copy_elements(fresh, r * width, saved, (5 * row + 2) * size, size)
-                copy_elements(leave, r * width, saved, (5 * row + 3) * size, size)
+                copy_elements(input_gate, r * width, saved, 5 * row * size, size)
+                copy_elements(forget_gate, r * width, saved, (5 * row + 1) * size, size)
+                copy_elements(candidate, r * width, saved, (5 * row + 2) * size, size)
+                copy_elements(output_gate, r * width, saved, (5 * row + 3) * size, size)
                 copy_elements(cell, r * width, saved, (5 * row + 4) * size, size)
-                if time == edge[who]:
+                if time == first_times[who]:
                     copy_elements(before, r * width, first_states, (2 * who + 1) * size, size)
                 else:
                     copy_elements(before, r * width, saved, (5 * (offset[time - direction] + who) + 4) * size, size)
@@ -121,28 +122,28 @@ def _backward(
                 cell[i] = tanh(cell[i])
             for i in range(active * width):
                 grad = v[i] + g[i]
-                grad_cell = cell_v[i] + grad * leave[i] * (one - cell[i] * cell[i])
-                cell_v[i] = grad_cell * forget[i]
-                grad_enter = grad_cell * fresh[i] * enter[i] * (one - enter[i])
-                fresh[i] = grad_cell * enter[i] * (one - fresh[i] * fresh[i])
-                enter[i] = grad_enter
-                forget[i] = grad_cell * before[i] * forget[i] * (one - forget[i])
-                leave[i] = grad * cell[i] * leave[i] * (one - leave[i])
+                grad_cell = cell_v[i] + grad * output_gate[i] * (one - cell[i] * cell[i])
+                cell_v[i] = grad_cell * forget_gate[i]
+                grad_input_gate = grad_cell * candidate[i] * input_gate[i] * (one - input_gate[i])
+                candidate[i] = grad_cell * input_gate[i] * (one - candidate[i] * candidate[i])
+                input_gate[i] = grad_input_gate
+                forget_gate[i] = grad_cell * before[i] * forget_gate[i] * (one - forget_gate[i])
+                output_gate[i] = grad * cell[i] * output_gate[i] * (one - output_gate[i])
                 v[i] = zero
             if len(written):
                 for r in range(active):
                     row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                    copy_elements(written, 4 * row * size, enter, r * width, size)
-                    copy_elements(written, (4 * row + 1) * size, forget, r * width, size)
-                    copy_elements(written, (4 * row + 2) * size, fresh, r * width, size)
-                    copy_elements(written, (4 * row + 3) * size, leave, r * width, size)
-            multiply_rows(v, 0, width, weights, 0, width, enter, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, part, width, forget, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, 2 * part, width, fresh, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, 3 * part, width, leave, 0, width, size, width, active)
+                    copy_elements(written, 4 * row * size, input_gate, r * width, size)
+                    copy_elements(written, (4 * row + 1) * size, forget_gate, r * width, size)
+                    copy_elements(written, (4 * row + 2) * size, candidate, r * width, size)
+                    copy_elements(written, (4 * row + 3) * size, output_gate, r * width, size)
+            multiply_rows(v, 0, width, weights, 0, width, input_gate, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, part, width, forget_gate, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, 2 * part, width, candidate, 0, width, size, width, active)
+            multiply_rows(v, 0, width, weights, 3 * part, width, output_gate, 0, width, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width) or any_nonzero(cell_v, 0, active * width)
-        record_reach(reach, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
+        record_live_steps(live_steps, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, 2 * (run + r) * size, v, r * width, size)
             copy_elements(starts, (2 * (run + r) + 1) * size, cell_v, r * width, size)
@@ -160,12 +161,14 @@ class LstmCell(FusedCell):
     bounded, reads_output = True, False
     kernels = (_forward, _backward)
 
-    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        enter, forget, fresh, leave = (entered + product).chunk(4, dim=1)
-        c = torch.sigmoid(forget) * state.chunk(2, dim=1)[1] + torch.sigmoid(enter) * torch.tanh(fresh)
-        return torch.cat([torch.sigmoid(leave) * torch.tanh(c), c], dim=1)
+    def step(
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        input_gate, forget_gate, candidate, output_gate = (input_projection + recurrent_projection).chunk(4, dim=1)
+        c = torch.sigmoid(forget_gate) * state.chunk(2, dim=1)[1] + torch.sigmoid(input_gate) * torch.tanh(candidate)
+        return torch.cat([torch.sigmoid(output_gate) * torch.tanh(c), c], dim=1)
 
-    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+    def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
         # The cell's own state has no bound.
         size = states.shape[1] // 2
         return torch.cat([states[:, :size].clamp(-1, 1), states[:, size:]], dim=1)

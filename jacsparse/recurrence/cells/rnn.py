@@ -10,20 +10,20 @@ import torch
 from ...runtime import flushing, kernel
 from ..vector import any_nonzero, copy_elements, multiply_rows, tanh
 from .cell import Terms, Weights
-from .fused import CHECKED, FusedCell, any_added, record_reach, row_of, scratch, write_zeros
+from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
 
 @kernel
-def _forward(first, last, sample, begin, count, direction, offset, together, x, w, relu, start, out, end):
+def _forward(first, last, sample, begin, count, direction, offset, block_size, x, w, relu, start, out, end):
     """``h = tanh(x + W h)``, or ReLU; `start` and `end` are the runs' first and last states."""
     size, width = start.shape[1], w.shape[1]
     zero = x.dtype.type(0)
     starts, ends, weights = start.reshape(-1), end.reshape(-1), w.reshape(-1)
-    entered, shown = x.reshape(-1), out.reshape(-1)
+    input_projection, shown = x.reshape(-1), out.reshape(-1)
     state, total = scratch(width, x), scratch(width, x)
     for block in range(first, last):
-        run = block * together
-        rows = min(together, len(sample) - run)
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
         for r in range(rows):
             copy_elements(state, r * width, starts, (run + r) * size, size)
         active = rows
@@ -32,7 +32,7 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
                 active -= 1
             for r in range(active):
                 row = row_of(sample, begin, direction, offset, run + r, step)
-                copy_elements(total, r * width, entered, row * size, size)
+                copy_elements(total, r * width, input_projection, row * size, size)
             multiply_rows(total, 0, width, weights, 0, width, state, 0, width, size, width, active)
             if relu:
                 for i in range(active * width):
@@ -50,8 +50,8 @@ def _forward(first, last, sample, begin, count, direction, offset, together, x, 
 @flushing
 @kernel
 def _backward(
-    first, last, sample, begin, count, direction, offset, together,
-    h, w, relu, grad_out, grad_end, grad_gates, grad_start, reach,
+    first, last, sample, begin, count, direction, offset, block_size,
+    h, w, relu, grad_out, grad_end, grad_gates, grad_start, live_steps,
 ):  # fmt: skip
     """``v_t = g_t + Wᵀ (v_{t+1} ∘ f'_{t+1})``: writes ``v ∘ f'`` of each step, and each run's gradient of its start.
 
@@ -64,8 +64,8 @@ def _backward(
     v, g = scratch(width, grad_end), scratch(width, grad_end)
     d, state = scratch(width, grad_end), scratch(width, grad_end)
     for block in range(first, last):
-        run = block * together
-        rows = min(together, len(sample) - run)
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
         for r in range(rows):
             copy_elements(v, r * width, ends, (run + r) * size, size)
         active, alive, reached = rows, True, 0
@@ -100,7 +100,7 @@ def _backward(
             multiply_rows(v, 0, width, weights, 0, width, d, 0, width, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width)
-        record_reach(reach, written, size, rows, sample, begin, count, direction, offset, run, reached)
+        record_live_steps(live_steps, written, size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
             copy_elements(starts, (run + r) * size, v, r * width, size)
 
@@ -123,10 +123,16 @@ class RnnCell(FusedCell):
     def bounded(self) -> bool:
         return not self.relu
 
-    def step(self, entered: torch.Tensor, product: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
-        return torch.relu(entered + product) if self.relu else torch.tanh(entered + product)
+    def step(
+        self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+    ) -> torch.Tensor:
+        return (
+            torch.relu(input_projection + recurrent_projection)
+            if self.relu
+            else torch.tanh(input_projection + recurrent_projection)
+        )
 
-    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
+    def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
 
     def forward_constants(self, weights: Weights) -> tuple[Any, ...]:

@@ -85,12 +85,12 @@ class StepJacobian:
         """
         cell, weights, size = self.cell, self.weights, self.weights.size
         before = cell.states_before(saved, sequences, direction).to(weights.hidden.dtype)
-        entered = functional.linear(x.to(before.dtype), weights.input, weights.bias)
-        product = functional.linear(before[:, :size], weights.hidden, weights.hidden_bias)
+        input_projection = functional.linear(x.to(before.dtype), weights.input, weights.bias)
+        recurrent_projection = functional.linear(before[:, :size], weights.hidden, weights.hidden_bias)
         gates = weights.hidden.reshape(cell.gates, size, size)
         rows, columns = (index(entries.astype(np.int64), x) for entries in (self.pattern.rows, self.pattern.indices))
         values = before.new_zeros(self.pattern.nnz, len(before))
-        for vector, coefficients in enumerate(cell.coefficients(entered, product, before)):
+        for vector, coefficients in enumerate(cell.coefficients(input_projection, recurrent_projection, before)):
             factors, diagonals = (
                 part.reshape(len(part), count, size)
                 for part, count in zip(coefficients, (cell.gates, cell.states), strict=True)

@@ -87,7 +87,7 @@ def solve(problem: Problem) -> torch.Tensor:
 def _solve_here(problem: Problem) -> torch.Tensor:
     time, choice, report = problem.sequences.time, problem.choice, problem.report
     if not time:
-        return problem.edge
+        return problem.initial_state
     if choice.schedule is not None and choice.schedule.n != time + 1:
         raise ValueError(
             f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "

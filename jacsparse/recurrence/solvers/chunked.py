@@ -29,44 +29,48 @@ class Chunked(ChunkSolver):
     solves = frozenset({"linear", "gradients"})
 
     def solve(self, problem: Problem) -> torch.Tensor:
-        chunks, edge = problem.chunks, problem.edge
+        chunks, initial_state = problem.chunks, problem.initial_state
         problem.report.methods.append(self.name)
-        if on_device(edge):
-            return run_chunks(problem, chunks, *_starts_on_device(problem.recurrence, chunks, edge))
-        return run_chunks(problem, chunks, _starts(problem.recurrence, chunks, edge))
+        if on_device(initial_state):
+            return run_chunks(problem, chunks, *_starts_on_device(problem.recurrence, chunks, initial_state))
+        return run_chunks(problem, chunks, _starts(problem.recurrence, chunks, initial_state))
 
 
-def _starts(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+def _starts(recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor) -> torch.Tensor:
     """The chunks' first states, ``(chunks, state)``."""
     wide = recurrence.diagonal
-    matrices = recurrence.matrices(chunks.runs, torch.float64) if wide else inner_matrices(recurrence, chunks, edge)
-    start = chunks.guess(edge)
-    for dtype in (torch.float64,) if wide else (edge.dtype, torch.float64):
+    matrices = (
+        recurrence.matrices(chunks.runs, torch.float64) if wide else inner_matrices(recurrence, chunks, initial_state)
+    )
+    start = chunks.guess(initial_state)
+    for dtype in (torch.float64,) if wide else (initial_state.dtype, torch.float64):
         start = start.to(dtype)
         ends = recurrence.run(chunks.runs, start, record=False)
-        start += boundary_corrections(chunks, matrices, chunks.starts(ends, edge.to(dtype)) - start)
-    return start.to(edge.dtype)
+        start += boundary_corrections(chunks, matrices, chunks.starts(ends, initial_state.to(dtype)) - start)
+    return start.to(initial_state.dtype)
 
 
-def _starts_on_device(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> tuple[torch.Tensor, DeviceRuns]:
+def _starts_on_device(
+    recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor
+) -> tuple[torch.Tensor, DeviceRuns]:
     """The chunks' first states, and the samples in which one overflows."""
-    wide = edge.double()
+    wide = initial_state.double()
     if recurrence.diagonal:
-        offsets = recurrence.run(chunks.runs, wide.new_zeros(len(chunks.runs), edge.shape[1]), record=False)
+        offsets = recurrence.run(chunks.runs, wide.new_zeros(len(chunks.runs), initial_state.shape[1]), record=False)
         start, lost = scan_boundaries(chunks, recurrence.matrices(chunks.runs, torch.float64), wide, offsets=offsets)
-        return start.to(edge.dtype), lost
-    matrices = recurrence.transfer(chunks.runs, edge)
-    start = scan_boundaries(chunks, matrices, edge)[0].double()
+        return start.to(initial_state.dtype), lost
+    matrices = recurrence.transfer(chunks.runs, initial_state)
+    start = scan_boundaries(chunks, matrices, initial_state)[0].double()
     gaps = chunks.starts(recurrence.run(chunks.runs, start, record=False), wide) - start
     # A run adds the gap behind it.
     matrices[:, -1] = gaps[index(chunks.after, gaps)]
-    start_moves, lost = scan_boundaries(chunks, matrices, torch.zeros_like(edge))
-    return (start + start_moves).to(edge.dtype), lost
+    start_moves, lost = scan_boundaries(chunks, matrices, torch.zeros_like(initial_state))
+    return (start + start_moves).to(initial_state.dtype), lost
 
 
-def inner_matrices(recurrence: Recurrence, chunks: Chunks, edge: torch.Tensor) -> torch.Tensor:
+def inner_matrices(recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor) -> torch.Tensor:
     """`Recurrence.matrices` of the chunks, as `boundary_corrections` takes them: zeros of those that are not used."""
-    inner = recurrence.matrices(chunks.inner_runs, edge.dtype)
+    inner = recurrence.matrices(chunks.inner_runs, initial_state.dtype)
     matrices = inner.new_zeros(len(chunks.runs), *inner.shape[1:])
     matrices[index(chunks.inner, matrices)] = inner
     return matrices

@@ -22,11 +22,11 @@ class Newton(Relaxed):
     def following(
         self, problem: Problem, chunks: Chunks, start: torch.Tensor, ends: torch.Tensor, reached: torch.Tensor
     ) -> torch.Tensor:
-        recurrence, edge = problem.recurrence, problem.edge
-        matrices = inner_matrices(recurrence, chunks, edge)
-        solved = (start + boundary_corrections(chunks, matrices, reached.double() - start)).to(edge.dtype)
-        solved = recurrence.limit(solved, edge[index(chunks.runs.sample, edge)])
-        first = (index(chunks.place, edge) == 0)[:, None]
+        recurrence, initial_state = problem.recurrence, problem.initial_state
+        matrices = inner_matrices(recurrence, chunks, initial_state)
+        solved = (start + boundary_corrections(chunks, matrices, reached.double() - start)).to(initial_state.dtype)
+        solved = recurrence.limit(solved, initial_state[index(chunks.runs.sample, initial_state)])
+        first = (index(chunks.place, initial_state) == 0)[:, None]
         return torch.where(solved.isfinite() & ~first, solved, reached)
 
     def following_on_device(
@@ -39,12 +39,12 @@ class Newton(Relaxed):
         previous: torch.Tensor | None,
         matrices: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        recurrence, edge = problem.recurrence, problem.edge
-        matrices = recurrence.matrices(chunks.runs, edge.dtype, Kept(again, matrices))
+        recurrence, initial_state = problem.recurrence, problem.initial_state
+        matrices = recurrence.matrices(chunks.runs, initial_state.dtype, Kept(again, matrices))
         offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
         joint = torch.cat([matrices, offsets.unsqueeze(1)], dim=1)
-        solved = scan_boundaries(chunks, joint, edge, previous=previous)[0]
-        return recurrence.limit(solved, edge[index(chunks.runs.sample, edge)]).contiguous(), matrices
+        solved = scan_boundaries(chunks, joint, initial_state, previous=previous)[0]
+        return recurrence.limit(solved, initial_state[index(chunks.runs.sample, initial_state)]).contiguous(), matrices
 
 
 class Parallel(ChunkSolver):

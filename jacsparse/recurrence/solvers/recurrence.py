@@ -87,20 +87,20 @@ class Recurrence(ABC):
         On a device, runs may keep their matrix of an earlier sweep.
         """
 
-    def maps(self, chunks: Chunks, edge: torch.Tensor, *, sparse: bool) -> AffineMaps:
+    def maps(self, chunks: Chunks, initial_state: torch.Tensor, *, sparse: bool) -> AffineMaps:
         """The affine maps of single steps, in float64, by place and sample: ``(places, batch, ...)``.
 
         Sparse ones where asked for and where there are such; maps beyond the end of a shorter sample are arbitrary.
         """
-        zeros = edge.new_zeros(len(chunks.runs), edge.shape[1], dtype=torch.float64)
+        zeros = initial_state.new_zeros(len(chunks.runs), initial_state.shape[1], dtype=torch.float64)
         offsets = self.run(chunks.runs, zeros, record=False)
-        table = index(chunks.table, edge).clamp(min=0)
+        table = index(chunks.table, initial_state).clamp(min=0)
         form = DiagonalMaps if self.diagonal else DenseMaps
         return form(self.matrices(chunks.runs, torch.float64)[table], offsets[table])
 
-    def whole(self, chunks: Chunks, edge: torch.Tensor) -> AffineMaps:
+    def whole(self, chunks: Chunks, initial_state: torch.Tensor) -> AffineMaps:
         """What all steps of each sample do to a state, in float64: one map, for `chunks` of all steps."""
-        return self.maps(chunks, edge, sparse=False)
+        return self.maps(chunks, initial_state, sparse=False)
 
     def constant(self, state: torch.Tensor) -> AffineMaps:
         """As `whole`, of steps that lead to a state from any other one; `state` has shape ``(batch, state)``."""
@@ -111,14 +111,14 @@ class Recurrence(ABC):
         assert constant.offsets is not None
         return constant.offsets[0]
 
-    def transfer(self, runs: Runs, edge: torch.Tensor) -> torch.Tensor:
+    def transfer(self, runs: Runs, initial_state: torch.Tensor) -> torch.Tensor:
         """On a device: `matrices` and, below each, what the run makes of zeros, ``(runs, state + 1, state)``."""
-        zeros = edge.new_zeros(len(runs), edge.shape[1])
+        zeros = initial_state.new_zeros(len(runs), initial_state.shape[1])
         offsets = self.run(runs, zeros, record=False)
-        return torch.cat([self.matrices(runs, edge.dtype), offsets.unsqueeze(1)], dim=1)
+        return torch.cat([self.matrices(runs, initial_state.dtype), offsets.unsqueeze(1)], dim=1)
 
-    def limit(self, states: torch.Tensor, edge: torch.Tensor) -> torch.Tensor:
-        """The nearest states that the recurrence can reach from `edge`."""
+    def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
+        """The nearest states that the recurrence can reach from `initial_state`."""
         return states
 
 
@@ -126,7 +126,7 @@ class Part(Protocol):
     """This rank's part of sequences that go across ranks."""
 
     def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
-        """Solve an affine recurrence across ranks: this rank's last states; ``problem.edge`` gets its first ones."""
+        """Solve an affine recurrence across ranks: this rank's last states; `problem` gets its ``initial_state``."""
 
 
 @dataclass
@@ -141,7 +141,7 @@ class Problem:
         The steps.
     direction : int
         1, or -1 for a layer that runs from each sample's end.
-    edge : Tensor, (batch, state)
+    initial_state : Tensor, (batch, state)
         The samples' first states.
     choice : Choice
         How.
@@ -162,7 +162,7 @@ class Problem:
     recurrence: Recurrence
     sequences: Sequences
     direction: int
-    edge: torch.Tensor
+    initial_state: torch.Tensor
     choice: Choice
     report: Report
     backward: bool = False

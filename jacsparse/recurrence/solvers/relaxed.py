@@ -87,13 +87,15 @@ def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) ->
     instead : Relaxed, optional
         Makes them on the host once the first method stops helping.
     """
-    chunks, edge, report = problem.chunks, problem.edge, problem.report
+    chunks, initial_state, report = problem.chunks, problem.initial_state, problem.report
     guess = _first_guess(problem, chunks)
     report.methods.append(method.name)
-    if on_device(edge):
+    if on_device(initial_state):
         judged, defects = _sweeps_on_device(problem, chunks, guess, method)
         report.pending, problem.boundaries = Pending.of(report.methods, judged.steps, defects), guess
-        return problem.recurrence.run(remaining_runs(chunks, edge.device, judged.begin, judged.steps), judged.rest)
+        return problem.recurrence.run(
+            remaining_runs(chunks, initial_state.device, judged.begin, judged.steps), judged.rest
+        )
     ends, reached, late = _sweeps(problem, chunks, guess, method, instead)
     if late.any() and problem.fallback is not None:
         return problem.fallback.solve(problem)
@@ -109,31 +111,34 @@ def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) ->
 
 def _first_guess(problem: Problem, chunks: Chunks) -> torch.Tensor:
     """First states to begin with: those of an earlier pass where there are any and they are numbers, else zeros."""
-    warm, edge = problem.warm, problem.edge
-    guess = chunks.guess(edge)
+    warm, initial_state = problem.warm, problem.initial_state
+    guess = chunks.guess(initial_state)
     if warm is None:
         return guess
-    if (warm.shape, warm.dtype, warm.device) != (guess.shape, edge.dtype, edge.device):
+    if (warm.shape, warm.dtype, warm.device) != (guess.shape, guess.dtype, guess.device):
         raise ValueError(
             f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
-            f"{tuple(guess.shape)} of {edge.dtype} on {edge.device}: pass what a pass over as many steps gave there"
+            f"{tuple(guess.shape)} of {guess.dtype} on {guess.device}: pass what a pass over as many steps gave there"
         )
-    return torch.where((index(chunks.place, edge) > 0)[:, None] & warm.isfinite(), warm, guess)
+    return torch.where((index(chunks.place, initial_state) > 0)[:, None] & warm.isfinite(), warm, guess)
 
 
 def _sweeps_on_device(
     problem: Problem, chunks: Chunks, guess: torch.Tensor, method: Relaxed
 ) -> tuple[Convergence, torch.Tensor]:
     """Sweep a fixed number of times; after each sweep the device decides which chunks are taken again."""
-    recurrence, edge = problem.recurrence, problem.edge
-    runs, defects = chunks.runs.on(edge.device), edge.new_empty(method.device_sweeps, len(edge))
-    judged, state, again, previous = Convergence.of(guess, edge), guess.clone(), runs.steps, None
+    recurrence, initial_state = problem.recurrence, problem.initial_state
+    runs, defects = (
+        chunks.runs.on(initial_state.device),
+        initial_state.new_empty(method.device_sweeps, len(initial_state)),
+    )
+    judged, state, again, previous = Convergence.of(guess, initial_state), guess.clone(), runs.steps, None
     matrices: torch.Tensor | None = None
     for sweep, defect in enumerate(defects, 1):
         ends, following = recurrence.run(runs._replace(steps=again), state), None
         if sweep < method.device_sweeps:
             following, matrices = method.following_on_device(problem, chunks, guess, ends, again, previous, matrices)
-        judge(chunks, ends, following, edge, recurrence.scale_floor, guess, previous, defect, judged)
+        judge(chunks, ends, following, initial_state, recurrence.scale_floor, guess, previous, defect, judged)
         state, again, previous = judged.start, judged.again, defect
     return judged, defects
 
@@ -142,21 +147,21 @@ def _sweeps(
     problem: Problem, chunks: Chunks, start: torch.Tensor, method: Relaxed, instead: Relaxed | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The chunks' last states, the first ones that follow from them, and which chunks of samples did not settle."""
-    recurrence, edge, report = problem.recurrence, problem.edge, problem.report
-    runs, sample = chunks.runs, index(chunks.runs.sample, edge)
-    enough, floor = tolerance(edge.dtype), max(recurrence.scale_floor, torch.finfo(edge.dtype).tiny)
+    recurrence, initial_state, report = problem.recurrence, problem.initial_state, problem.report
+    runs, sample = chunks.runs, index(chunks.runs.sample, initial_state)
+    enough, floor = tolerance(initial_state.dtype), max(recurrence.scale_floor, torch.finfo(initial_state.dtype).tiny)
     before = math.inf
     ends = recurrence.run(runs, start)
     report.sweeps += 1
     # Samples that sweeps may still help: a NaN would go on by a chunk a sweep.
-    hopeful = edge.new_ones(len(edge), dtype=torch.bool)
+    hopeful = initial_state.new_ones(len(initial_state), dtype=torch.bool)
     while True:
-        reached = chunks.starts(ends, edge)
+        reached = chunks.starts(ends, initial_state)
         following = method.following(problem, chunks, start, ends, reached)
         # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
-        scale = _largest(reached, sample, len(edge)).clamp(min=floor)
+        scale = _largest(reached, sample, len(initial_state)).clamp(min=floor)
         move = (following - start).abs().amax(dim=1) / scale[sample]
-        hopeful &= _largest(move[:, None], sample, len(edge)).isfinite()
+        hopeful &= _largest(move[:, None], sample, len(initial_state)).isfinite()
         defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0
         stuck = defect > method.progress * before and defect > enough
         before = defect
@@ -166,7 +171,7 @@ def _sweeps(
             continue
         report.defects.append(defect)
         if defect <= enough or stuck or report.sweeps >= MOST_SWEEPS:
-            settled = _largest(move[:, None], sample, len(edge)) <= enough
+            settled = _largest(move[:, None], sample, len(initial_state)) <= enough
             # Of a sample that did not settle, only the chunks that are the sequential ones bit for bit are right.
             return ends, reached, (reached != start).any(dim=1) & ~settled[sample]
         # A run whose first state is right already need not be taken again.

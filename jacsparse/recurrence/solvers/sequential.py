@@ -22,7 +22,7 @@ class Sequential(Solver):
         report, sequences = problem.report, problem.sequences
         report.methods.append(self.name)
         report.chunk, report.sweeps = sequences.time, 1
-        return problem.recurrence.run(sequences.whole(problem.direction), problem.edge)
+        return problem.recurrence.run(sequences.whole(problem.direction), problem.initial_state)
 
 
 def run_chunks(
@@ -43,22 +43,22 @@ def run_chunks(
     overflowing : DeviceRuns, optional
         On a device, the samples in which one overflows, where that is known.
     """
-    recurrence, edge, report = problem.recurrence, problem.edge, problem.report
-    last = recurrence.run(chunks.runs, starts)[index(chunks.last, edge)]
+    recurrence, initial_state, report = problem.recurrence, problem.initial_state, problem.report
+    last = recurrence.run(chunks.runs, starts)[index(chunks.last, initial_state)]
     report.sweeps += 2
     whole = problem.sequences.whole(problem.direction)
-    if on_device(edge):
+    if on_device(initial_state):
         if overflowing is None:
-            sample, there = index(chunks.runs.sample, edge), whole.on(edge.device)
+            sample, there = index(chunks.runs.sample, initial_state), whole.on(initial_state.device)
             finite = starts.isfinite().all(dim=1).long()
-            right = finite.new_ones(len(edge)).scatter_reduce(0, sample, finite, "amin") > 0
-            overflowing = remaining_runs(chunks, edge.device, there.begin, torch.where(right, 0, there.steps))
+            right = finite.new_ones(len(initial_state)).scatter_reduce(0, sample, finite, "amin") > 0
+            overflowing = remaining_runs(chunks, initial_state.device, there.begin, torch.where(right, 0, there.steps))
         report.pending = Pending.of(report.methods, overflowing.steps, None)
-        return recurrence.run(overflowing, torch.where((overflowing.steps > 0)[:, None], edge, last))
+        return recurrence.run(overflowing, torch.where((overflowing.steps > 0)[:, None], initial_state, last))
     lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).numpy()])
     if len(lost):
-        place = index(lost, edge)
-        last[place] = recurrence.run(whole.take(lost), edge[place])
+        place = index(lost, initial_state)
+        last[place] = recurrence.run(whole.take(lost), initial_state[place])
         report.methods.append("sequential")
         report.fallback_samples, report.fallback_steps = len(lost), int(problem.sequences.lengths[lost].sum())
     return last

@@ -26,14 +26,17 @@ class Tree(Solver):
     sparse: ClassVar[bool] = False
 
     def solve(self, problem: Problem) -> torch.Tensor:
-        chunks, edge, choice = problem.chunks, problem.edge, problem.choice
+        chunks, initial_state, choice = problem.chunks, problem.initial_state, problem.choice
         schedule = choice.schedule or _blelloch(problem.sequences.time + 1, choice.levels)
         # A schedule that was passed is known by its own name.
         problem.report.methods.append(self.name if choice.schedule is None else choice.schedule.name.partition(":")[0])
         problem.report.tree = schedule
-        maps = problem.recurrence.maps(chunks, edge, sparse=self.sparse)
-        state, batch_axis = edge.double() if maps.axis == 0 else edge.T.double().contiguous(), maps.axis + 1
-        samples = max(1, _ELEMENTS * len(edge) // max(1, maps.tensors[0].numel()))
+        maps = problem.recurrence.maps(chunks, initial_state, sparse=self.sparse)
+        state, batch_axis = (
+            initial_state.double() if maps.axis == 0 else initial_state.T.double().contiguous(),
+            maps.axis + 1,
+        )
+        samples = max(1, _ELEMENTS * len(initial_state) // max(1, maps.tensors[0].numel()))
         states = torch.cat(
             [
                 scan_states(schedule, part, first)
@@ -41,10 +44,10 @@ class Tree(Solver):
             ],
             batch_axis,
         )
-        place, sample = index(chunks.place, edge), index(chunks.runs.sample, edge)
+        place, sample = index(chunks.place, initial_state), index(chunks.runs.sample, initial_state)
         # The state before each step; what a scan holds beyond a shorter sample's end is not read.
         starts = states[place, sample] if maps.axis == 0 else states[:, place, sample].T
-        return run_chunks(problem, chunks, starts.to(edge.dtype).contiguous())
+        return run_chunks(problem, chunks, starts.to(initial_state.dtype).contiguous())
 
 
 class Planned(Tree):
