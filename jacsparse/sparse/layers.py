@@ -53,7 +53,7 @@ class SparseLayer(nn.Module):
         self._convolutions: dict[Any, Convolution] = {}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        # What torch.nn.utils.prune calls first would leave the layer with neither its weights nor a mask.
+        """Add a parameter; those that ``torch.nn.utils.prune`` would put in the weights' place are refused."""
         if name in ("weight_orig", "values_orig"):
             raise TypeError(
                 f"torch.nn.utils.prune does not prune a {type(self).__name__}, which has only the weights that are "
