@@ -52,6 +52,15 @@ class SparseLayer(nn.Module):
             self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
         self._convolutions: dict[Any, Convolution] = {}
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter; those that ``torch.nn.utils.prune`` would put in the weights' place are refused."""
+        if name in ("weight_orig", "values_orig"):
+            raise TypeError(
+                f"torch.nn.utils.prune does not prune a {type(self).__name__}, which has only the weights that are "
+                "left: give set_mask a mask with fewer, or prune the dense model of jacsparse.densify"
+            )
+        super().register_parameter(name, param)
+
     def _window(self) -> Window:
         raise NotImplementedError
 

@@ -255,6 +255,15 @@ def test_masks_change_with_their_momentum() -> None:
     assert layer.weight.count_nonzero() == 4
 
 
+@pytest.mark.parametrize("name", ["weight", "values"])
+def test_pytorch_does_not_prune_what_is_left(name: str) -> None:
+    layer = SparseLinear(4, 3, mask=torch.eye(3, 4))
+    with pytest.raises(TypeError, match="give set_mask a mask with fewer, or prune the dense model"):
+        prune.l1_unstructured(layer, name, 0.5)
+    assert [each for each, _ in layer.named_parameters()] == ["values", "bias"]
+    assert layer(torch.ones(5, 4)).shape == (5, 3)
+
+
 def test_copies() -> None:
     layer = sparse(convolution(CONVOLUTIONS[0], torch.float64, 0.3))
     x = torch.randn(3, 3, 4, 4, dtype=torch.float64)
