@@ -261,7 +261,7 @@ class Blocks:
         """An activation of the same samples."""
         return Blocks(data, self.form)
 
-    def view(self, data: torch.Tensor, rank: int) -> Blocks:
+    def view_of(self, data: torch.Tensor, rank: int) -> Blocks:
         """An activation that shares the memory of this one."""
         self._is_viewed = True
         return Blocks(data, self.form._replace(rank=rank), self)

@@ -183,7 +183,7 @@ def _reshape(x: Blocks, *shape: Any, **named: Any) -> Any:
 
 def _as_features(x: Blocks) -> Blocks:
     blocks, channels, rows, columns, lanes = x.blocks.shape
-    return x.view(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
+    return x.view_of(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
 
 
 @operator(torch.cat, torch.concat, torch.concatenate)
