@@ -204,6 +204,7 @@ class Blocks:
 
     def blocks_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape as blocks of this form."""
+        _check_transforms()
         planes = tensor.view(*tensor.shape, *(1,) * (4 - tensor.ndim))
         return to_blocks(planes, self.form.lanes).view(self._content.shape)
 
