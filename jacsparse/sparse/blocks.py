@@ -14,8 +14,8 @@ import dis
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
@@ -62,6 +62,10 @@ def _apart(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 class Sum(Protocol):
     """An affine layer's output that is not computed yet, so that what follows may become part of it."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The blocks that it is computed from."""
 
     @property
     def with_gradients(self) -> bool:
@@ -165,7 +169,7 @@ class Blocks:
             return self._computed()
         tensor = self.tensor
         if self._escaped or (source is not None and source._escaped) or self._seen != _writes(tensor):
-            with _as_recorded(tensor):
+            with _mode_of(tensor.is_inference(), tensor.requires_grad or torch.is_grad_enabled()):
                 self._content = self.blocks_of(tensor)
             self._seen = _writes(tensor)
         assert isinstance(self._content, torch.Tensor)
@@ -177,7 +181,7 @@ class Blocks:
         if self._tensor is None:
             _check_transforms()
             tensor = self._computed() if self._source is None else self._source.tensor
-            with _as_recorded(tensor):
+            with _mode_of(tensor.is_inference(), tensor.requires_grad or torch.is_grad_enabled()):
                 if self._source is None:
                     self._tensor = reshaped(from_blocks(tensor, self.form.batch), self.shape)
                 else:
@@ -187,8 +191,9 @@ class Blocks:
     def _computed(self) -> torch.Tensor:
         if not isinstance(self._content, torch.Tensor):
             _check_transforms()
-            with recording(self._content.with_gradients):
-                self._content = self._content.compute()
+            content = self._content
+            with _mode_of(content.x.is_inference(), content.with_gradients):
+                self._content = content.compute()
         return self._content
 
     @property
@@ -324,22 +329,26 @@ class Blocks:
 def _is_apart(value: Any, tensor: torch.Tensor) -> bool:
     """Whether nothing that is written to a value reaches a tensor's memory."""
     if isinstance(value, torch.Tensor):
-        return not (torch._C._has_storage(value) and torch._C._is_alias_of(value, tensor))
+        if not torch._C._has_storage(value):
+            return True
+        return value.untyped_storage()._cdata != tensor.untyped_storage()._cdata
     return value is None or type(value) in (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
 
 
-def recording(gradients: bool) -> AbstractContextManager[Any]:
-    """What records a graph, or none, whatever the mode of those who ask for the result."""
-    if gradients and torch.is_inference_mode_enabled():
-        return torch.inference_mode(False)
-    return torch.set_grad_enabled(gradients)
+def _mode_of(inference: bool, gradients: bool) -> AbstractContextManager[Any]:
+    """The mode that a tensor was made in, whatever the mode of those who ask for another form of it."""
+    if gradients == torch.is_grad_enabled() and (inference or not torch.is_inference_mode_enabled()):
+        return _UNCHANGED
+    return _changed_mode(inference, gradients)
 
 
-def _as_recorded(tensor: torch.Tensor) -> AbstractContextManager[Any]:
-    """What makes another form of a tensor part of the tensor's own graph."""
-    if torch.is_inference_mode_enabled():
-        return torch.inference_mode(tensor.is_inference())
-    return torch.set_grad_enabled(tensor.requires_grad or torch.is_grad_enabled())
+_UNCHANGED = nullcontext()
+
+
+@contextmanager
+def _changed_mode(inference: bool, gradients: bool) -> Iterator[None]:
+    with torch.inference_mode(inference and torch.is_inference_mode_enabled()), torch.set_grad_enabled(gradients):
+        yield
 
 
 def _check_transforms() -> None:

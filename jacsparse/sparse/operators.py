@@ -119,7 +119,9 @@ def _binary(name: str, *others: str) -> None:
     @operator(function, *(getattr(tensor, each) for each in (name, *others[:-1])))
     def compute(x: Any, y: Any, **kwargs: Any) -> Any:
         form = alike((x, y))
-        if form is None or "out" in kwargs or (name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim):
+        if form is None or "out" in kwargs:
+            return NotImplemented
+        if name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim:
             # Zeros of lanes without a sample would be divided by zero, and their gradients are added to all others.
             return NotImplemented
         if name == "add" and not kwargs and (content := _sum(x, y)) is not None:

@@ -123,7 +123,15 @@ def _read_without_gradient(y: torch.Tensor) -> torch.Tensor:
         mean = y.mean()
     with torch.inference_mode():
         most = float(y.amax())
+    y.flatten(1).mul_(2)
     return y * mean + most * y.mean()
+
+
+def _begin_in_inference_mode(y: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        most = float((y * 2).amax())
+    y.flatten(1).relu_()
+    return y * most
 
 
 def _write_without_gradient(y: torch.Tensor) -> torch.Tensor:
@@ -254,6 +262,7 @@ CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written to after a view": _write_after_a_view,
     "written to after it was detached": _write_after_detaching,
     "read without gradient": _read_without_gradient,
+    "first read in inference mode": _begin_in_inference_mode,
     "written to without gradient": _write_without_gradient,
     "its data written to": _write_to_its_data,
     "written to by NumPy": _write_by_numpy,
