@@ -10,14 +10,20 @@ a tensor again. So the runs of layers that share the layout are as long as can b
 
 from __future__ import annotations
 
+import dis
+import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import CodeType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
+
+from ..runtime import is_transformed
 
 #: By a function of PyTorch, what computes it for blocks, or returns NotImplemented.
 OPERATORS: dict[Any, Callable[..., Any]] = {}
@@ -35,16 +41,31 @@ def to_blocks(x: torch.Tensor, lanes: int) -> torch.Tensor:
     missing = -batch % lanes
     if missing:
         x = functional.pad(x, (0,) * (2 * len(shape)) + (0, missing))
-    return x.unflatten(0, ((batch + missing) // lanes, lanes)).movedim(1, -1).contiguous()
+    return _apart(x.unflatten(0, ((batch + missing) // lanes, lanes)).movedim(1, -1), x)
 
 
 def from_blocks(x: torch.Tensor, batch: int) -> torch.Tensor:
     """Blocks as ``(batch, channels, rows, columns)``, contiguous."""
-    return x.movedim(-1, 1).flatten(0, 1)[:batch].contiguous()
+    return _apart(x.movedim(-1, 1).flatten(0, 1)[:batch], x)
+
+
+def reshaped(x: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """A new tensor in another shape; to autograd no view, and so to be written to as any layer's output."""
+    return torch.ops.aten._unsafe_view(x, shape)  # type: ignore[no-any-return]
+
+
+def _apart(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A contiguous copy: what is written to `x` later must not reach layers that are computed later still."""
+    copied = view.contiguous()
+    return copied.clone() if copied.data_ptr() == x.data_ptr() else copied
 
 
 class Sum(Protocol):
     """An affine layer's output that is not computed yet, so that what follows may become part of it."""
+
+    @property
+    def x(self) -> torch.Tensor:
+        """The blocks that it is computed from."""
 
     @property
     def with_gradients(self) -> bool:
@@ -59,7 +80,7 @@ class Sum(Protocol):
         """Their dtype."""
 
     def compute(self) -> torch.Tensor:
-        """The output's blocks."""
+        """The output's blocks, in the mode for gradients that the layer ran in."""
 
     def activated(self) -> Sum:
         """The output after ReLU."""
@@ -90,64 +111,105 @@ class TensorsNeededError(TypeError):
 class Blocks:
     """An activation as blocks of samples; to code that takes tensors, one of shape ``(batch, channels, ...)``.
 
+    From when on the tensor is asked for, it is the activation, whatever is written to it, and the blocks are made from
+    it anew.
+
     Parameters
     ----------
     content : Tensor or Sum
         The blocks, or what computes them.
     form : Form
         The batch, the dimensions and the samples of a block.
+    source : Blocks, optional
+        The activation that this one is a view of.
     """
 
-    def __init__(self, content: torch.Tensor | Sum, form: Form) -> None:
-        self._content, self.form = content, form
+    #: NumPy's arrays leave operators to activations, as to tensors.
+    __array_priority__ = torch.Tensor.__array_priority__
+
+    def __init__(self, content: torch.Tensor | Sum, form: Form, source: Blocks | None = None) -> None:
+        self._content, self.form, self._source = content, form, source
         self._tensor: torch.Tensor | None = None
-        #: The tensor's version when it had the blocks' values.
-        self._version = 0.0
+        #: The tensor's version that the blocks were made from.
+        self._seen = math.nan
+        #: Whether the tensor may be written to without PyTorch counting it, as by NumPy.
+        self._escaped = False
+        #: Whether another activation is a view of this one.
+        self._is_viewed = False
+        #: Whether something has been computed from the blocks, and not from the tensor.
+        self.was_read = False
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        """A tensor's, to a model's code that asks by ``isinstance``; so blocks are what to ask for first.
+        """A tensor's, to Python code that asks by ``isinstance``; so blocks are what to ask for first.
 
         PyTorch's code in C++ asks too, and would read the memory of a tensor where there is none. Its code in Python
         that asks, as of custom autograd functions and of checkpoints, goes on in C++.
         """
         caller = sys._getframe(1)
         module = caller.f_globals.get("__name__", "")
-        if module.startswith("torch.") and not module.startswith("torch.nn."):
-            raise TensorsNeededError(f"{module} takes tensors, and got an activation of a part of a sparse model alone")
-        return torch.Tensor if "isinstance" in caller.f_code.co_names else Blocks
+        if _asks_for_class(caller.f_code, caller.f_lasti) and _goes_on_in_python(module):
+            return torch.Tensor
+        raise TensorsNeededError(f"{module} takes tensors, and got an activation of a part of a sparse model alone")
 
     @property
     def pending(self) -> Sum | None:
         """What computes the blocks, where they are not computed yet and operators may become part of it."""
         if isinstance(self._content, torch.Tensor) or self._content.with_gradients != torch.is_grad_enabled():
             return None
+        self.was_read = True
         return self._content
 
     @property
     def blocks(self) -> torch.Tensor:
         """The blocks."""
-        if not isinstance(self._content, torch.Tensor):
-            self._content = self._content.compute()
-        elif self._tensor is not None and self._version != _version(self._tensor):
-            self.follow_tensor()
+        source = self._source
+        if self._tensor is None and (source is None or source._tensor is None):
+            self.was_read = True
+            return self._computed()
+        tensor = self.tensor
+        if self._escaped or (source is not None and source._escaped) or self._seen != _writes(tensor):
+            with _mode_of(tensor.is_inference(), tensor.requires_grad or torch.is_grad_enabled()):
+                self._content = self.blocks_of(tensor)
+            self._seen = _writes(tensor)
+        assert isinstance(self._content, torch.Tensor)
         return self._content
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The activation as a tensor, samples first; what is written to it, the blocks get too."""
+        """The activation as a tensor, samples first."""
         if self._tensor is None:
-            self._tensor = from_blocks(self.blocks, self.form.batch).view(self.shape)
-            self._version = _version(self._tensor)
+            _check_transforms()
+            tensor = self._computed() if self._source is None else self._source.tensor
+            with _mode_of(tensor.is_inference(), tensor.requires_grad or torch.is_grad_enabled()):
+                if self._source is None:
+                    self._tensor = reshaped(from_blocks(tensor, self.form.batch), self.shape)
+                else:
+                    self._tensor = tensor.view(self.shape)
         return self._tensor
 
-    def follow_tensor(self) -> None:
-        """Make the blocks anew, from the tensor."""
-        self._content = self.blocks_of(self.tensor)
-        self._version = _version(self.tensor)
+    def _computed(self) -> torch.Tensor:
+        if not isinstance(self._content, torch.Tensor):
+            _check_transforms()
+            content = self._content
+            with _mode_of(content.x.is_inference(), content.with_gradients):
+                self._content = content.compute()
+        return self._content
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether an operator in place may put other blocks in the place of these, as no memory of theirs is shared."""
+        if self._tensor is not None or self._source is not None or self._is_viewed:
+            return False
+        # Without gradients, an operator in place changes the values and leaves the graph.
+        content = self._content
+        return torch.is_grad_enabled() or not (
+            content.requires_grad if isinstance(content, torch.Tensor) else content.with_gradients
+        )
 
     def blocks_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor of the same shape as blocks of this form."""
+        _check_transforms()
         planes = tensor.view(*tensor.shape, *(1,) * (4 - tensor.ndim))
         return to_blocks(planes, self.form.lanes).view(self._content.shape)
 
@@ -172,13 +234,47 @@ class Blocks:
         """The CPU."""
         return torch.device("cpu")
 
-    def like(self, data: torch.Tensor | Sum, rank: int | None = None) -> Blocks:
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients may be asked for."""
+        return (self._computed() if self._tensor is None and self._source is None else self.tensor).requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.tensor.requires_grad = value
+        self._seen = math.nan
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The tensor's gradient."""
+        return self.tensor.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        self.tensor.grad = value
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The tensor without its graph."""
+        self._note(self.tensor.data)
+        return self.tensor.data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        raise TensorsNeededError("an activation of a part of a sparse model alone cannot be given other memory")
+
+    def like(self, data: torch.Tensor | Sum) -> Blocks:
         """An activation of the same samples."""
-        return Blocks(data, self.form if rank is None else self.form._replace(rank=rank))
+        return Blocks(data, self.form)
+
+    def view_of(self, data: torch.Tensor, rank: int) -> Blocks:
+        """An activation that shares the memory of this one."""
+        self._is_viewed = True
+        return Blocks(data, self.form._replace(rank=rank), self)
 
     def replace(self, other: Blocks) -> Blocks:
         """Take over another one's values, as an operator in place does."""
-        self._content, self.form, self._tensor = other._content, other.form, None
+        self._content, self.was_read = other._content, False
         return self
 
     def size(self, dim: int | None = None) -> Any:
@@ -195,7 +291,9 @@ class Blocks:
     def __getattr__(self, name: str) -> Any:
         method = getattr(torch.Tensor, name)
         if not callable(method):
-            return getattr(self.tensor, name)
+            value = getattr(self.tensor, name)
+            self._note(value)
+            return value
         return lambda *args, **kwargs: self.__torch_function__(method, (), (self, *args), kwargs)
 
     @classmethod
@@ -208,10 +306,82 @@ class Blocks:
             result = OPERATORS[function](*operands, **named)
             if result is not NotImplemented:
                 return result
-        return function(*plain(args), **plain(kwargs))
+        result = function(*plain(args), **plain(kwargs))
+        for each in (*args, *kwargs.values()):
+            if type(each) is Blocks and each._note(result):
+                return each
+        return result
+
+    def _note(self, result: Any) -> bool:
+        """Note what a function has made of the tensor; whether that is the tensor itself."""
+        tensor = self.tensor
+        if result is tensor:
+            # It may have been taken out of a graph, or into one.
+            self._seen = math.nan
+            return True
+        if not _is_apart(result, tensor):
+            self._escaped = True
+            if self._source is not None:
+                self._source._escaped = True
+        return False
 
 
-def _version(tensor: torch.Tensor) -> float:
+def _is_apart(value: Any, tensor: torch.Tensor) -> bool:
+    """Whether nothing that is written to a value reaches a tensor's memory."""
+    if isinstance(value, torch.Tensor):
+        if not torch._C._has_storage(value):
+            return True
+        return value.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+    return value is None or type(value) in (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+def _mode_of(inference: bool, gradients: bool) -> AbstractContextManager[Any]:
+    """The mode that a tensor was made in, whatever the mode of those who ask for another form of it."""
+    if gradients == torch.is_grad_enabled() and (inference or not torch.is_inference_mode_enabled()):
+        return _UNCHANGED
+    return _changed_mode(inference, gradients)
+
+
+_UNCHANGED = nullcontext()
+
+
+@contextmanager
+def _changed_mode(inference: bool, gradients: bool) -> Iterator[None]:
+    with torch.inference_mode(inference and torch.is_inference_mode_enabled()), torch.set_grad_enabled(gradients):
+        yield
+
+
+def _check_transforms() -> None:
+    if is_transformed():
+        # What is made here would belong to the transform, and outlive it.
+        raise TensorsNeededError("a transform of torch.func got an activation of a part of a sparse model from outside")
+
+
+@functools.cache
+def _asks_for_class(code: CodeType, place: int) -> bool:
+    """Whether an instruction asks for a class itself, and does not call what asks.
+
+    A call begins where the name does that it calls.
+    """
+    positions = list(code.co_positions())
+    if place < 0 or positions[place // 2][2] is None:
+        return "isinstance" in code.co_names
+    row, _, column, _ = positions[place // 2]
+    for each in dis.get_instructions(code):
+        if each.offset == place and (each.opname == "MATCH_CLASS" or each.argval == "__class__"):
+            return True
+        at = each.positions
+        if each.argval == "isinstance" and at is not None and (at.lineno, at.col_offset) == (row, column):
+            return True
+    # As ABCMeta's, whose code in Python calls one in C.
+    return code.co_name == "__instancecheck__"
+
+
+def _goes_on_in_python(module: str) -> bool:
+    return not module.startswith("torch.") or module.startswith("torch.nn.")
+
+
+def _writes(tensor: torch.Tensor) -> float:
     """How many times a tensor was written to; NaN, which differs from itself, where PyTorch does not count it."""
     return math.nan if tensor.is_inference() else tensor._version
 
@@ -227,7 +397,7 @@ def _delegated(name: str) -> Callable[..., Any]:
 _BINARY = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 _OTHERS = (
     "neg", "pos", "abs", "invert", "lt", "gt", "le", "ge", "eq", "ne", "getitem", "setitem", "iter", "bool", "int",
-    "float", "array", "repr", "format",
+    "float", "complex", "index", "array", "repr", "format", "contains", "reversed", "reduce_ex", "lshift", "rshift",
 )  # fmt: skip
 for _name in [*(f"{prefix}{name}" for name in _BINARY for prefix in ("", "r", "i")), *_OTHERS]:
     if hasattr(torch.Tensor, f"__{_name}__"):

@@ -86,6 +86,8 @@ class SparseModel(nn.Module):
     def __init__(self, model: nn.Module, report: SparsityReport) -> None:
         super().__init__()
         self.model, self._report = model, report
+        #: The modes in which the model has run, so that its code is known to take the activations that it gets.
+        self._settled: set[tuple[bool, bool]] = set()
         self.training = model.training
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -98,11 +100,21 @@ class SparseModel(nn.Module):
 
     @uncompiled
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return plain(self.model(*args, **kwargs))
-        except TensorsNeededError as needed:
-            _give_tensors_to(_innermost(self.model, needed))
-        return self._run(*args, **kwargs)
+        mode = self.training, torch.is_grad_enabled()
+        while True:
+            undo = None if mode in self._settled else _State(self.model)
+            try:
+                result = plain(self.model(*args, **kwargs))
+            except Exception as error:
+                if not _needs_tensors(error):
+                    raise
+                if not (_give_tensors_to(_innermost(self.model, error)) or _give_tensors_to(self.model)):
+                    raise
+                if undo is not None:
+                    undo.restore()
+            else:
+                self._settled.add(mode)
+                return result
 
     def report(self) -> SparsityReport:
         """Which layers are sparse, and why."""
@@ -193,6 +205,9 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     seconds = _least_seconds(*(_pass(each, x, training) for each in (dense, timed)))
     if seconds[1] <= seconds[0]:
         result, reason = _converted(model, paths), "faster with sparse layers"
+        for part, tried in zip(result.modules(), timed.model.modules(), strict=True):
+            if _take_tensors in tried._forward_pre_hooks.values():
+                _give_tensors_to(part)
     else:
         result, reason = copied(model), "slower with sparse layers, and so all are dense"
         lost = "faster by itself, and the whole model is not"
@@ -275,20 +290,51 @@ def _give_tensors(module: nn.Module, args: Any, output: Any) -> Any:
     return plain(output)
 
 
-def _innermost(model: nn.Module, error: TensorsNeededError) -> nn.Module:
+def _needs_tensors(error: BaseException | None) -> bool:
+    """Whether an error is one of blocks, or was raised for such a one, as torch.compile does."""
+    while error is not None and not isinstance(error, TensorsNeededError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _innermost(model: nn.Module, error: Exception) -> nn.Module:
     """The part of a model whose own code an error comes from."""
     parts = set(model.modules())
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_argcount]
     callers = [frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in frames]
-    return [caller for caller in callers if isinstance(caller, nn.Module) and caller in parts][-1]
+    return [model, *(caller for caller in callers if isinstance(caller, nn.Module) and caller in parts)][-1]
 
 
-def _give_tensors_to(part: nn.Module) -> None:
-    """Let no blocks come into a module's own code: neither with its inputs, nor from what it calls."""
-    part.register_forward_pre_hook(_take_tensors, prepend=True, with_kwargs=True)
-    for each in part.modules():
-        if isinstance(each, SparseLayer):
-            each.keeps_blocks = False
+def _give_tensors_to(part: nn.Module) -> bool:
+    """Let no blocks come into a module's own code, with its inputs or from what it calls; whether any could before."""
+    layers = [each for each in part.modules() if isinstance(each, SparseLayer) and each.keeps_blocks]
+    takes_blocks = _take_tensors not in part._forward_pre_hooks.values()
+    if takes_blocks:
+        part.register_forward_pre_hook(_take_tensors, prepend=True, with_kwargs=True)
+    for each in layers:
+        each.keeps_blocks = False
+    return takes_blocks or bool(layers)
+
+
+class _State:
+    """What a forward pass changes: buffers, and the state of PyTorch's random numbers."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._buffers = [
+            (part, name, buffer, buffer.clone())
+            for part in model.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        self._random = torch.get_rng_state()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo the changes."""
+        for part, name, buffer, before in self._buffers:
+            buffer.copy_(before)
+            part._buffers[name] = buffer
+        torch.set_rng_state(self._random)
 
 
 def _hand_over_blocks(model: nn.Module) -> None:

@@ -242,6 +242,11 @@ class _Recording(DispatchMode):
         returned = function(*args, **(kwargs or {}))
         (args, kwargs), result = before, _aliases(returned)
         reads, writes = _tensors(before), _tensors(result)
+        if any(each._is_zerotensor() for each in (*reads, *writes)):
+            raise ValueError(
+                "the model differentiates in forward mode, as by torch.func.jvp, whose zeros have no memory that steps "
+                "could use again; call the model itself"
+            )
         step = _Step(facts.name, reads, writes, in_place=bool(facts.written), draws=facts.random, is_read=facts.reads)
         if step.in_place:
             arguments = dict(zip(facts.names, args, strict=False)) | kwargs

@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompiled
 from ..tracing import check_initialised, is_recording
-from .blocks import Blocks, Form, from_blocks, plain, to_blocks
+from .blocks import Blocks, Form, from_blocks, plain, reshaped, to_blocks
 from .convolution import Convolution
 from .pooling import Pool, convolve_and_pool
 from .processor import lanes_for, tile_positions
@@ -275,8 +275,7 @@ class _Output(NamedTuple):
         return self.values.dtype
 
     def compute(self) -> torch.Tensor:
-        with torch.set_grad_enabled(self.with_gradients):
-            return self.convolution(self.x, self.values, self.bias, self.relu)
+        return self.convolution(self.x, self.values, self.bias, self.relu)
 
     def pooled(self, pool: Pool) -> torch.Tensor | None:
         _, rows, columns, _ = self.convolution.out_shape
@@ -586,7 +585,7 @@ class SparseLinear(SparseLayer):
         blocks = to_blocks(rows[..., None, None], lanes * columns)
         form = Form(len(rows), 4, lanes)
         y = self._of_blocks(Blocks(blocks.view(len(blocks), self.in_features, 1, columns, lanes), form)).blocks
-        return from_blocks(y.flatten(3)[:, :, :, None], len(rows)).view(*x.shape[:-1], self.out_features)
+        return reshaped(from_blocks(y.flatten(3)[:, :, :, None], len(rows)), (*x.shape[:-1], self.out_features))
 
     def extra_repr(self) -> str:
         """What the layer's text shows."""

@@ -135,8 +135,7 @@ class Normalised(NamedTuple):
     def compute(self) -> torch.Tensor:
         if not self.with_gradients:
             return self.run()
-        with torch.enable_grad():
-            return _Normalise.apply(*self)  # type: ignore[no-any-return]
+        return _Normalise.apply(*self)  # type: ignore[no-any-return]
 
     def activated(self) -> Normalised:
         return self._replace(relu=True)

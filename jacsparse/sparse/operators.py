@@ -9,16 +9,22 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
-from .blocks import Blocks, Sum, alike, operator
+from .blocks import Blocks, Sum, TensorsNeededError, alike, operator
 from .normalisation import Normalised, Statistics
 from .pooling import MOST_POSITIONS, Pool, max_pool
 
 _ELEMENTWISE = (
     "leaky_relu", "relu6", "elu", "selu", "celu", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "softplus",
-    "mish", "sigmoid", "tanh", "logsigmoid", "softsign", "dropout",
+    "mish", "sigmoid", "tanh", "logsigmoid", "softsign",
 )  # fmt: skip
 _ELEMENTWISE_METHODS = ("sigmoid", "tanh", "abs", "exp", "square", "neg", "__neg__", "clamp")
+#: In place, and of more than values.
+_OTHER_FORMS = (
+    "detach_", "set_", "resize_", "resize_as_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "t_",
+    "as_strided_",
+)  # fmt: skip
 #: By a function of two operands, its operators in Python, those in place last.
 _BINARY = {
     "add": ("__add__", "__radd__", "__iadd__"),
@@ -29,28 +35,40 @@ _BINARY = {
 
 
 @operator(functional.relu, torch.relu, torch.Tensor.relu)
-def _relu(x: Blocks, inplace: bool = False) -> Blocks:
+def _relu(x: Blocks, inplace: bool = False) -> Any:
+    if inplace and not x.is_alone:
+        return NotImplemented
     y = x.like(torch.relu(x.blocks) if x.pending is None else x.pending.activated())
     return x.replace(y) if inplace else y
 
 
 @operator(functional.relu_, torch.relu_, torch.Tensor.relu_)
-def _relu_in_place(x: Blocks) -> Blocks:
+def _relu_in_place(x: Blocks) -> Any:
     return _relu(x, inplace=True)
 
 
-@operator(torch.Tensor.register_hook)
-def _register_hook(x: Blocks, hook: Any) -> Any:
-    handle = x.tensor.register_hook(hook)  # type: ignore[no-untyped-call]
-    # What follows is computed from the tensor, so that its gradient is the activation's.
-    x.follow_tensor()
-    return handle
+@operator(torch.Tensor.register_hook, torch.Tensor.retain_grad)
+def _take_gradient(x: Blocks, *hook: Any) -> Any:
+    _check_gradients(x)
+    return NotImplemented
 
 
-@operator(torch.Tensor.retain_grad)
-def _retain_grad(x: Blocks) -> None:
-    x.tensor.retain_grad()  # type: ignore[no-untyped-call]
-    x.follow_tensor()
+@operator(torch.autograd.grad)
+def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+    for each in tree_leaves(inputs):
+        if isinstance(each, Blocks):
+            _check_gradients(each)
+    return NotImplemented
+
+
+def _check_gradients(x: Blocks) -> None:
+    if x.was_read:
+        raise TensorsNeededError("what was computed from an activation in blocks adds to no gradient of its tensor")
+
+
+@operator(*(getattr(torch.Tensor, name) for name in _OTHER_FORMS))
+def _change_form(x: Blocks, *args: Any, **kwargs: Any) -> Any:
+    raise TensorsNeededError("an activation in blocks keeps its shape and its graph")
 
 
 def _elementwise(function: Any) -> None:
@@ -60,9 +78,12 @@ def _elementwise(function: Any) -> None:
     def compute(x: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
         if not isinstance(x, Blocks) or any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
             return NotImplemented
+        inplace = inplace or any(args[place:])
+        if inplace and not x.is_alone:
+            return NotImplemented
         # Never in place: layers that are not computed yet may read these blocks.
         y = x.like(function(x.blocks, *args[:place], **kwargs))
-        return x.replace(y) if inplace or any(args[place:]) else y
+        return x.replace(y) if inplace else y
 
 
 def _place_of_inplace(function: Any) -> int:
@@ -82,13 +103,25 @@ for _function in {
     _elementwise(_function)
 
 
+@operator(functional.dropout)
+def _dropout(x: Blocks, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    if not training or not p:
+        return x
+    if inplace and not x.is_alone:
+        return NotImplemented
+    y = x.like(functional.dropout(x.blocks, p))
+    return x.replace(y) if inplace else y
+
+
 def _binary(name: str, *others: str) -> None:
     function, tensor = getattr(torch, name), torch.Tensor
 
     @operator(function, *(getattr(tensor, each) for each in (name, *others[:-1])))
     def compute(x: Any, y: Any, **kwargs: Any) -> Any:
         form = alike((x, y))
-        if form is None or (name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim):
+        if form is None or "out" in kwargs:
+            return NotImplemented
+        if name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim:
             # Zeros of lanes without a sample would be divided by zero, and their gradients are added to all others.
             return NotImplemented
         if name == "add" and not kwargs and (content := _sum(x, y)) is not None:
@@ -100,8 +133,12 @@ def _binary(name: str, *others: str) -> None:
 
     @operator(getattr(tensor, f"{name}_"), getattr(tensor, others[-1]))
     def compute_in_place(x: Any, y: Any, **kwargs: Any) -> Any:
+        if not isinstance(x, Blocks) or not x.is_alone:
+            return NotImplemented
         result = compute(x, y, **kwargs)
-        return x.replace(result) if isinstance(x, Blocks) and isinstance(result, Blocks) else NotImplemented
+        if not isinstance(result, Blocks) or (result.shape, result.dtype) != (x.shape, x.dtype):
+            return NotImplemented
+        return x.replace(result)
 
 
 def _sum(x: Any, y: Any) -> Sum | None:
@@ -148,7 +185,7 @@ def _reshape(x: Blocks, *shape: Any, **named: Any) -> Any:
 
 def _as_features(x: Blocks) -> Blocks:
     blocks, channels, rows, columns, lanes = x.blocks.shape
-    return x.like(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
+    return x.view_of(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
 
 
 @operator(torch.cat, torch.concat, torch.concatenate)
@@ -206,6 +243,8 @@ def _max_pool2d(
     if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
         return NotImplemented
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
+    if min(pool.out_size(x.shape[2:])) < 1 or any(2 * pool.padding[axis] > kernel[axis] for axis in (0, 1)):
+        return NotImplemented
     if x.pending is not None and (pooled := x.pending.pooled(pool)) is not None:
         return x.like(pooled)
     return x.like(max_pool(x.blocks, pool))

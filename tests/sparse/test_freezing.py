@@ -246,6 +246,13 @@ class Growing(nn.Module):
         return self.seen
 
 
+class Forward(nn.Module):
+    """Differentiates where PyTorch has zeros without memory."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.jvp(lambda y: 2 * y.sin(), (x,), (x,))[1]
+
+
 def test_a_constant_example_is_compared_too() -> None:
     with pytest.raises(ValueError, match="outside of PyTorch"):
         freeze(OutsidePyTorch().eval(), torch.zeros(4))
@@ -258,6 +265,7 @@ def test_a_constant_example_is_compared_too() -> None:
         (OnSizes().eval(), r"OnSizes reads values in Python .* call the model itself"),
         (Growing().eval(), r"Growing gives something else .* keep something from call to call"),
         (OutsidePyTorch().eval(), r"OutsidePyTorch gives something else for other inputs .* as in NumPy"),
+        (Forward().eval(), r"differentiates in forward mode, as by torch\.func\.jvp, .* call the model itself"),
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout()), r"Sequential is in training mode; .* call its eval\(\) first"),
         (nn.Sequential(nn.Linear(4, 4), nn.Dropout()).eval().append(nn.Dropout()), "2 is in training mode"),
         (nn.Linear(4, 4, device="meta").eval(), "meta"),
