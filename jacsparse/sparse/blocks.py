@@ -126,18 +126,22 @@ class Blocks:
 
     #: NumPy's arrays leave operators to activations, as to tensors.
     __array_priority__ = torch.Tensor.__array_priority__
+    # Here, what few activations ever change: a small layer's time is that of its objects.
+    _source: Blocks | None = None
+    _tensor: torch.Tensor | None = None
+    #: The tensor's version that the blocks were made from.
+    _seen = math.nan
+    #: Whether the tensor may be written to without PyTorch counting it, as by NumPy.
+    _escaped = False
+    #: Whether another activation is a view of this one.
+    _is_viewed = False
+    #: Whether something has been computed from the blocks, and not from the tensor.
+    was_read = False
 
     def __init__(self, content: torch.Tensor | Sum, form: Form, source: Blocks | None = None) -> None:
-        self._content, self.form, self._source = content, form, source
-        self._tensor: torch.Tensor | None = None
-        #: The tensor's version that the blocks were made from.
-        self._seen = math.nan
-        #: Whether the tensor may be written to without PyTorch counting it, as by NumPy.
-        self._escaped = False
-        #: Whether another activation is a view of this one.
-        self._is_viewed = False
-        #: Whether something has been computed from the blocks, and not from the tensor.
-        self.was_read = False
+        self._content, self.form = content, form
+        if source is not None:
+            self._source = source
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -189,12 +193,17 @@ class Blocks:
         return self._tensor
 
     def _computed(self) -> torch.Tensor:
-        if not isinstance(self._content, torch.Tensor):
-            _check_transforms()
-            content = self._content
+        content = self._content
+        if isinstance(content, torch.Tensor):
+            return content
+        _check_transforms()
+        if content.with_gradients == torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+            computed = content.compute()
+        else:
             with _mode_of(content.x.is_inference(), content.with_gradients):
-                self._content = content.compute()
-        return self._content
+                computed = content.compute()
+        self._content = computed
+        return computed
 
     @property
     def is_alone(self) -> bool:
