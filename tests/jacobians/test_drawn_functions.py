@@ -46,7 +46,9 @@ def by_autograd(f: nn.Module, x: torch.Tensor) -> torch.Tensor | None:
     if not y.requires_grad or not y.numel() or y.shape[1] > 200:
         return None
     try:
-        rows = [torch.autograd.grad(column.sum(), leaf, retain_graph=True, materialize_grads=True)[0] for column in y.T]
+        # PyTorch's backward pass of batch normalisation is wrong for some gradients that are not contiguous.
+        units = [unit.expand_as(y).contiguous() for unit in torch.eye(y.shape[1], dtype=y.dtype)]
+        rows = [torch.autograd.grad(y, leaf, unit, retain_graph=True, materialize_grads=True)[0] for unit in units]
     except RuntimeError as error:
         # PyTorch 2.6 has no derivative of `aminmax`.
         if "is not implemented" in str(error):
