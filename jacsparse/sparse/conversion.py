@@ -117,8 +117,13 @@ class SparseModel(nn.Module):
                 return result
 
     def report(self) -> SparsityReport:
-        """Which layers are sparse, and why."""
-        return self._report
+        """Which layers are sparse, and why, with the weights that are left now."""
+        parts = dict(self.model.named_modules())
+        layers = []
+        for layer in self._report.layers:
+            part = parts[layer.path]
+            layers.append(replace(layer, left=part.values.numel()) if isinstance(part, SparseLayer) else layer)
+        return replace(self._report, layers=tuple(layers))
 
 
 _PREFIX = "model."

@@ -33,6 +33,9 @@ _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.
 class FrozenModel:
     """A model for inference alone, on inputs of some shapes; made by `freeze`."""
 
+    #: As a module in evaluation mode has it.
+    training = False
+
     def __init__(self, name: str, inputs: Sequence[torch.Tensor], steps: Sequence[_Step], output: Any) -> None:
         self._name, self._inputs = name, tuple(inputs)
         move = _placed(steps, [*inputs, *_tensors(output)])
@@ -78,6 +81,16 @@ class FrozenModel:
             for call in self._calls:
                 call()
             return tree_map_only(torch.Tensor, torch.clone, self._output)
+
+    def eval(self) -> FrozenModel:
+        """The model itself, which is in evaluation mode as it was frozen."""
+        return self.train(False)
+
+    def train(self, mode: bool = True) -> FrozenModel:
+        """As ``Module.train``, for code that sets the mode that it finds; ValueError for training."""
+        if mode:
+            raise ValueError(f"the frozen {self._name} is for inference alone: train the model, and freeze it anew")
+        return self
 
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(each.shape)) for each in self._inputs)

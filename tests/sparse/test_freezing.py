@@ -297,6 +297,13 @@ def test_wrong_inputs() -> None:
     assert frozen(torch.ones(3, 2)).shape == (3, 2)
 
 
+def test_modes() -> None:
+    frozen = freeze(nn.Linear(3, 2).eval(), torch.randn(1, 3))
+    assert frozen.eval() is frozen and frozen.train(False) is frozen and not frozen.training
+    with pytest.raises(ValueError, match="the frozen Linear is for inference alone"):
+        frozen.train()
+
+
 def test_empty_batch() -> None:
     model = pruned(layers(), torch.float32)
     frozen = freeze(sparsify(model, torch.ones(2, 3, 12, 12), measure=False), torch.ones(0, 3, 12, 12))

@@ -151,6 +151,15 @@ def test_measured_choice_and_report() -> None:
         close(sparse(x), model(x), 1e-5)
 
 
+def test_a_report_has_the_weights_that_are_left_now() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 2))
+    sparse = sparsify(pruned(model), torch.randn(2, 3, 4, 4, dtype=torch.float64), measure=False)
+    sparse.model[0].set_mask(torch.ones(4, 3, 3, 3))
+    first, second = sparse.report().layers
+    assert (first.left, first.total) == (108, 108) and second.left == sparse.model[3].values.numel() < second.total
+    assert "108 of 108" in str(sparse.report())
+
+
 def test_what_stays_dense() -> None:
     class Another(nn.Linear):
         pass
