@@ -128,7 +128,7 @@ class Strided(Structure):
         sizes = [axis.last - axis.first for axis in self.axes]
         strides = [axis.stride if size > 1 else 0 for axis, size in zip(self.axes, sizes, strict=True)]
         begin = self.offset + sum(axis.first * axis.stride for axis in self.axes)
-        if min(strides) < 0:
+        if min(strides, default=0) < 0:
             return None
         many, whole = len(vectors), [axis.size for axis in self.axes]
         box = (slice(None), *(slice(axis.first, axis.last) for axis in self.axes))
@@ -139,7 +139,7 @@ class Strided(Structure):
             if sizes != whole:
                 product, inner = vectors.new_zeros((many, *whole)), product
                 product[box] = inner
-            return product.flatten(1)
+            return product.reshape(many, self.shape[1])
         if not _is_injective(sizes, strides):
             return None
         product = vectors.reshape(many, *whole)[box] * values.reshape(sizes)

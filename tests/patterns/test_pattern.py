@@ -278,6 +278,14 @@ def test_moves_in_steps(shape: list[int], seed: int) -> None:
             np.testing.assert_allclose(product.numpy(), vectors.numpy() @ dense, atol=1e-12)
 
 
+def test_a_move_of_one_element() -> None:
+    structure = Strided.from_sources(np.array(2), 4)
+    values, vectors = torch.tensor([[3.0]]), torch.tensor([[1.0, 5.0, 7.0, 9.0], [0.0, 1.0, 2.0, 4.0]])
+    assert structure is not None and structure.axes == ()
+    assert structure.adjoint_product(values, vectors[:, :1]).tolist() == [[0, 0, 3, 0], [0, 0, 0, 0]]
+    assert structure.T.adjoint_product(values, vectors).tolist() == [[21], [6]]
+
+
 def test_common_moves_are_in_steps() -> None:
     x = np.arange(24).reshape(2, 3, 4)
     beside = np.full((2, 5, 4), -1)
