@@ -220,7 +220,7 @@ class _Execution:
                 vectors.pop(value, None)
 
     def _memory(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
-        """Memory for a product's values, which all slices use: fresh pages would cost as much as the product."""
+        """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
         shape = (pattern.nnz, batch)
         if value not in self.memory:
             like, (m, n) = self.like, pattern.shape
