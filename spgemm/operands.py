@@ -58,7 +58,8 @@ def _memory(name: str, values: Any) -> Any:
 
 def same_device(left_name: str, left: Any, right_name: str, right: Any) -> None:
     """Raise ValueError where two operands lie on different devices."""
-    one, other = (_CPU if isinstance(operand, np.ndarray) else operand.device for operand in (left, right))
+    one = _CPU if isinstance(left, np.ndarray) else left.device
+    other = _CPU if isinstance(right, np.ndarray) else right.device
     if one != other:
         raise ValueError(f"{left_name} is on {one} and {right_name} on {other}; move one: nothing is copied silently")
 

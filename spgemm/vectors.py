@@ -90,11 +90,11 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
     batch = same_batch("values", left, "x", right)
     returned, y = result("vectors of a product", out, (values, x), (left, right), m, batch, left)
-    on_device = isinstance(y, torch.Tensor)
-    if isinstance(pattern.structure, Diagonal):
+    on_device, structure = isinstance(y, torch.Tensor), pattern.structure
+    if isinstance(structure, Diagonal):
         multiply: Any = torch.mul if on_device else np.multiply
         multiply(left, right, out=y)
-    elif isinstance(pattern.structure, Full):
+    elif isinstance(structure, Full):
         operands = (left.reshape(m, n, left.shape[1]), right, y)
         _multiply_full(*(operands if on_device else map(torch.from_numpy, operands)))
     elif on_device:

@@ -12,7 +12,7 @@ import torch
 from ..patterns import Pattern, batch_last
 from ..runtime import allocated, announced_where_long
 from ..schedule import Schedule, resolve
-from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product
+from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
 from .execution_plan import AutogradPass, ExecutionPlan, Slices, WantedGradients
@@ -155,14 +155,14 @@ class _Execution:
                 self._go_back(autograd_pass)
 
     def _go_back(self, autograd_pass: AutogradPass) -> None:
-        records = self.records
+        record = self.records.__getitem__
         gradients, external_gradients = pull_back(
-            [records[number] for number in autograd_pass.stages],
+            [*map(record, autograd_pass.stages)],
             self.vectors[autograd_pass.gradient],
-            [records[number] for number, _ in autograd_pass.inputs],
+            [record(number) for number, _ in autograd_pass.inputs],
             autograd_pass.externals,
             self.plan.apart,
-            strict=[records[number] for number in autograd_pass.strict],
+            strict=[*map(record, autograd_pass.strict)],
         )
         add_gradients(self.external_gradients, external_gradients)
         for (_, value), gradient in zip(autograd_pass.inputs, gradients, strict=True):
@@ -183,6 +183,7 @@ class _Execution:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""
         matrices: dict[int, SparseJacobian] = {}
         vectors: dict[int, torch.Tensor] = {}
+        whole = samples == slice(0, self.batch)
 
         def matrix(value: int) -> SparseJacobian:
             if value not in shared and value not in matrices:
@@ -201,8 +202,9 @@ class _Execution:
             step, plan = each.step, each.plan
             if plan is not None:
                 left, right = operand(step.left, plan.selects_left), operand(step.right, plan.selects_right)
-                out = self._memory(step.out, plan.pattern, max(left.shape[1], right.shape[1]))
-                matrices[step.out] = SparseJacobian(plan.pattern, plan.multiply(left, right, out=out))
+                out = None if whole else self._memory(step.out, plan.pattern, max(left.shape[1], right.shape[1]))
+                values = plan.multiply(left, right, out=out)
+                matrices[step.out] = unchecked_jacobian(plan.pattern, values, None, None)
             else:
                 if step.right not in vectors:
                     vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
@@ -218,7 +220,7 @@ class _Execution:
                 vectors.pop(value, None)
 
     def _memory(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
-        """Memory for a product's values, which all slices use: fresh pages would cost as much as the product."""
+        """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
         shape = (pattern.nnz, batch)
         if value not in self.memory:
             like, (m, n) = self.like, pattern.shape

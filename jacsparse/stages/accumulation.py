@@ -183,6 +183,9 @@ class Accumulation:
         """
         result = self.result
         assert result is not None
+        alone = self.matrices[result]
+        if isinstance(alone, _Leaf):
+            return leaf(alone.key)
         order, last_use = self._order(result)
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)

@@ -47,11 +47,13 @@ def pull_back(
         return [torch.zeros_like(record.input) for record in inputs], {}
     like = trace.tensor(last.stage.stop)
     gradient = gradient.reshape(like.shape).to(like.dtype)
-    tensors = {place: trace.tensor(trace.graph.externals[place]) for place in externals}
+    values = trace.graph.externals
+    tensors = {place: tensor for place in externals if (tensor := trace.tensors[values[place]]) is not None}
     # The caller's own backward pass is to call the hooks of these tensors, once.
     alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
     together = [place for place in tensors if place not in alone] if alone else list(tensors)
-    hooks = [(record, *pair) for record in strict for pair in _around_hooks(record)] if strict else []
+    hooked = [record for record in strict if has_hooks(record, of_nodes=True)] if strict else []
+    hooks = [(record, *pair) for record in hooked for pair in _around_hooks(record)] if hooked else []
     edges = [get_gradient_edge(tensors[place]) for place in together]
     wanted: list[Any] = [trace.edge(record.stage.start) for record in inputs]
     wanted += edges

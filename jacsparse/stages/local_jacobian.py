@@ -14,18 +14,19 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..patterns import Call, Layout, gradient_of
-from ..tracing import StaleError, Trace, Value, apply_node, with_all_gradients
+from ..tracing import Scalar, StaleError, Trace, Value, apply_node, with_all_gradients
 from .stage import Edge
 
 
 class _Arguments(Mapping[str, Any]):
-    """Arguments of a call; ``read(name, argument)`` gives each of them where it is asked for."""
+    """Arguments of a call; ``read(name, argument)`` gives each one that is a reference where it is asked for."""
 
     def __init__(self, arguments: Mapping[str, Any], read: Callable[[str, Any], Any]) -> None:
         self._arguments, self._read = arguments, read
 
     def __getitem__(self, name: str) -> Any:
-        return self._read(name, self._arguments[name])
+        argument = self._arguments[name]
+        return self._read(name, argument) if type(argument) in (Value, Scalar) else argument
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arguments)

@@ -43,12 +43,12 @@ class Edge:
     #: Of an edge that couples samples, for counts alone: the multiply-adds of its product with a vector, for a sample.
     coupling: int = 0
 
-    @property
+    @functools.cached_property
     def source(self) -> int:
         """The value of the operand."""
         return self.operation.operands[self.call.argument]
 
-    @property
+    @functools.cached_property
     def target(self) -> int:
         """The value of the result."""
         return self.operation.value

@@ -58,16 +58,22 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
     return passed if isinstance(passed, tuple) else (passed,)
 
 
-@contextlib.contextmanager
-def ending_at(edges: Sequence[GradientEdge], start: Any) -> Iterator[None]:
+def ending_at(edges: Sequence[GradientEdge], start: Any) -> contextlib.AbstractContextManager[None]:
     """A context in which backward passes from a node go on from no tensor, of these with such edges, to another one.
 
     The gradients of all of them are then those of what was computed from each directly, so that the caller's own
     backward pass, which goes on from each of them, counts nothing twice.
     """
-    ends, passes, unrelated = set(map(attrgetter("node"), edges)), set[int](), set[Any]()
+    ends, unrelated = set(map(attrgetter("node"), edges)), set[Any]()
     # A parameter's node leads nowhere.
     related = [node for node in ends if node.next_functions and leads_to(node, ends, unrelated)]
+    return _stopping_at(related, start) if related else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _stopping_at(nodes: Sequence[Any], start: Any) -> Iterator[None]:
+    """A context in which backward passes from a node give no gradients to others."""
+    passes = set[int]()
 
     def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
         passes.add(torch._C._current_graph_task_id())
@@ -76,7 +82,7 @@ def ending_at(edges: Sequence[GradientEdge], start: Any) -> Iterator[None]:
         # Other passes, as those of other threads, go through these nodes too.
         return (None,) * len(gradients) if torch._C._current_graph_task_id() in passes else None
 
-    hooks = [(start, begin), *((node, stop) for node in related)] if related else []
+    hooks = [(start, begin), *((node, stop) for node in nodes)]
     handles = [node.register_prehook(hook) for node, hook in hooks]
     try:
         yield
