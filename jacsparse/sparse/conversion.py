@@ -16,7 +16,7 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
-from ..tracing import check_initialised, check_module
+from ..tracing import check_initialised, check_module, snapshot
 from . import operators
 from .blocks import Blocks, Form, TensorsNeededError, plain, to_blocks
 from .layers import SparseConv2d, SparseLayer, SparseLinear
@@ -102,16 +102,17 @@ class SparseModel(nn.Module):
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         mode = self.training, torch.is_grad_enabled()
         while True:
-            undo = None if mode in self._settled else _State(self.model)
+            restore = None if mode in self._settled else snapshot(self.model)
             try:
                 result = plain(self.model(*args, **kwargs))
             except Exception as error:
                 if not _needs_tensors(error):
                     raise
+                # First, as it undoes changes of attributes, and which layers give tensors is one.
+                if restore is not None:
+                    restore()
                 if not (_give_tensors_to(_innermost(self.model, error)) or _give_tensors_to(self.model)):
                     raise
-                if undo is not None:
-                    undo.restore()
             else:
                 self._settled.add(mode)
                 return result
@@ -319,27 +320,6 @@ def _give_tensors_to(part: nn.Module) -> bool:
     for each in layers:
         each.keeps_blocks = False
     return takes_blocks or bool(layers)
-
-
-class _State:
-    """What a forward pass changes: buffers, and the state of PyTorch's random numbers."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._buffers = [
-            (part, name, buffer, buffer.clone())
-            for part in model.modules()
-            for name, buffer in part._buffers.items()
-            if buffer is not None
-        ]
-        self._random = torch.get_rng_state()
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Undo the changes."""
-        for part, name, buffer, before in self._buffers:
-            buffer.copy_(before)
-            part._buffers[name] = buffer
-        torch.set_rng_state(self._random)
 
 
 def _hand_over_blocks(model: nn.Module) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -111,6 +111,20 @@ def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterat
     ValueError
         Where a lazy module has no weights yet: it could not lose again those that a forward pass creates.
     """
+    restore = snapshot(module)
+    cuda = torch.cuda.is_initialized()
+    devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
+    if device is not None and device.type == "cuda":
+        devices.add(device)
+    with torch.random.fork_rng(sorted(devices, key=str)) if devices else contextlib.nullcontext():
+        try:
+            yield
+        finally:
+            restore()
+
+
+def snapshot(module: nn.Module) -> Callable[[], None]:
+    """What undoes the changes that forward passes make from now on, as `undisturbed` does, on the CPU."""
     parts = check_initialised(module)
     attributes = [(part, dict(part.__dict__), dict(part._buffers)) for part in parts]
     # Pruning masks are as large as all weights: those that no forward pass has written to are not copied.
@@ -120,30 +134,26 @@ def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterat
         for name, buffer in part._buffers.items()
         if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta"
     ]
-    cuda = torch.cuda.is_initialized()
-    devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
-    if device is not None and device.type == "cuda":
-        devices.add(device)
-    state = torch.get_rng_state()
-    with torch.random.fork_rng(sorted(devices, key=str)) if devices else contextlib.nullcontext():
-        try:
-            yield
-        finally:
-            torch.set_rng_state(state)
-            for part, fields, buffers_before in attributes:
-                for current, before in ((part.__dict__, fields), (part._buffers, buffers_before)):
-                    # The dictionary is never empty meanwhile: other threads may use the module.
-                    current.update(before)
-                    if len(current) > len(before):
-                        for name in current.keys() - before.keys():
-                            del current[name]
-            lost = [state for state in buffers if not _restored(*state)]
-            if lost:
-                names = ", ".join(f"{type(part).__name__}.{name}" for part, name, *_ in lost)
-                raise RuntimeError(
-                    f"{names}: a forward pass has written to this mask of pruning, as none had before, "
-                    "which was not undone; call again"
-                )
+    random = torch.get_rng_state()
+
+    def restore() -> None:
+        torch.set_rng_state(random)
+        for part, fields, buffers_before in attributes:
+            for current, before in ((part.__dict__, fields), (part._buffers, buffers_before)):
+                # The dictionary is never empty meanwhile: other threads may use the module.
+                current.update(before)
+                if len(current) > len(before):
+                    for name in current.keys() - before.keys():
+                        del current[name]
+        lost = [state for state in buffers if not _restored(*state)]
+        if lost:
+            names = ", ".join(f"{type(part).__name__}.{name}" for part, name, *_ in lost)
+            raise RuntimeError(
+                f"{names}: a forward pass has written to this mask of pruning, as none had before, "
+                "which was not undone; call again"
+            )
+
+    return restore
 
 
 @contextlib.contextmanager

@@ -222,9 +222,9 @@ def _ask_and_go_on_in_cpp(y: torch.Tensor) -> torch.Tensor:
 
 def _compare_objects(y: torch.Tensor) -> torch.Tensor:
     z = y.add_(1)
-    kept = {y: 2}
-    assert z is y and y.contiguous() is y and y in kept and y in [y]
-    return z * kept[y] * (1.0 in torch.ones_like(y))
+    numbers = {y: 2}
+    assert z is y and y.contiguous() is y and y in numbers and y in [y]
+    return z * numbers[y] * (1.0 in torch.ones_like(y))
 
 
 CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -322,9 +322,10 @@ class Rerun(Between):
 
     def __init__(self) -> None:
         super().__init__(torch.func.vmap(lambda y: 2 * y))
-        self.norm = nn.BatchNorm2d(4)
+        self.norm, self.calls = nn.BatchNorm2d(4), 0
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
         y = self.norm(self.first(x)) * torch.rand(len(x), 1, 1, 1, dtype=x.dtype)
         return self.second(self.code(y))
 
@@ -335,6 +336,7 @@ def test_what_runs_again_runs_from_the_same_state() -> None:
     for each in (sparse, model):
         torch.manual_seed(0)
         results.append([each(x), each(x), *(buffer.clone() for _, buffer in each.named_buffers() if buffer.ndim < 2)])
+    assert sparse.model.calls == model.calls == 2
     for ours, expected in zip(*results, strict=True):
         close(ours, expected, 1e-12)
 
