@@ -181,17 +181,20 @@ class Stencil:
         grids, of_pairs, counts = np.unique(numbers, return_inverse=True, return_counts=True)
         row_channels, column_channels, *distinct = np.unravel_index(grids, tuple(ranges.tolist()))
         shifts_of_grids = np.stack(distinct, axis=1) + least
+        # A grid has the positions from which its shift leads to a column.
+        low = np.maximum(0, -shifts_of_grids)
+        extents = np.minimum(np.array(self._sizes[0]), np.array(self._sizes[2]) - shifts_of_grids) - low
         # A channel's grids of equal extents and as many pairs follow each other: processors foresee their loops' ends.
-        sequence = np.lexsort((counts, *self._extents(shifts_of_grids)[1].T, row_channels))
+        sequence = np.lexsort((counts, *extents.T, row_channels))
         self._by_column = frozen(np.argsort(sequence))
         order = np.argsort(self._by_column[of_pairs], kind="stable")
         self._pairs = row_starts(counts[sequence], np.int64)
         self._channels, self._shifts = column_channels[sequence], shifts_of_grids[sequence]
+        low, extents = low[sequence], extents[sequence]
         self._left, self._right = (frozen(each[order].astype(np.uint32)) for each in (first, second))
         count = self._shape(a.shape[0], self._sizes[0])[0]
         self._grids_of_channels = row_starts(np.bincount(row_channels, minlength=count), np.int64)
         self._set_strides(through, shifts)
-        low, extents = self._extents(self._shifts)
         self._begins = low @ self._strides
         # Along a single axis there is one line.
         lined = np.insert(extents, 0, 1, axis=1) if extents.shape[1] == 1 else extents
@@ -325,11 +328,6 @@ class Stencil:
     def __repr__(self) -> str:
         (m, k), n = self.a.shape, self.b.shape[1]
         return f"<Stencil {m} × {k} × {n}, flop {self.flop:,}, {len(self._lines):,} grids>"
-
-    def _extents(self, shifts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The positions from which shifts lead to a column: the first, and how many there are, along each axis."""
-        low = np.maximum(0, -shifts)
-        return low, np.minimum(np.array(self._sizes[0]), np.array(self._sizes[2]) - shifts) - low
 
     def _reaching_pairs(
         self, left: ShiftedDiagonals, right: ShiftedDiagonals

@@ -109,11 +109,11 @@ def _backward(
                     copy_elements(g, r * width, added, row * size, size)
             for i in range(active * width):
                 grad = v[i] + g[i]
-                grad_fresh = grad * (one - update[i]) * (one - candidate[i] * candidate[i])
+                grad_candidate = grad * (one - update[i]) * (one - candidate[i] * candidate[i])
                 v[i] = grad * update[i]
                 update[i] = grad * (before[i] - candidate[i]) * update[i] * (one - update[i])
-                candidate[i] = grad_fresh
-                grad_inner = grad_fresh * reset[i]
+                candidate[i] = grad_candidate
+                grad_inner = grad_candidate * reset[i]
                 reset[i] = grad_inner * inner[i] * (one - reset[i])
                 inner[i] = grad_inner
             if len(written):
