@@ -11,10 +11,10 @@ from ._experiment import Experiment
 #: The files of experiments, in the order of the report.
 _FILES = (
     *("jacobian_generation", "spgemm", "flop_analysis", "whole_jacobian", "sparse_jacobian", "sparse_networks"),
-    *("sparse_convergence", "discretised_equations", "stiff_equations", "triangular_solvers", "triangular_costs"),
-    *("leapfrog", "ddg_convergence", "ddg_scaling", "ddg_theory", "simulation", "rank_scan", "lenet_convergence"),
-    *("normalised_convergence", "rnn_sensitivity", "recurrent_shapes", "gru_breakdown", "parallel_forward"),
-    *("recurrent_convergence", "kernel_resources"),
+    *("sparse_kernels", "sparse_convergence", "discretised_equations", "stiff_equations", "triangular_solvers"),
+    *("triangular_costs", "leapfrog", "ddg_convergence", "ddg_scaling", "ddg_theory", "simulation", "rank_scan"),
+    *("lenet_convergence", "normalised_convergence", "rnn_sensitivity", "recurrent_shapes", "gru_breakdown"),
+    *("parallel_forward", "recurrent_convergence", "kernel_resources"),
 )
 
 

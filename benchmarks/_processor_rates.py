@@ -1,0 +1,261 @@
+"""How fast a core multiplies and adds vectors, by where they come from; and what a kernel of sparse layers does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba.core import cgutils
+
+from jacsparse.runtime import run_rows
+from jacsparse.sparse.convolution import Correlation
+from jacsparse.sparse.vectors import INT64, Tile, call, on_tile
+from jacsparse.sparse.windows import Pair
+
+from ._calls import Call
+from ._context import Context
+
+#: Sums that are under way at once in the loops that find rates: enough for a multiply-add to begin in each cycle.
+_SUMS = 16
+#: Vectors of a run of such a loop.
+_VECTORS = 2**22
+#: Bytes of a cache line.
+LINE = 64
+
+
+class Cache(NamedTuple):
+    """A core's cache of data: its bytes, and how many lines a set has."""
+
+    nbytes: int
+    ways: int
+
+    @classmethod
+    def of_level(cls, level: int) -> Cache:
+        """The cache of level 1 or 2, as Linux tells it; elsewhere as most processors have it.
+
+        Examples
+        --------
+        >>> Cache.of_level(1).nbytes >= 2**14
+        True
+        """
+        for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+            names = ("level", "type", "size", "ways_of_associativity")
+            number, kind, size, ways = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
+            if number == str(level) and kind != "Instruction" and size.endswith("K") and int(ways):
+                return cls(1024 * int(size[:-1]), int(ways))
+        return (cls(2**15, 8), cls(2**20, 8))[level - 1]
+
+
+# The loops go `rounds` times over `count` vectors from the address `x` on, and leave what they add up at `sums`.
+
+
+@contextmanager
+def _each_vector(write: Any, x: Any, count: Any, rounds: Any) -> Iterator[list[Any]]:
+    """The loops' body: the addresses of `_SUMS` vectors that lie side by side."""
+    with write.each(ir.Constant(INT64, 0), rounds), write.each(ir.Constant(INT64, 0), count, _SUMS) as place:
+        begin = write.shifted(x, write.width, place)
+        yield [write.shifted(begin, write.width, number) for number in range(_SUMS)]
+
+
+def _add_up(write: Any, x: Any, count: Any, rounds: Any, sums: Any, from_memory: bool) -> None:
+    builder = write.builder
+    left, right = (write.load(write.shifted(x, write.width, number)) for number in range(2))
+    totals = [cgutils.alloca_once_value(builder, write.zero) for _ in range(_SUMS)]
+    with _each_vector(write, x, count, rounds) as addresses:
+        for total, address in zip(totals, addresses, strict=True):
+            factor = write.load(address) if from_memory else right
+            builder.store(write.multiply_add(left, factor, builder.load(total)), total)
+    write.store(write.added([builder.load(total) for total in totals]), sums)
+
+
+@on_tile(4)
+def _of_registers(write, x, count, rounds, sums):  # type: ignore[no-untyped-def]
+    _add_up(write, x, count, rounds, sums, from_memory=False)
+
+
+@on_tile(4)
+def _of_memory(write, x, count, rounds, sums):  # type: ignore[no-untyped-def]
+    _add_up(write, x, count, rounds, sums, from_memory=True)
+
+
+@on_tile(4)
+def _of_lanes(write, x, count, rounds, sums):  # type: ignore[no-untyped-def]
+    with _each_vector(write, x, count, rounds) as addresses:
+        for number, address in enumerate(addresses):
+            write.add_lanes([write.load(address)], write.shifted(sums, write.tile.itemsize, number))
+
+
+@numba.njit(nogil=True)
+def _on_rows(first, last, function, x, step, count, rounds, sums, width):  # type: ignore[no-untyped-def]
+    for row in range(first, last):
+        call(function, (x + row * step, count, rounds, sums + row * width))
+
+
+def _run(function: int, x: torch.Tensor, tile: Tile, rounds: int = 1) -> tuple[Call, int]:
+    """A run of a loop on each row of float32, a row for each thread; and how many vectors of a row it goes over."""
+    count = x.shape[1] // tile.lanes // _SUMS * _SUMS
+    sums, work = torch.zeros(len(x), max(tile.lanes, _SUMS)), _VECTORS * np.arange(len(x) + 1)
+    arguments = (x.data_ptr(), x.stride(0) * tile.itemsize, count, rounds, sums.data_ptr(), sums.stride(0) * 4)
+
+    def run() -> tuple[torch.Tensor, torch.Tensor]:
+        run_rows(_on_rows, work, function, *arguments)
+        # Held as long as the run is.
+        return x, sums
+
+    return run, count * rounds
+
+
+class Rates(NamedTuple):
+    """What all threads together do each second with vectors of as many bytes."""
+
+    #: Vectors in registers that are multiplied and added.
+    multiply_adds: float
+    #: Vectors whose lanes are added up.
+    lane_sums: float
+    #: Vectors that are loaded, multiplied and added: from the first-level cache, and from the second.
+    first: float
+    second: float
+    width: int
+    threads: int
+
+
+def measured_rates(lanes: int, context: Context) -> Rates:
+    """The rates of vectors of as many float32, from the fastest runs; RuntimeError where they cannot be measured."""
+    tile, threads = Tile(4, lanes), context.threads
+    first, second = (Cache.of_level(level).nbytes for level in (1, 2))
+    loops = {
+        "multiply_adds": (_of_registers, first // 2),
+        "lane_sums": (_of_lanes, first // 4),
+        "first": (_of_memory, first // 2),
+        "second": (_of_memory, second // 2),
+    }
+    runs = {}
+    for name, (function, nbytes) in loops.items():
+        # Rows lie apart, so that threads share no line.
+        x = torch.zeros(threads, nbytes // 4 + 1024)[:, : nbytes // 4]
+        runs[name] = _run(function(tile), x, tile, -(-_VECTORS * 4 * lanes // nbytes))
+    timings = context.under("rates").times({name: run for name, (run, _) in runs.items()})
+    for timing in timings.values():
+        if timing.problem:
+            raise RuntimeError(timing.problem)
+    rates = {name: threads * vectors / min(timings[name].seconds) for name, (_, vectors) in runs.items()}
+    return Rates(**rates, width=4 * lanes, threads=threads)
+
+
+def moved(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], rates: Rates) -> Call:
+    """A run that reads some tensors of float32 and fills others, and does nothing else."""
+    tile, threads = Tile(4, rates.width // 4), rates.threads
+    rows = [x.flatten()[: x.numel() // threads * threads].view(threads, -1) for x in read]
+    runs = [_run(_of_memory(tile), x, tile)[0] for x in rows]
+
+    def run() -> None:
+        for read_one in runs:
+            read_one()
+        for y in written:
+            y.zero_()
+
+    return run
+
+
+class Work(NamedTuple):
+    """What a kernel does with the inputs of all blocks of samples."""
+
+    #: Vectors of inputs that it loads.
+    loads: int
+    #: Weights that it meets, once for each tile that they reach.
+    weights: int
+    #: Cache lines of what it reads and writes that are not in the first level when they are needed.
+    misses: int
+
+    @classmethod
+    def of(cls, correlation: Correlation, y: torch.Tensor, pool: Pair = (1, 1)) -> Work:
+        """That of sums into blocks `y`, of which windows of `pool` leave one position, or of products with `y`.
+
+        The loads and stores of one block run through a cache whose sets replace the line that was used least recently.
+        """
+        tiles = correlation._tiles if pool == (1, 1) else correlation._pooled_tiles(pool, winners=False)[0]
+        reading, along = correlation.reading, correlation._along
+        table = tiles.table.copy()
+        # The table has the groups' addresses.
+        table[:, 2] = (table[:, 2] - tiles.groups.ctypes.data) // tiles.groups.strides[0]
+        vectors, windows = (
+            np.array([*itertools.product(range(0, tiles.rows, rows), range(0, tiles.columns, columns))])
+            for rows, columns in ((1, along), (pool[0], max(along, pool[1])))
+        )
+        in_steps = reading.in_step[0] * reading.in_size[1], tiles.step
+        out_steps = reading.out_step[0] * y.shape[3], reading.out_step[1], y.shape[2] * y.shape[3]
+        position, cache = correlation.lanes * y.itemsize, Cache.of_level(1)
+        lines = np.full((2, cache.nbytes // LINE // cache.ways, cache.ways), -1, dtype=np.int64)
+        counted = _count(
+            table, tiles.groups, np.array(tiles.rectangles, dtype=np.int64), correlation.entries.starts,
+            correlation._taps, correlation._offsets.numpy(), vectors, windows // pool, in_steps, out_steps, along,
+            position, along * position, lines,
+        )  # fmt: skip
+        return cls(*(len(y) * count for count in counted))
+
+
+@numba.njit
+def _touch(lines, clock, begin, nbytes):  # type: ignore[no-untyped-def]
+    """Use bytes through a cache, and return how many of their lines it lacked."""
+    misses = 0
+    for line in range(begin // LINE, (begin + nbytes - 1) // LINE + 1):
+        held, used = lines[0, line % lines.shape[1]], lines[1, line % lines.shape[1]]
+        way = 0
+        for other in range(len(held)):
+            if held[other] == line:
+                way = other
+                break
+            if used[other] < used[way]:
+                way = other
+        misses += held[way] != line
+        clock[0] += 1
+        held[way], used[way] = line, clock[0]
+    return misses
+
+
+@numba.njit
+def _count(  # type: ignore[no-untyped-def]
+    table,
+    groups,
+    rectangles,
+    starts,
+    taps,
+    offsets,
+    vectors,
+    windows,
+    in_steps,
+    out_steps,
+    along,
+    position,
+    width,
+    lines,
+):
+    """Go through a kernel's loops as it does, tile by tile and channel by channel."""
+    clock = np.zeros(1, np.int64)
+    loads = weights = misses = 0
+    # Arrays lie far apart.
+    values, numbers, y = 1 << 40, 2 << 40, 3 << 40
+    for tile in range(len(table)):
+        for channel in range((len(starts) - 1) // taps):
+            for group in groups[table[tile, 2] : table[tile, 2] + table[tile, 3]]:
+                top, bottom, left, right = rectangles[group[2]]
+                for weight in range(starts[channel * taps + group[0]], starts[channel * taps + group[1]]):
+                    weights += 1
+                    misses += _touch(lines, clock, values + 4 * weight, 4)
+                    misses += _touch(lines, clock, numbers + 4 * weight, 4)
+                    for row, column in vectors:
+                        if top <= row < bottom and column + along > left and column < right:
+                            place = table[tile, 0] + offsets[weight] + row * in_steps[0] + column * in_steps[1]
+                            loads += 1
+                            misses += _touch(lines, clock, place * position, width)
+            for row, column in windows:
+                place = table[tile, 1] + row * out_steps[0] + column * out_steps[1] + channel * out_steps[2]
+                misses += _touch(lines, clock, y + place * position, width)
+    return loads, weights, misses
