@@ -168,18 +168,20 @@ class SparseKernels(Grid):
 
 def _layers(model: nn.Module, x: torch.Tensor, batch: int) -> list[_Layer]:
     """The convolutions of layers that follow one another, which `x` goes through."""
-    lanes, layers, parts = lanes_for(batch, 4), [], [*model.children()]
+    layers: list[_Layer] = []
+    lanes, parts = lanes_for(batch, 4), [*model.children()]
     for number, part in enumerate(parts):
         if isinstance(part, nn.Conv2d):
             layer = SparseConv2d.from_dense(part)
             convolution = layer._convolution((x.shape[2], x.shape[3]), lanes)
             after, blocks = parts[number + 2 : number + 3], -(-batch // lanes)
-            window = after[0].kernel_size if after and isinstance(after[0], nn.MaxPool2d) else 1
+            pooling = after[0] if after and isinstance(after[0], nn.MaxPool2d) else nn.MaxPool2d(1)
+            window = pooling.kernel_size if isinstance(pooling.kernel_size, tuple) else (pooling.kernel_size,) * 2
             inputs = torch.randn(blocks, *x.shape[1:], lanes)
             outputs = torch.randn(blocks, *convolution.out_shape)
             name = f"{x.shape[1]} → {outputs.shape[1]}, {x.shape[2]} × {x.shape[3]}, {len(layer.values):,} weights"
             layers.append(
-                _Layer(f"{len(layers) + 1}: {name}", layer.values.detach(), convolution, inputs, outputs, (window,) * 2)
+                _Layer(f"{len(layers) + 1}: {name}", layer.values.detach(), convolution, inputs, outputs, window)
             )
         with torch.no_grad():
             x = part(x)
@@ -210,16 +212,15 @@ def _add(rows: Group, label: str, kernel: _Kernel, rates: Rates, context: Contex
     if not (row.median and row.fastest) or timings[MEMORY].problem:
         return
     limits = {**kernel.limits(rates), MEMORY: min(timings[MEMORY].seconds)}
-    binds = max(limits, key=lambda limit: limits[limit])
-    flop = 0.0 if kernel.work is None else kernel.factors * kernel.work.loads * rates.width / 2
-    row = replace(row, floor=limits[binds], note=f"bound by {binds}", data={"flop": flop})
-    if flop:
-        row = row.beside(_speed("GFLOP/s a core", flop, row, rates))
     shares = [
         Comparison(f"share of {limit}", least / row.median, least / row.fastest) for limit, least in limits.items()
     ]
-    row.data["shares"] = {share.text.removeprefix("share of "): share.ratio for share in shares}
-    rows.add(row.beside(*shares))
+    flop = 0.0 if kernel.work is None else kernel.factors * kernel.work.loads * rates.width / 2
+    speed = [_speed("GFLOP/s a core", flop, row, rates)] if flop else []
+    binds = max(limits, key=lambda limit: limits[limit])
+    data = {"flop": flop, "shares": {limit: least / row.median for limit, least in limits.items()}}
+    row = replace(row, floor=limits[binds], note=f"bound by {binds}", data=data)
+    rows.add(row.beside(*speed, *shares))
 
 
 def _speed(text: str, flop: float, row: Row, rates: Rates, at_least: float | None = None) -> Comparison:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,8 @@ from .windows import Pair
 
 #: The most positions of a window: winners are bytes, and one number says that none has won.
 MOST_POSITIONS = 255
+#: The most positions of a window for each of which there is code of its own.
+_MOST_UNROLLED = 25
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,9 @@ class Pool:
 
     def run(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
         """Run a function of windows over the planes of blocks."""
-        tile = Tile(x.dtype.itemsize, x.shape[4])
+        # Larger windows would take long to compile.
+        unrolled = self.kernel if math.prod(self.kernel) <= _MOST_UNROLLED else (1, 1)
+        tile = Tile(x.dtype.itemsize, x.shape[4], pool=unrolled)
 
         def arguments(x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> tuple[Any, ...]:
             return (

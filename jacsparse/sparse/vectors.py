@@ -137,6 +137,11 @@ class VectorWriter:
         """A number in each lane, as wide as an element: other widths would take masks of their own."""
         return ir.Constant(self._integers, [number] * self.tile.lanes)
 
+    def integers(self, number: Any) -> Any:
+        """An int64 in each lane, as wide as an element."""
+        narrow = number if self.tile.itemsize == 8 else self.builder.trunc(number, INT32)
+        return self.repeated(narrow, self._integers)
+
     def widened(self, numbers: Any) -> Any:
         """Bytes as integers as wide as elements."""
         return self.builder.zext(numbers, self._integers)

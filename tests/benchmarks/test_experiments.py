@@ -49,6 +49,7 @@ from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.sparse_convergence import SparseConvergence
 from benchmarks.sparse_jacobian import SparseJacobian
+from benchmarks.sparse_kernels import SparseKernels
 from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
@@ -97,6 +98,7 @@ SMALL: list[Experiment] = [
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
     SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
+    SparseKernels(build=small_network, input_shape=(2, 6, 6), batches=(3,)),
     SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
