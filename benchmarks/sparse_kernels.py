@@ -161,9 +161,10 @@ class SparseKernels(Grid):
         for group in dict.fromkeys(row.group for row in drawn):
             of_group = [row for row in drawn if row.group == group]
             heights = {limit: [row.data["shares"][limit] for row in of_group] for limit in LIMITS}
-            names = [row.label.partition(",")[0] for row in of_group]
+            # The number, the channels, and the plane below them.
+            names = ["\n".join(row.label.split(", ")[:2]) for row in of_group]
             panels.append(Panel([Rule(1.0), Bars(names, heights)], group, "", "share of the rate", grid="y"))
-        return Picture(self.title, panels, (9.0, 2.6 * len(panels)))
+        return Picture(self.title, panels, (9.0, 2.6 * len(panels)), columns=1, legend=len(LIMITS))
 
 
 def _layers(model: nn.Module, x: torch.Tensor, batch: int) -> list[_Layer]:
@@ -205,7 +206,7 @@ def _rate_rows(rows: Group, rates: Rates) -> list[Row]:
 
 
 def _add(rows: Group, label: str, kernel: _Kernel, rates: Rates, context: Context) -> None:
-    """Add the row of a kernel, whose floor is what the limit that binds it allows."""
+    """Add the row of a kernel, whose floor is what the nearest limit allows."""
     calls = {label: kernel.run, MEMORY: moved(kernel.read, kernel.written, rates)}
     timings = context.under(rows.name).times(calls)
     row = rows.timed(label, timings[label])
@@ -219,7 +220,7 @@ def _add(rows: Group, label: str, kernel: _Kernel, rates: Rates, context: Contex
     speed = [_speed("GFLOP/s a core", flop, row, rates)] if flop else []
     binds = max(limits, key=lambda limit: limits[limit])
     data = {"flop": flop, "shares": {limit: least / row.median for limit, least in limits.items()}}
-    row = replace(row, floor=limits[binds], note=f"bound by {binds}", data=data)
+    row = replace(row, floor=limits[binds], note=f"nearest limit: {binds}", data=data)
     rows.add(row.beside(*speed, *shares))
 
 
