@@ -237,7 +237,7 @@ class _ChainRun:
         with without_autocast(self.x.device):
             result = self.chain.jacobian(self.records, self.x)
             with torch.no_grad():
-                plan.add(self.trace, result)
+                plan.choose(self.trace, result)
         return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
 
     def differentiable(self) -> SparseJacobian:

@@ -191,6 +191,7 @@ class PreparedJacobian(Generic[Result]):
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
+        """A call's arguments; ValueError where they are not of the prepared form."""
         alike = self._arguments.with_args(args)
         if alike is not None:
             return alike
