@@ -47,8 +47,8 @@ class Order:
     operator by operator, times the interval on its right; ``from``, the interval on its left times a stage, operator by
     operator; ``backward``, a stage times the interval on its right, by the operators' own dense backward.
 
-    Printed, it is as ``((J1·J2*·J3)·J4)``: ``J1`` is the first stage's transposed Jacobian, and ``*`` marks a stage that
-    goes by its own backward.
+    Printed, it is as ``((J1·J2*·J3)·J4)``: ``J1`` is the first stage's transposed Jacobian, and ``*`` marks a stage by
+    its own backward.
     """
 
     how: str
