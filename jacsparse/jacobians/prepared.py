@@ -94,7 +94,7 @@ class PreparedJacobian(Generic[Result]):
         if options.pattern is not None:
             _check_given(options.pattern, method)
         if options.create_graph:
-            arguments = arguments.connected()
+            arguments = arguments.requiring_gradients()
         differentiated = cls._differentiated(f, arguments, options)
 
         prepared = cls(differentiated, arguments, options, lambda traced: cls._chosen(traced, method, compile))

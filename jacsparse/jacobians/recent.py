@@ -61,7 +61,7 @@ class Plan:
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
     def choose(self, trace: Trace, expected: SparseJacobian) -> None:
-        """Count a run; after enough of them choose a way for later ones, where it pays and gives this run's Jacobian."""
+        """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
         self._runs += 1
         # The chain of pruned weights changes with these.
         if self.chain.pruned_weights or self._runs != 1 + (BEFORE_LARGE if self._is_large else BEFORE):
