@@ -106,7 +106,7 @@ class PreparedProgram:
             return self._returned(trace, values, entries is not None) if returns else Evaluation(values)
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
-        """The values where fused loops compute all; None where they do not, or a value is not finite.
+        """The values where they take no trace; None where they do, or one is not finite.
 
         `memory` holds the elements of what the function is differentiated by, and no leaf is a number.
         """
