@@ -34,7 +34,7 @@ class Arguments:
     specs: tuple[Any, ...]
     #: The places of the leaves that the function is differentiated by, in the order of `argnums`.
     places: tuple[int, ...]
-    #: Whether the numbers among the others have gradients where they are tensors; see `connected`.
+    #: Whether the numbers among the others have gradients where they are tensors; see `requiring_gradients`.
     has_gradients: bool = False
 
     @property
@@ -60,7 +60,7 @@ class Arguments:
             leaves[place] = leaves[place].contiguous()
         return replace(self, leaves=leaves)
 
-    def connected(self) -> Arguments:
+    def requiring_gradients(self) -> Arguments:
         """The same arguments whose other tensors of floats have gradients, and may be written to: none is a leaf."""
         leaves = list(self.leaves)
         for place, leaf in enumerate(leaves):

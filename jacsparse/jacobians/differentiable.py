@@ -35,7 +35,7 @@ WRONG_THIRD = {
 }
 
 
-def with_graph(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> SparseJacobian:
+def with_gradients(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> SparseJacobian:
     """The same Jacobian of a run with gradients of its values.
 
     The run is connected to `x`, which the function is differentiated by, ``(batch, *shape)``. The entries are all,

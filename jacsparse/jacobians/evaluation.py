@@ -24,7 +24,7 @@ from ..stages import (
 )
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
-from .differentiable import with_graph, wrong_third_derivative
+from .differentiable import with_gradients, wrong_third_derivative
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
 from .recent import plan_of, recent_graphs
@@ -237,7 +237,7 @@ class _ChainRun:
         with without_autocast(self.x.device):
             result = self.chain.jacobian(self.records, self.x)
             with torch.no_grad():
-                plan.add(self.trace, result)
+                plan.choose(self.trace, result)
         return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
 
     def differentiable(self) -> SparseJacobian:
@@ -252,7 +252,7 @@ class _ChainRun:
                 raise problem
         # All entries, those of pruned weights too.
         chain = self.unpruned().of_trace(self.trace)[0] if self.chain.pruned_weights else self.chain
-        return with_graph(self.jacobian(), self.trace, self.x, chain.pattern)
+        return with_gradients(self.jacobian(), self.trace, self.x, chain.pattern)
 
 
 @contextlib.contextmanager

@@ -24,9 +24,10 @@ class Evaluator(ABC):
     pattern : Pattern
         The pattern of the values.
     fused : FusedValues or None
-        The machine code that computes the values.
+        The loops that compute the values from inputs alone, compiled or, without ``compile``, interpreted; None where
+        `computed` does.
     uncompiled : str or None
-        Why no machine code can, and what to do, where that is so.
+        Why ``compile=True`` does not apply, and what to do, where that is so.
     """
 
     name: ClassVar[str]
@@ -40,7 +41,7 @@ class Evaluator(ABC):
 
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The values without machine code."""
+        """The same values without fused loops: by PyTorch's calls and kernels."""
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:

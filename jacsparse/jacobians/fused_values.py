@@ -43,12 +43,12 @@ KEPT = 2**20
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
 Entries = Callable[["ElementGraph", list[np.ndarray]], np.ndarray]
-#: Arrays that a call computes before it runs machine code, by their places.
+#: Arrays that a call computes before it runs the loops, by their places.
 Arrays = Callable[[Mapping[int, torch.Tensor]], Sequence[np.ndarray]]
 
 
 class FusedValues:
-    """The values of a Jacobian by one call of machine code, after what PyTorch has to compute.
+    """The values of a Jacobian by one call of fused loops, after what PyTorch has to compute.
 
     Parameters
     ----------
@@ -100,7 +100,7 @@ class FusedValues:
             _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
 
     def _make_table(self, graph: ElementGraph, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
-        """Decide where each call finds the memories of the machine code."""
+        """Decide where each call finds the memories that the loops read and write."""
         begin = {self._first + place: value for place, value in enumerate(self._calls.begin)}
         offsets, self._bytes = dict[torch.dtype, int](), 0
         for dtype, count in fusion.scratch.items():
@@ -203,7 +203,7 @@ class FusedValues:
         return self({value: trace.value(value).detach() for value in self.reads})[0]
 
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
-        """What the machine code reads of PyTorch's calls, and puts into a table."""
+        """What the loops read of PyTorch's calls, whose addresses it puts into a table."""
         begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
         with torch.no_grad(), contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread():
             results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]

@@ -94,7 +94,7 @@ class PreparedJacobian(Generic[Result]):
         if options.pattern is not None:
             _check_given(options.pattern, method)
         if options.create_graph:
-            arguments = arguments.connected()
+            arguments = arguments.requiring_gradients()
         differentiated = cls._differentiated(f, arguments, options)
 
         prepared = cls(differentiated, arguments, options, lambda traced: cls._chosen(traced, method, compile))
@@ -191,6 +191,7 @@ class PreparedJacobian(Generic[Result]):
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
+        """A call's arguments; ValueError where they are not of the prepared form."""
         alike = self._arguments.with_args(args)
         if alike is not None:
             return alike

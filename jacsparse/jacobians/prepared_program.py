@@ -16,7 +16,7 @@ from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, form_of, without_autocast
 from .arguments import Arguments
-from .differentiable import with_graph
+from .differentiable import with_gradients
 from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .replays import jacobian_values, of_replay, replayed
@@ -102,11 +102,11 @@ class PreparedProgram:
                 self._check_weights(trace)
                 values = jacobian_values(function, self.evaluator, trace, of_replay)
             if entries is not None:
-                values = with_graph(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
+                values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
             return self._returned(trace, values, entries is not None) if returns else Evaluation(values)
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
-        """The values where machine code computes all; None where it does not, or they are not finite.
+        """The values where they take no trace; None where they do, or one is not finite.
 
         `memory` holds the elements of what the function is differentiated by, and no leaf is a number.
         """

@@ -37,7 +37,7 @@ LARGE = 2**21
 class Plan:
     """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
 
-    The patterns of the chain hold while the same weights are zero.
+    A `ProductPlan` is of one product. The patterns of the chain hold while the same weights are zero.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -60,8 +60,8 @@ class Plan:
                 evaluator = in_one_call
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
-    def add(self, trace: Trace, expected: SparseJacobian) -> None:
-        """Choose a way for later runs, where that pays and gives this run's Jacobian."""
+    def choose(self, trace: Trace, expected: SparseJacobian) -> None:
+        """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
         self._runs += 1
         # The chain of pruned weights changes with these.
         if self.chain.pruned_weights or self._runs != 1 + (BEFORE_LARGE if self._is_large else BEFORE):

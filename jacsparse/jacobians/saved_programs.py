@@ -69,7 +69,7 @@ class SavedProgram:
     def arguments(self, args: Sequence[Any]) -> Arguments:
         """A call's arguments, by those that the Jacobian is by."""
         arguments = arguments_of(args, self.content["argnums"], self.content["batched"]).apart()
-        return arguments.connected() if self.content["create_graph"] else arguments
+        return arguments.requiring_gradients() if self.content["create_graph"] else arguments
 
     def options(self, compile: bool) -> Options:
         """What it was prepared with."""

@@ -46,10 +46,13 @@ class Order:
     `how` is one of ``stage``, the matrix of one stage; ``product``, the product of two intervals; ``through``, a stage,
     operator by operator, times the interval on its right; ``from``, the interval on its left times a stage, operator by
     operator; ``backward``, a stage times the interval on its right, by the operators' own dense backward.
+
+    Printed, it is as ``((J1·J2*·J3)·J4)``: ``J1`` is the first stage's transposed Jacobian, and ``*`` marks a stage by
+    its own backward.
     """
 
     how: str
-    #: Number of the stage; -1 for a product of two intervals.
+    #: Number of the stage, from 0; -1 for a product of two intervals.
     stage: int = -1
     left: Order | None = None
     right: Order | None = None

@@ -214,7 +214,7 @@ class Graph:
     last: Operand | None = None
     #: The value of the output; None where it is no result of a call.
     output: int | None = None
-    #: What was made of the graph for later runs, by whose it is.
+    #: What was made of the graph for later runs: chains, by whether they prune, and plans, by ``("plan", prunes)``.
     cache: dict[Any, Any] = field(default_factory=dict)
 
     def before(self, place: int) -> Graph:
