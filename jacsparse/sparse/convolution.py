@@ -10,7 +10,7 @@ import torch
 
 from ..runtime import RowWork, run_rows
 from .activations import gradient_of_sums
-from .kernel_runs import empty, numpy_dtype, run_kernel
+from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel
 from .processor import columns_for, tile_positions
 from .vector_kernels import (
     add_products,
@@ -73,11 +73,17 @@ class Correlation:
         return self._pooled[pool, winners]
 
     def __call__(
-        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, floor: float = -np.inf
+        self,
+        x: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+        floor: float = -np.inf,
+        other: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``max(floor, bias + the sums)`` of blocks `x`."""
+        """``max(floor, bias + the sums + other)`` of blocks `x`."""
         y = empty((x.shape[0], self.entries.channels, *self.reading.out_size, self.lanes), self.dtype)
-        self._add_up(correlate_tile(self._tile), self._tiles, floor, (x, values, bias), (y, None))
+        function = correlate_tile(self._tile if other is None else self._tile._replace(adds=True))
+        self._add_up(function, self._tiles, floor, (x, values, bias, other), (y, None))
         return y
 
     def pools(self, pool: Pair) -> bool:
@@ -95,7 +101,7 @@ class Correlation:
         size = [count // window for count, window in zip(self.reading.out_size, pool, strict=True)]
         y = empty((x.shape[0], self.entries.channels, *size, self.lanes), self.dtype)
         winners = torch.empty(y.shape, dtype=torch.uint8) if keep else None
-        self._add_up(correlate_tile(tile), pooled_tiles, 0.0, (x, values, bias), (y, winners))
+        self._add_up(correlate_tile(tile), pooled_tiles, 0.0, (x, values, bias, None), (y, winners))
         return y, winners
 
     def _add_up(
@@ -103,18 +109,19 @@ class Correlation:
         function: int,
         tiles: Tiles,
         floor: float,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+        inputs: Tensors,
         outputs: tuple[torch.Tensor, torch.Tensor | None],
     ) -> None:
         weights = _CALL + len(self.entries.source) // max(1, self.entries.channels)
-        x, *constants = inputs
+        x, *others = inputs
+        assert x is not None
         # Parameters and gradients may be laid out in any way.
-        constants = [None if each is None else each.contiguous() for each in constants]
+        others = [None if each is None else each.contiguous() for each in others]
         run_kernel(
             correlate,
             x.shape[0] * len(tiles.table) * self.entries.channels,
             functools.partial(self._arguments, function, tiles, floor),
-            (x, *constants),
+            (x, *others),
             outputs,
             lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
         )
@@ -127,6 +134,7 @@ class Correlation:
         x: torch.Tensor,
         values: torch.Tensor,
         bias: torch.Tensor | None,
+        other: torch.Tensor | None,
         y: torch.Tensor,
         winners: torch.Tensor | None,
     ) -> tuple[Any, ...]:
@@ -142,6 +150,7 @@ class Correlation:
             self.dtype.itemsize,
             numpy_dtype(self.dtype)(floor),
             0 if winners is None else winners.data_ptr(),
+            0 if other is None else other.data_ptr() - y.data_ptr(),
             *self._steps(x, y),
         )
 
@@ -260,12 +269,17 @@ class Convolution:
     # Where nothing is to be differentiated, as in most backward passes, autograd costs more than a small layer.
 
     def __call__(
-        self, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, relu: bool = False
+        self,
+        x: torch.Tensor,
+        values: torch.Tensor,
+        bias: torch.Tensor | None,
+        relu: bool = False,
+        other: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The convolution of blocks `x`, differentiable."""
+        """The convolution of blocks `x`, plus `other`, differentiable."""
         if torch.is_grad_enabled():
-            return _Convolve.apply(x, values, bias, self, relu)  # type: ignore[no-any-return]
-        return self.forward(x, values, bias, 0.0 if relu else -np.inf)
+            return _Convolve.apply(x, values, bias, other, self, relu)  # type: ignore[no-any-return]
+        return self.forward(x, values, bias, 0.0 if relu else -np.inf, other)
 
     def input_gradient(self, y: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """The gradient of the input, where `y` is that of the output; differentiable."""
@@ -290,9 +304,11 @@ class Convolution:
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, relu: bool) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: Any, values: Any, bias: Any, other: Any, convolution: Convolution, relu: bool
+    ) -> torch.Tensor:
         ctx.convolution = convolution
-        y = convolution(x, values, bias, relu)
+        y = convolution(x, values, bias, relu, other)
         ctx.save_for_backward(x, values, y if relu else None)
         return y
 
@@ -304,7 +320,8 @@ class _Convolve(torch.autograd.Function):
             gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
         elif y is not None:
             gradient, of_bias = gradient_of_sums(gradient, y)
-        return *gradients(ctx, x, values, gradient, of_bias), None, None
+        of_other = gradient if ctx.needs_input_grad[3] else None
+        return *gradients(ctx, x, values, gradient, of_bias), of_other, None, None
 
 
 def gradients(

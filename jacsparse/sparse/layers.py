@@ -265,6 +265,8 @@ class _Output(NamedTuple):
     #: Whether gradients were asked for where the layer ran.
     with_gradients: bool
     relu: bool = False
+    #: What is added.
+    other: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -275,10 +277,12 @@ class _Output(NamedTuple):
         return self.values.dtype
 
     def compute(self) -> torch.Tensor:
-        return self.convolution(self.x, self.values, self.bias, self.relu)
+        return self.convolution(self.x, self.values, self.bias, self.relu, self.other)
 
     def pooled(self, pool: Pool) -> torch.Tensor | None:
         _, rows, columns, _ = self.convolution.out_shape
+        if self.other is not None:
+            return None
         if not (self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
             return None
         with torch.set_grad_enabled(self.with_gradients):
@@ -287,11 +291,11 @@ class _Output(NamedTuple):
     def activated(self) -> _Output:
         return self._replace(relu=True)
 
-    def plus(self, other: Blocks) -> None:
-        return None
+    def plus(self, other: Blocks) -> _Output | None:
+        return self._replace(other=other.blocks) if self.other is None and not self.relu else None
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> _Output | None:
-        if self.relu:
+        if self.relu or self.other is not None:
             return None
         values = self.values * scale.index_select(0, self.convolution.structure.outputs)
         return self._replace(values=values, bias=shift if self.bias is None else torch.addcmul(shift, self.bias, scale))

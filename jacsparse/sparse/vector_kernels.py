@@ -18,14 +18,15 @@ from ..runtime import inlined, kernel
 from .vectors import INT64, VectorWriter, call, on_tile
 
 
-@on_tile(13, 1)
+@on_tile(14, 1)
 def correlate_tile(
-    write, x, x_row, y, y_row, y_column, y_start, winners, values, offsets, starts, groups, count, bias, floor
+    write, x, x_row, y, y_row, y_column, y_start, winners, distance, values, offsets, starts, groups, count, bias, floor
 ):
     """``y[p] = max(floor, bias[0] + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile.
 
-    With pooling, `y` has the maximum of each window. `winners`, which the tile may leave alone, has a byte for each
-    element of `y`: the place in the window where the maximum is, or one past the last place where it is the floor.
+    A tile that adds has another summand, which lies at a distance from `y`. With pooling, `y` has the maximum of each
+    window. `winners`, which the tile may leave alone, has a byte for each element of `y`: the place in the window where
+    the maximum is, or one past the last place where it is the floor.
     """
     builder, compiled = write.builder, write.tile
     sums = {
@@ -57,9 +58,12 @@ def correlate_tile(
             continue
         place = write.shifted(write.shifted(y, y_row, row // window_rows), y_column, column // window_columns)
         if compiled.pool == (1, 1):
+            result = results[row, column]
+            if compiled.adds:
+                result = builder.fadd(result, write.load(builder.add(place, distance)))
             # A sum that is no number is not below the floor.
-            below = builder.fcmp_ordered("<", results[row, column], least)
-            write.store(builder.select(below, least, results[row, column]), place)
+            below = builder.fcmp_ordered("<", result, least)
+            write.store(builder.select(below, least, result), place)
             continue
         window = [
             each
@@ -156,7 +160,7 @@ def _tile_of(item, table, position, x, x_block, y, y_block):
 @kernel
 def correlate(
     first, last, correlate_tile, table, starts, taps, channels, values, offsets, bias, itemsize, floor, winners,
-    position, x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
+    distance, position, x, x_block, x_row, y, y_block, y_row, y_column, y_channel,
 ):  # fmt: skip
     """Sums over weights by a function of a tile; rows are the output channels of each tile of each block of samples."""
     for item in range(first // channels, (last - 1) // channels + 1):
@@ -172,6 +176,7 @@ def correlate(
                     y_column,
                     y,
                     winners,
+                    distance,
                     values,
                     offsets,
                     starts + 4 * channel * taps,

@@ -41,6 +41,8 @@ class Tile(NamedTuple):
     along: bool = False
     #: Whether the winners of windows are kept, which gradients need.
     winners: bool = True
+    #: Whether another tensor is added to the sums.
+    adds: bool = False
 
     @property
     def positions(self) -> list[tuple[int, int]]:
