@@ -202,6 +202,7 @@ class SparseInference(_PrunedGrid):
     networks: tuple[PrunedNetwork, ...] = (
         PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (1,), dense=3.0, peer=0.5),
         PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, (16, 64), dense=10.0),
+        PrunedNetwork("ResNet-18, 95 % pruned", pruned_resnet18, (1, 16, 64), dense=3.0),
     )
 
     training, ours, peer = False, (_OURS, _FROZEN), DEEPSPARSE

@@ -124,6 +124,7 @@ class Correlation:
             (x, *others),
             outputs,
             lanes=8 * weights * tiles.rows * tiles.columns // _VECTORS,
+            blocks=x.shape[0],
         )
 
     def _arguments(

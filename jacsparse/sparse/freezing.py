@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NoReturn
 
@@ -18,12 +18,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..runtime import DispatchMode, KernelSequence, a_type
+from ..runtime import DispatchMode, KernelSequence, a_type, thread_count
 from ..tracing import check_initialised, check_module, facts_of, name_of
 from .conversion import SparseModel, copied
-from .kernel_runs import TensorKernelRun, recorder
+from .kernel_runs import BLOCK_DIMENSIONS, TensorKernelRun, recorder
 
 aten = torch.ops.aten
+#: Bytes of the largest tensor that kernels leave to each other: a few of them fit the last cache of most processors.
+_AT_ONCE = 2**22
 #: What gives a tensor's place to another one.
 _Move = Callable[[torch.Tensor], torch.Tensor]
 #: Operators whose results hold nothing yet.
@@ -38,7 +40,10 @@ class FrozenModel:
 
     def __init__(self, name: str, inputs: Sequence[torch.Tensor], steps: Sequence[_Step], output: Any) -> None:
         self._name, self._inputs = name, tuple(inputs)
-        move = _placed(steps, [*inputs, *_tensors(output)])
+        outside = [*inputs, *_tensors(output)]
+        self._kernel_count = sum(step.run is not None for step in steps)
+        steps = _by_blocks(steps, outside)
+        move = _placed(steps, outside)
         self._output = output
         calls: list[Any] = [step.again(move) for step in steps if step.again]
         # Held, since arguments of kernels are addresses.
@@ -95,7 +100,7 @@ class FrozenModel:
     def __repr__(self) -> str:
         shapes = ", ".join(str(tuple(each.shape)) for each in self._inputs)
         return (
-            f"FrozenModel({self._name} of {shapes}: {_counted(len(self._kernels), 'sparse kernel')}, "
+            f"FrozenModel({self._name} of {shapes}: {_counted(self._kernel_count, 'sparse kernel')}, "
             f"{_counted(self._operators, 'operator')} of PyTorch)"
         )
 
@@ -229,6 +234,12 @@ class _Step:
     draws: bool = False
     #: Whether the model reads its result in Python.
     is_read: bool = False
+    #: What it is, if it is a kernel.
+    run: TensorKernelRun | None = None
+
+    @classmethod
+    def of_kernel(cls, run: TensorKernelRun) -> _Step:
+        return cls(run.kernel.__name__, _tensors(run.inputs), _tensors(run.outputs), run.with_tensors, run=run)
 
 
 class _Recording(DispatchMode):
@@ -271,13 +282,7 @@ class _Recording(DispatchMode):
         return returned
 
     def _record_kernel(self, run: TensorKernelRun) -> None:
-        reads, writes = (_tensors(each) for each in (run.inputs, run.outputs))
-
-        def again(move: _Move) -> TensorKernelRun:
-            inputs, outputs = (tree_map_only(torch.Tensor, move, each) for each in (run.inputs, run.outputs))
-            return replace(run, inputs=inputs, outputs=outputs)
-
-        self.steps.append(_Step(run.kernel.__name__, reads, writes, again))
+        self.steps.append(_Step.of_kernel(run))
 
 
 def _aliases(values: Any) -> Any:
@@ -359,6 +364,46 @@ def _needed(name: str, steps: Sequence[_Step], inputs: Sequence[torch.Tensor]) -
         for step in steps
         if step.again and (step in varies or any(_memory(each) in overwritten for each in step.writes))
     ]
+
+
+def _by_blocks(steps: Sequence[_Step], outside: Sequence[torch.Tensor]) -> list[_Step]:
+    """The steps, of which kernels that follow each other all go over some blocks, and then over the next ones.
+
+    So what one leaves to the next is still in a cache where a batch has many samples. Each thread has at least half a
+    block to work on, so that it waits little for the others.
+    """
+    done: list[_Step] = []
+    for (_, blocks), group in groupby(steps, lambda step: (step.run is None, step.run.blocks if step.run else 0)):
+        runs = [*group]
+        largest = max((each.nbytes for step in runs for each in step.writes), default=0)
+        at_once = max(1, thread_count() // 2, blocks * _AT_ONCE // max(1, largest))
+        if blocks <= at_once or len(runs) == 1:
+            done += runs
+            continue
+        others = [each for step in steps if step not in runs for each in (*step.reads, *step.writes)]
+        kept = {_memory(each) for each in (*outside, *others)}
+        for first in range(0, blocks, at_once):
+            done += _of_blocks(runs, slice(first, min(first + at_once, blocks)), kept)
+    return done
+
+
+def _of_blocks(steps: Sequence[_Step], part: slice, kept: set[int]) -> Iterator[_Step]:
+    """Kernels' steps for some of their blocks; what these alone read has memory of as many blocks."""
+    count, passed = part.stop - part.start, dict[int, torch.Tensor]()
+    written = {_memory(each) for step in steps for each in step.writes} - kept
+
+    def of_part(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.ndim != BLOCK_DIMENSIONS:
+            return tensor
+        blocks = tensor[part]
+        if _memory(tensor) not in written:
+            return blocks
+        place = passed.setdefault(_memory(tensor), torch.empty(blocks.numel(), dtype=tensor.dtype))
+        return place.view(blocks.shape)
+
+    for step in steps:
+        assert step.run is not None
+        yield _Step.of_kernel(step.run.of_blocks(count).with_tensors(of_part))
 
 
 def _placed(steps: Sequence[_Step], others: Sequence[torch.Tensor]) -> _Move:

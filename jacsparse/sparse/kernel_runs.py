@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +13,18 @@ import torch
 
 from ..runtime import MEMORY_POOL, SMALLEST, KernelRun, run_rows
 
+#: Those of blocks of samples: blocks, channels, rows, columns, and the samples of a block.
+BLOCK_DIMENSIONS = 5
 #: Some tensors, and None where an optional one is left out.
 Tensors = tuple[torch.Tensor | None, ...]
 
 
 @dataclass(frozen=True)
 class TensorKernelRun:
-    """A kernel that was run on tensors, so that it can be run on others."""
+    """A kernel that was run on tensors, so that it can be run on others.
+
+    Those of `BLOCK_DIMENSIONS` are blocks of samples; all others belong to all blocks.
+    """
 
     kernel: Callable[..., Any]
     rows: int
@@ -28,6 +33,20 @@ class TensorKernelRun:
     inputs: Tensors
     outputs: Tensors
     lanes: int
+    #: The number of blocks, where each has as many rows, which follow each other; else 0.
+    blocks: int = 0
+
+    def with_tensors(self, change: Callable[[torch.Tensor], torch.Tensor]) -> TensorKernelRun:
+        """The same kernel on other tensors."""
+        inputs, outputs = (
+            tuple([None if each is None else change(each) for each in tensors])
+            for tensors in (self.inputs, self.outputs)
+        )
+        return replace(self, inputs=inputs, outputs=outputs)
+
+    def of_blocks(self, count: int) -> TensorKernelRun:
+        """The same kernel for fewer blocks, whose tensors are yet to be given."""
+        return replace(self, rows=self.rows // self.blocks * count, blocks=count)
 
     def prepared(self) -> KernelRun:
         """The run with its arguments, which name the tensors by their addresses."""
@@ -46,14 +65,15 @@ def run_kernel(
     outputs: Tensors,
     *,
     lanes: int,
+    blocks: int = 0,
 ) -> None:
     """Run ``kernel(first, last, *arguments(*inputs, *outputs))`` on ranges that cover all rows.
 
-    The kernel writes all elements of the outputs, and no others.
+    The kernel writes all elements of the outputs, and no others. `blocks` tells that it goes from block to block.
     """
     run_rows(kernel, rows, *arguments(*inputs, *outputs), lanes=lanes)
     if (record := recorder.get()) is not None:
-        record(TensorKernelRun(kernel, rows, arguments, inputs, outputs, lanes))
+        record(TensorKernelRun(kernel, rows, arguments, inputs, outputs, lanes, blocks))
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -64,7 +64,8 @@ class Pool:
             )
 
         work = max(1, 2 * x[0, 0].numel() // tile.lanes)
-        run_kernel(on_windows, x.shape[0] * x.shape[1], arguments, (x,), (y, winners), lanes=work)
+        planes = x.shape[0] * x.shape[1]
+        run_kernel(on_windows, planes, arguments, (x,), (y, winners), lanes=work, blocks=x.shape[0])
 
     def scattered(self, y: torch.Tensor, winners: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """Blocks of a shape with `y` where each window's maximum was, and zeros elsewhere; differentiable."""

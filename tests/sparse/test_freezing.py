@@ -12,9 +12,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import prune
+from torch.utils._pytree import tree_leaves
 
 import jacsparse
 from jacsparse import freeze, sparsify
+from jacsparse.sparse import freezing
 
 
 def pruned(model: nn.Module, dtype: torch.dtype = torch.float64) -> nn.Module:
@@ -75,6 +77,40 @@ def test_equals_the_model(build: Any, batch: int, threads: int) -> None:
         assert not any(each.requires_grad for each in (results[0] if build is layers else results[0]["scores"],))
     finally:
         torch.set_num_threads(before)
+
+
+class Branches(nn.Module):
+    """Kernels one after the other, what PyTorch does between them, and an output in their middle."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(3 if not number else 8, 8, 3, padding=1) for number in range(5))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        first = functional.relu(self.convs[0](x))
+        middle = self.convs[1](first)
+        y = functional.max_pool2d(functional.relu(middle + first), 2)
+        y = self.convs[2](torch.sigmoid(self.convs[3](y)))
+        return functional.max_pool2d(self.convs[4](y) + y, 3, 2, 1), middle, y.flatten(1)
+
+
+@pytest.mark.parametrize("build", [layers, Residual, Branches])
+@pytest.mark.parametrize(("batch", "threads"), [(33, 1), (16, 2), (50, 5)])
+def test_kernels_that_go_over_a_few_blocks_at_a_time(
+    build: Any, batch: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(batch)
+    model, xs = pruned(build()), [torch.randn(batch, 3, 12, 12, dtype=torch.float64) for _ in range(2)]
+    sparse = sparsify(model, xs[0], measure=False)
+    whole = freeze(sparse, xs[0])
+    monkeypatch.setattr(freezing, "_AT_ONCE", 0)
+    monkeypatch.setattr(freezing, "thread_count", lambda: threads)
+    parts = freeze(sparse, xs[0])
+    assert len(parts._kernels) > len(whole._kernels) and repr(parts) == repr(whole)
+    for x in (*xs, xs[0]):
+        assert all(map(torch.equal, tree_leaves(parts(x)), tree_leaves(whole(x))))
+        with torch.no_grad():
+            torch.testing.assert_close(parts(x), model(x), rtol=0, atol=1e-12)
 
 
 def test_weights_are_constants() -> None:
