@@ -77,15 +77,9 @@ class Plan:
             if isinstance(evaluator, Products) and _repeats(trace):
                 products = evaluator.in_one_call(function)
                 if products is not None and agree(products.values(trace), expected.values):
-                    captures = {value: trace.value(value) for value in trace.graph.captures}
-                    self._in_one_call = (
-                        products,
-                        {
-                            value: elements.clone()
-                            for value, elements in captures.items()
-                            if not elements.is_floating_point()
-                        },
-                    )
+                    read = ((value, trace.value(value)) for value in trace.graph.captures)
+                    contents = {value: x.clone() for value, x in read if not x.is_floating_point()}
+                    self._in_one_call = products, contents
             function.forget(module=True)
             self._chosen = function, evaluator
 

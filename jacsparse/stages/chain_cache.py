@@ -82,7 +82,7 @@ class ChainCache:
 #: The most modules and functions in `_RECENT`.
 _MOST = 32
 
-#: The caches that `recent_chains` was last asked for, by whose they are and by its options; the last one last.
+#: The caches that `recent_chains` was last asked for, by whose they are and by its options.
 _RECENT: weakref.WeakKeyDictionary[Any, dict[tuple[bool, bool, str], ChainCache]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
@@ -97,9 +97,11 @@ def recent_chains(
     """
     owner, key = _owner_of(f), (pruned, couples, of)
     with _LOCK:
-        caches = _RECENT[owner] = _RECENT.pop(owner, {})
-        while len(_RECENT) > _MOST:
-            del _RECENT[next(iter(_RECENT))]
+        caches = _RECENT.get(owner)
+        if caches is None:
+            caches = _RECENT[owner] = {}
+            while len(_RECENT) > _MOST:
+                del _RECENT[next(iter(_RECENT))]
         if key not in caches:
             caches[key] = ChainCache(pruned=pruned, couples=couples)
         return caches[key]

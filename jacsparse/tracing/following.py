@@ -64,18 +64,20 @@ class Followed:
 
     def next(self, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None = None) -> Node | None:
         """The next call of the graph, or of another one that begins alike, where it is this one; else None."""
-        for graph in self._candidates():
-            if self.count < len(graph.nodes) and self._is(graph.nodes[self.count], overload, args, kwargs, seen, graph):
-                self._enter(graph)
-                return graph.nodes[self.count]
+        if not self.active:
+            return None
+        graph, count = self.trace.graph, self.count
+        if count < len(graph.nodes) and self._is(graph.nodes[count], overload, args, kwargs, seen, graph):
+            return graph.nodes[count]
+        for other in self._others():
+            if count < len(other.nodes) and self._is(other.nodes[count], overload, args, kwargs, seen, other):
+                self._enter(other)
+                return other.nodes[count]
         return None
 
-    def _candidates(self) -> Iterator[Graph]:
-        """The graphs that begin with the calls so far, that of the trace first."""
-        if not self.active:
-            return
+    def _others(self) -> Iterator[Graph]:
+        """The other graphs that begin with the calls so far."""
         graph, count = self.trace.graph, self.count
-        yield graph
         for other in self.graphs:
             begins = len(other.nodes) >= count and (not count or other.nodes[count - 1] is graph.nodes[count - 1])
             if begins and other is not graph:
@@ -101,7 +103,7 @@ class Followed:
     def ends_at(self, output: torch.Tensor) -> bool:
         """Whether the run made all calls of a graph, and returned the value that it says."""
         number = self.numbers.get(id(output))
-        for graph in self._candidates():
+        for graph in (self.trace.graph, *self._others()) if self.active else ():
             ends = len(graph.nodes) == self.count and graph.output == number
             if ends and (graph.last is None or graph.last.active is (output.grad_fn is not None)):
                 self._enter(graph)

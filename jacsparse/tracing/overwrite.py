@@ -38,13 +38,18 @@ class Overwrite:
     @property
     def meets(self) -> bool:
         """Whether the two tensors have an element in common."""
-        return np.shares_memory(_without_elements(*self.view), _without_elements(*self.written))
+        return _meet(self.view, self.written)
 
     def __call__(self, tensor: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         places = self.sources.to(tensor.device)
         if not written.numel():
             return tensor.clone()
         return torch.where(places < 0, tensor, written.flatten()[places.clamp_min(0)])
+
+
+@functools.lru_cache(maxsize=1024)
+def _meet(some: Extent, other: Extent) -> bool:
+    return np.shares_memory(_without_elements(*some), _without_elements(*other))
 
 
 def _without_elements(size: torch.Size, stride: tuple[int, ...], offset: int) -> np.ndarray:

@@ -69,7 +69,10 @@ def without_saving_hooks() -> Iterator[None]:
 
     A backward pass raises RuntimeError where they have been written to since, as it does without hooks.
     """
-    with saved_tensors_hooks(noted, unchanged) if saves_by_hooks() else contextlib.nullcontext():
+    if not saves_by_hooks():
+        yield
+        return
+    with saved_tensors_hooks(noted, unchanged):
         yield
 
 
