@@ -6,6 +6,7 @@ from .merge import Merge
 from .methods import METHODS, Method, Product
 from .operands import check_tensor_itself
 from .plan import ProductPlan, check_limit, plan_product, planned
+from .plan_cache import PLAN_CACHE
 from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
@@ -19,6 +20,7 @@ __all__ = [
     "KEYS",
     "METHODS",
     "PACKED",
+    "PLAN_CACHE",
     "Method",
     "Product",
     "ProductPlan",

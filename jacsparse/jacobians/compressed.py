@@ -10,7 +10,6 @@ and one gather decompresses the result.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -21,6 +20,7 @@ import torch
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
 from ..runtime import array_in
+from ..spgemm import PLAN_CACHE
 from ..tracing import Trace, Values
 from . import kernels
 from .evaluator import Evaluator
@@ -35,8 +35,22 @@ BACKWARD = 1.5
 PART = 2**27
 
 
+class _OfPattern:
+    """What `PLAN_CACHE` holds of one pattern, with arrays."""
+
+    pattern: Pattern
+
+    @property
+    def patterns(self) -> tuple[Pattern, ...]:
+        return (self.pattern,)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
+
+
 @dataclass(frozen=True)
-class Coloring:
+class Coloring(_OfPattern):
     """Groups of columns and of rows whose compressed products contain each entry by itself.
 
     Attributes
@@ -78,7 +92,6 @@ class Coloring:
         return forward + BACKWARD * backward
 
 
-@functools.lru_cache(maxsize=4)
 def coloring(pattern: Pattern) -> Coloring:
     """The cheapest colouring among those of columns, of rows, and of both, the fullest ones apart.
 
@@ -88,9 +101,13 @@ def coloring(pattern: Pattern) -> Coloring:
     >>> coloring(arrow).counts
     (2, 1)
     """
-    candidates = [_apart(pattern, count) for count in _counts(pattern)]
-    candidates += [_transposed(pattern, _apart(pattern.T, count)) for count in _counts(pattern.T)]
-    return min(candidates, key=lambda candidate: candidate.cost)
+
+    def cheapest() -> Coloring:
+        candidates = [_apart(pattern, count) for count in _counts(pattern)]
+        candidates += [_transposed(pattern, _apart(pattern.T, count)) for count in _counts(pattern.T)]
+        return min(candidates, key=lambda candidate: candidate.cost)
+
+    return PLAN_CACHE.get(("coloring", pattern.digest), cheapest)
 
 
 def row_coloring(pattern: Pattern) -> Coloring:
@@ -139,22 +156,33 @@ def _transposed(pattern: Pattern, of_transpose: Coloring) -> Coloring:
     return _colored(pattern, of_transpose.rows, of_transpose.columns, forward)
 
 
-@functools.lru_cache(maxsize=8)
-def symmetric_part(pattern: Pattern) -> tuple[Pattern, np.ndarray]:
-    """The entries whose mirror images are entries too, and the place of the lower one of each pair in `pattern`.
+@dataclass(frozen=True)
+class SymmetricPart(_OfPattern):
+    """The entries of a pattern whose mirror images are entries too; see `symmetric_part`."""
+
+    pattern: Pattern
+    #: The place of the lower entry of each pair among those of the whole pattern.
+    places: np.ndarray
+
+
+def symmetric_part(pattern: Pattern) -> SymmetricPart:
+    """The part of a pattern that is symmetric.
 
     Examples
     --------
-    >>> lower = Pattern((2, 2), [0, 1, 3], [0, 0, 1])
-    >>> symmetric, places = symmetric_part(lower)
-    >>> symmetric.indices.tolist(), places.tolist()
+    >>> lower = symmetric_part(Pattern((2, 2), [0, 1, 3], [0, 0, 1]))
+    >>> lower.pattern.indices.tolist(), lower.places.tolist()
     ([0, 1], [0, 2])
     """
-    rows, columns = pattern.rows.astype(np.int64), pattern.indices.astype(np.int64)
-    symmetric = part(pattern, np.isin(columns * pattern.shape[1] + rows, pattern.places, assume_unique=True))
-    rows, columns = symmetric.rows.astype(np.int64), symmetric.indices.astype(np.int64)
-    lower = np.maximum(rows, columns) * pattern.shape[1] + np.minimum(rows, columns)
-    return symmetric, np.searchsorted(pattern.places, lower)
+
+    def symmetric() -> SymmetricPart:
+        rows, columns = pattern.rows.astype(np.int64), pattern.indices.astype(np.int64)
+        found = part(pattern, np.isin(columns * pattern.shape[1] + rows, pattern.places, assume_unique=True))
+        rows, columns = found.rows.astype(np.int64), found.indices.astype(np.int64)
+        lower = np.maximum(rows, columns) * pattern.shape[1] + np.minimum(rows, columns)
+        return SymmetricPart(found, np.searchsorted(pattern.places, lower))
+
+    return PLAN_CACHE.get(("symmetric part", pattern.digest), symmetric)
 
 
 def star_coloring(pattern: Pattern) -> Coloring:
@@ -171,7 +199,7 @@ def star_coloring(pattern: Pattern) -> Coloring:
     >>> star_coloring(arrow).columns
     array([0, 1, 1, 1])
     """
-    symmetric, _ = symmetric_part(pattern)
+    symmetric = symmetric_part(pattern).pattern
     size = symmetric.shape[0]
     colors = np.full(size, -1, dtype=np.int64)
     # Each vertex waits for those before it: one range, on one thread.

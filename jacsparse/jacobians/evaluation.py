@@ -13,15 +13,7 @@ from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import (
-    Chain,
-    ChainCache,
-    Record,
-    in_own_memory,
-    recent_chains,
-    refuse_hooks,
-    refuse_other_derivatives,
-)
+from ..stages import Chain, Record, refuse_hooks, refuse_other_derivatives
 from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments, arguments_of, has_samples
 from .differentiable import with_gradients, wrong_third_derivative
@@ -205,9 +197,8 @@ class _ChainRun:
     """A run of a function, and the chain of its calls."""
 
     f: Callable[..., Any]
-    #: Whether patterns omit pruned weights; and the chains of the same function that do not.
+    #: Whether patterns omit pruned weights.
     pruned: bool
-    unpruned: Callable[[], ChainCache]
     #: What the function is differentiated by, ``(batch, *shape)``, and the module that takes it.
     x: torch.Tensor
     module: nn.Module
@@ -238,12 +229,13 @@ class _ChainRun:
             result = self.chain.jacobian(self.records, self.x)
             with torch.no_grad():
                 plan.choose(self.trace, result)
-        return SparseJacobian(result.pattern, in_own_memory(result.values, self.records))
+        return SparseJacobian(result.pattern, self.trace.in_own_memory(result.values))
 
     def differentiable(self) -> SparseJacobian:
         """The Jacobian with gradients of its values, where they are those of the function."""
+        unpruned = recent_graphs(self.f, pruned=False)
         if self.chain.trained_zeros(self.trace):
-            self.pruned, (self.chain, self.records) = False, self.unpruned().of_trace(self.trace)
+            self.pruned, (self.chain, self.records) = False, unpruned.of_trace(self.trace)
         if self.chain.registered_values:
             refuse_other_derivatives(self.records, "the gradient of values")
         if isinstance(self.f, Gradient):
@@ -251,7 +243,7 @@ class _ChainRun:
             if problem is not None:
                 raise problem
         # All entries, those of pruned weights too.
-        chain = self.unpruned().of_trace(self.trace)[0] if self.chain.pruned_weights else self.chain
+        chain = unpruned.of_trace(self.trace)[0] if self.chain.pruned_weights else self.chain
         return with_gradients(self.jacobian(), self.trace, self.x, chain.pattern)
 
 
@@ -261,15 +253,11 @@ def _run(
 ) -> Iterator[_ChainRun]:
     """A run of a function, whose changes to a module are undone on exit."""
     function, x = module_and_batch(f, arguments, has_aux=has_aux, connected=connected)
-
-    def cache(pruned: bool) -> ChainCache:
-        return recent_chains(function, pruned=pruned) if function is f else recent_graphs(f, pruned)
-
     if connected:
         x = requiring_gradient(x)
     buffers = saved_buffers(function) if connected else contextlib.nullcontext()
     with undisturbed(check_module(function), x.device), buffers:
-        chain, (trace, records) = cache(pruned).of_run(function, x, connected=connected)
+        chain, (trace, records) = recent_graphs(f, pruned).of_run(function, x, connected=connected)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        yield _ChainRun(f, pruned, lambda: cache(False), x, function, chain, trace, records)
+        yield _ChainRun(f, pruned, x, function, chain, trace, records)

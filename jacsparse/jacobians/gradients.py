@@ -129,8 +129,8 @@ def _attention(
 def registered_in(trace: Trace) -> Node | None:
     """The first call in a run of an operator whose values were registered; None without one."""
     for node in trace.graph.calls:
-        rule = None if node.facts is None or not node.operands else node.facts.rule
-        if rule is not None and rule.has_registered_values:
+        rule = node.facts.rule
+        if rule is not None and rule.has_registered_values and node.operands:
             return node
     return None
 

@@ -6,13 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
 
-import numpy as np
 import torch
 
 from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
 from .arguments import Arguments, arguments_of, has_samples
-from .compressed import Coloring, star_coloring, symmetric_part
+from .compressed import Coloring, SymmetricPart, star_coloring, symmetric_part
 from .evaluation import Keywords, jacobian_and_returned, with_parts
 from .gradients import Gradient
 from .preparation import PreparationKeywords
@@ -29,14 +28,15 @@ class PreparedHessian(PreparedJacobian[Result]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.pattern, self._lower = symmetric_part(self.pattern)
+        self._symmetric = symmetric_part(self.pattern)
+        self.pattern = self._symmetric.pattern
 
     def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluation:
         evaluation = super()._evaluated(args, returns)
         # A star colouring takes both entries of a pair from one place.
         if self.method == "compressed":
             return evaluation
-        return replace(evaluation, values=_gathered(evaluation.values, self._lower))
+        return replace(evaluation, values=_gathered(evaluation.values, self._symmetric))
 
     def _parts(self, evaluation: Evaluation) -> Sequence[tuple[bool, Any]]:
         options, (value, aux) = self._options, evaluation.aux or (None, None)
@@ -214,10 +214,10 @@ def hessian(
     arguments = arguments_of(args, argnums, has_samples(f, batched))
     of_gradient = Gradient(f, arguments, has_aux)
     full, g, beside = jacobian_and_returned(of_gradient, arguments, pruned, create_graph, gradient, True)
-    pattern, lower = symmetric_part(full.pattern)
-    result = replace(full, pattern=pattern, values=_gathered(full.values, lower))
+    symmetric = symmetric_part(full.pattern)
+    result = replace(full, pattern=symmetric.pattern, values=_gathered(full.values, symmetric))
     return with_parts(result, (gradient, g), (value, beside and beside[0]), (has_aux, beside and beside[1]))
 
 
-def _gathered(values: torch.Tensor, places: np.ndarray) -> torch.Tensor:
-    return rows_at(values, torch.from_numpy(places).to(values.device))
+def _gathered(values: torch.Tensor, symmetric: SymmetricPart) -> torch.Tensor:
+    return rows_at(values, torch.from_numpy(symmetric.places).to(values.device))

@@ -18,7 +18,6 @@ import torch
 from ..codegen import ElementGraph, MixedDtypesError, sums
 from ..patterns import Pattern
 from ..runtime import unsigned
-from ..stages import in_own_memory
 from ..tracing import Trace
 from .evaluator import Evaluator
 from .folding import Derivatives, Folded, derivatives_of
@@ -265,4 +264,4 @@ class ChainProducts(Evaluator):
     def computed(self, trace: Trace) -> torch.Tensor:
         # Who replays a graph has looked at the pruned weights.
         records = (self.chain if self._replays else self.chain.adapted(trace)).records(trace)
-        return in_own_memory(self.chain.products(records, trace.input.detach()).values, records)
+        return trace.in_own_memory(self.chain.products(records, trace.input.detach()).values)

@@ -1,24 +1,21 @@
-"""The graphs of recent functions by the code that runs, each with the way to its Jacobian's values.
+"""The way to a Jacobian's values in later runs of a graph, which belongs to that graph.
 
-The code only finds candidates: a run has one of these graphs where it makes the same calls, and all tensors and numbers
-are the run's. So a result is of what the function computes now.
+All tensors and numbers are the run's. So a result is of what the function computes now.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Hashable
-from types import FunctionType, MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from ..stages import Chain, ChainCache, agree
-from ..tracing import Graph, Trace, parts_of
+from ..stages import Chain, ChainCache, agree, recent_chains
+from ..tracing import Graph, Trace
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
@@ -80,15 +77,9 @@ class Plan:
             if isinstance(evaluator, Products) and _repeats(trace):
                 products = evaluator.in_one_call(function)
                 if products is not None and agree(products.values(trace), expected.values):
-                    captures = {value: trace.value(value) for value in trace.graph.captures}
-                    self._in_one_call = (
-                        products,
-                        {
-                            value: elements.clone()
-                            for value, elements in captures.items()
-                            if not elements.is_floating_point()
-                        },
-                    )
+                    read = ((value, trace.value(value)) for value in trace.graph.captures)
+                    contents = {value: x.clone() for value, x in read if not x.is_floating_point()}
+                    self._in_one_call = products, contents
             function.forget(module=True)
             self._chosen = function, evaluator
 
@@ -114,25 +105,7 @@ def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:
 
 
 def recent_graphs(f: Callable[..., Any], pruned: bool) -> ChainCache:
-    """The graphs of the code that a function runs, for patterns with or without pruned weights."""
-    return _cache_of(_code_of(f), pruned)
-
-
-@functools.lru_cache(maxsize=32)
-def _cache_of(code: Hashable, pruned: bool) -> ChainCache:
-    return ChainCache(pruned=pruned)
-
-
-def _code_of(f: Any) -> Hashable:
-    """What tells functions apart that probably make other calls."""
+    """The graphs of a module, or of the code that a function runs, for patterns with or without pruned weights."""
     if isinstance(f, Gradient):
-        return Gradient, _code_of(f.f)
-    if isinstance(f, functools.partial):
-        return _code_of(f.func)
-    if isinstance(f, MethodType):
-        return _code_of(f.__func__)
-    if isinstance(f, FunctionType):
-        return f.__code__
-    if isinstance(f, nn.Module):
-        return type(f), tuple(map(type, parts_of(f)))
-    return f"{type(f).__module__}.{type(f).__qualname__}"
+        return recent_chains(f.f, pruned=pruned, of="gradient")
+    return recent_chains(f, pruned=pruned)

@@ -107,7 +107,7 @@ def hessian_pattern(
     [1, 0, 2, 1, 3, 2]
     """
     arguments = _arguments(f, args, argnums, batched)
-    return symmetric_part(_pattern(Gradient(f, arguments), arguments, pruned))[0]
+    return symmetric_part(_pattern(Gradient(f, arguments), arguments, pruned)).pattern
 
 
 def _arguments(

@@ -75,11 +75,8 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         tensors, traced_at, (trace, returned) = _trace(f, arguments, options, asks)
     places = {id(leaf): place for place, leaf in enumerate(traced_at.leaves) if isinstance(leaf, torch.Tensor)}
     graph, by_name = trace.graph, dict(_named(f))
-    captures: Sources = {}
-    for value in graph.captures:
-        tensor = trace.tensor(value)
-        captures[value] = places[id(tensor)] if id(tensor) in places else by_name.get(id(tensor), tensor)
     read = {value: trace.tensor(value) for value in graph.captures}
+    captures: Sources = {value: places.get(id(t), by_name.get(id(t), t)) for value, t in read.items()}
     contents = {
         value: contents_of(tensor).clone()
         for value, tensor in read.items()
@@ -247,8 +244,7 @@ def _check_replays(trace: Trace, name: str) -> None:
             raise refusal("data", "gives a tensor of the run another name")
         if node.draws:
             raise refusal(node.name, "draws random numbers")
-        shows = node.facts is not None and torch.Tag.data_dependent_output in node.overload.tags
-        if shows and varies.intersection(values):
+        if node.facts.reads and not node.facts.dynamic and varies.intersection(values):
             raise refusal(node.name, "shows Python what a tensor holds")
         if node.writes_outside:
             raise refusal(node.name, "writes to a tensor from before the call", "write to a clone")

@@ -14,7 +14,7 @@ import torch
 
 from ..patterns import Call, gradient_of
 from ..spgemm import check_limit
-from ..stages import Chain, Edge, Record, Run, recent_chains, refuse_hooks
+from ..stages import Chain, Edge, Record, Run, refuse_hooks
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import arguments_of, has_samples
 from .edge_matrices import EdgeMatrix, times
@@ -169,8 +169,7 @@ def verify(
     memory = check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        cache = recent_chains(module, pruned=pruned) if module is f else recent_graphs(f, pruned)
-        chain, run = cache.of_run(module, x)
+        chain, run = recent_graphs(f, pruned).of_run(module, x)
         refuse_hooks(run.records)
         if tolerance is None:
             edges = ((record, edge) for record in run.records for edge in record.stage.edges)

@@ -10,7 +10,7 @@ from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_auto
 from .infinite_entries import all_finite, with_backward_passes
 from .local_jacobian import LocalJacobian
 from .order import DENSE, START
-from .record import Record, in_own_memory, pull_back_all
+from .record import Record, pull_back_all
 from .stage import Edge, Stage
 
 __all__ = [
@@ -40,7 +40,6 @@ __all__ = [
     "eliminate",
     "empty_pattern",
     "has_hooks",
-    "in_own_memory",
     "is_fit",
     "is_light",
     "matrix_of",

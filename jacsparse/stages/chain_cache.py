@@ -1,11 +1,13 @@
-"""Caches of chains, each of a graph."""
+"""Caches of chains, each of a graph: those of one module, and those of recent modules and functions."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -77,18 +79,37 @@ class ChainCache:
         return chain, run
 
 
-#: The most modules in `_RECENT`.
-_MOST = 8
+#: The most modules and functions in `_RECENT`.
+_MOST = 32
 
-#: The caches of the modules that `recent_chains` was last called with, by its options.
-_RECENT: weakref.WeakKeyDictionary[nn.Module, dict[tuple[bool, bool], ChainCache]] = weakref.WeakKeyDictionary()
+#: The caches that `recent_chains` was last asked for, by whose they are and by its options.
+_RECENT: weakref.WeakKeyDictionary[Any, dict[tuple[bool, bool, str], ChainCache]] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
-def recent_chains(module: nn.Module, *, pruned: bool = True, couples: bool = False) -> ChainCache:
-    """The cache of a module's chains that earlier calls have filled."""
+def recent_chains(
+    f: Callable[..., Any], *, pruned: bool = True, couples: bool = False, of: str = "output"
+) -> ChainCache:
+    """The cache that earlier calls have filled with a module's chains, or those of functions with the same code.
+
+    Chains may be `of` something else than the output. The code only finds candidates: a run has one of these graphs
+    where it makes the same calls, and all tensors and numbers are the run's.
+    """
+    owner, key = _owner_of(f), (pruned, couples, of)
     with _LOCK:
-        caches = _RECENT.setdefault(module, {})
-        while len(_RECENT) > _MOST:
-            del _RECENT[next(iter(_RECENT))]
-        return caches.setdefault((pruned, couples), ChainCache(pruned=pruned, couples=couples))
+        caches = _RECENT.get(owner)
+        if caches is None:
+            caches = _RECENT[owner] = {}
+            while len(_RECENT) > _MOST:
+                del _RECENT[next(iter(_RECENT))]
+        if key not in caches:
+            caches[key] = ChainCache(pruned=pruned, couples=couples)
+        return caches[key]
+
+
+def _owner_of(f: Any) -> Any:
+    """A module, the code of a function or method, or the class of another callable."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    f = getattr(f, "__func__", f)
+    return f if isinstance(f, nn.Module) else getattr(f, "__code__", type(f))

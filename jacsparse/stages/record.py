@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -59,14 +59,6 @@ class Record:
             return set() if maker is None else {*graph.externals_of(maker)}
         operations = self.stage.operations
         return set[int]().union(*(graph.externals_of(each.node, each.operands) for each in operations))
-
-    @property
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """All arguments and results of its operators."""
-        tensors = self.trace.tensors
-        for operation in self.stage.operations:
-            values = [*(value for _, value in operation.node.tensors), *operation.node.results]
-            yield from (tensor for value in values if (tensor := tensors[value]) is not None)
 
     def jacobian(self) -> SparseJacobian:
         """``J`` for the whole batch."""
@@ -180,9 +172,3 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
             scaled = record.pull_back_columns(scaled)
         parts.append(scaled.product())
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).permute(2, 0, 1)
-
-
-def in_own_memory(values: torch.Tensor, records: Iterable[Record]) -> torch.Tensor:
-    """Values, copied where they lie in the memory of a weight or of the forward pass, which may change later."""
-    memories = {tensor.untyped_storage().data_ptr() for record in records for tensor in record.tensors}
-    return values.clone() if values.untyped_storage().data_ptr() in memories else values

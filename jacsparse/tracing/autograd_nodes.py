@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter
 from typing import Any, TypeVar
 
 import torch
@@ -23,20 +22,6 @@ def has_node_hooks(node: Any) -> bool:
     return False
 
 
-class _InnerPass(torch.autograd.Function):
-    """A node whose backward pass calls a function."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, function: Callable[[], object]) -> torch.Tensor:
-        ctx.function = function
-        return leaf.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, None]:
-        ctx.function()
-        return None, None
-
-
 def with_all_gradients(function: Callable[[], Result]) -> Result:
     """Return the result of a function that calls nodes, which compute the gradients of all their inputs.
 
@@ -47,7 +32,9 @@ def with_all_gradients(function: Callable[[], Result]) -> Result:
         return function()
     results: list[Result] = []
     with torch.enable_grad():
-        _InnerPass.apply(torch.zeros((), requires_grad=True), lambda: results.append(function())).backward()
+        leaf = torch.zeros((), requires_grad=True)
+        leaf.register_hook(lambda _: results.append(function()))
+        leaf.clone().backward()
     return results[0]
 
 
@@ -58,22 +45,16 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
     return passed if isinstance(passed, tuple) else (passed,)
 
 
-def ending_at(edges: Sequence[GradientEdge], start: Any) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def ending_at(edges: Sequence[GradientEdge], start: Any) -> Iterator[None]:
     """A context in which backward passes from a node go on from no tensor, of these with such edges, to another one.
 
     The gradients of all of them are then those of what was computed from each directly, so that the caller's own
     backward pass, which goes on from each of them, counts nothing twice.
     """
-    ends, unrelated = set(map(attrgetter("node"), edges)), set[Any]()
+    ends, unrelated, passes = {edge.node for edge in edges}, set[Any](), set[int]()
     # A parameter's node leads nowhere.
     related = [node for node in ends if node.next_functions and leads_to(node, ends, unrelated)]
-    return _stopping_at(related, start) if related else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def _stopping_at(nodes: Sequence[Any], start: Any) -> Iterator[None]:
-    """A context in which backward passes from a node give no gradients to others."""
-    passes = set[int]()
 
     def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
         passes.add(torch._C._current_graph_task_id())
@@ -82,7 +63,7 @@ def _stopping_at(nodes: Sequence[Any], start: Any) -> Iterator[None]:
         # Other passes, as those of other threads, go through these nodes too.
         return (None,) * len(gradients) if torch._C._current_graph_task_id() in passes else None
 
-    hooks = [(start, begin), *((node, stop) for node in nodes)]
+    hooks = [(start, begin), *((node, stop) for node in related)] if related else []
     handles = [node.register_prehook(hook) for node, hook in hooks]
     try:
         yield

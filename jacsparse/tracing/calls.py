@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 from ..runtime import DispatchMode
 from .graph import tensors_in
 from .operators import is_written, with_memory
+from .traces import memory_of
 
 aten = torch.ops.aten
 
@@ -58,7 +59,7 @@ class _Calls(DispatchMode):
                 if isinstance(part, torch.Tensor):
                     self.note(part, self.graph.call_function(operator.getitem, (node, place)))
         if any(map(is_written, overload._schema.arguments)):
-            self.written |= _memories(tensors_in((args, *kwargs.values(), result)))
+            self.written |= set(map(memory_of, tensors_in((args, *kwargs.values(), result))))
         return result
 
     def note(self, tensor: torch.Tensor, node: fx.Node) -> None:
@@ -84,7 +85,7 @@ class _Calls(DispatchMode):
         """The graph of all calls, whose nodes tell whether their results are written to."""
         self.graph.output(tree_map(self.argument, output))
         for tensor, node in self.alive:
-            node.meta["written"] = bool(_memories([tensor]) & self.written)
+            node.meta["written"] = memory_of(tensor) in self.written
         return _GraphModule(self.constants, self.graph)
 
 
@@ -102,10 +103,6 @@ def _compile_and_run(module: fx.GraphModule, *inputs: torch.Tensor) -> Any:
 
 #: PyTorch's forward mode has one state for all threads, and ends the process where two of them enter it at once.
 _FORWARD_MODE = threading.RLock()
-
-
-def _memories(tensors: Iterable[torch.Tensor]) -> set[int]:
-    return {tensor.untyped_storage()._cdata for tensor in tensors if tensor.layout == torch.strided}
 
 
 def returns_one_tensor(overload: Any) -> bool:

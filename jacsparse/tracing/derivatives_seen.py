@@ -14,6 +14,7 @@ from ..patterns import UnsupportedOperatorError
 from .callers import caller
 from .graph import Node
 from .modules import name_of
+from .operators import OVERWRITES
 from .traces import Trace
 
 next_node = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
@@ -131,6 +132,6 @@ class SeenDerivatives:
 
 def untraced() -> Node:
     """A call that runs and is in no graph, for messages."""
-    node = Node(None, None, (), {}, {}, (), (), seen=True)
+    node = Node(None, OVERWRITES, (), {}, {}, (), (), seen=True)
     node.module, node.code, node.line = caller()
     return node

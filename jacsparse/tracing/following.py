@@ -34,8 +34,10 @@ class Followed:
             self._enter(graphs[0])
 
     def _enter(self, graph: Graph) -> None:
-        """Go on with another graph that begins with the same calls."""
+        """Go on with a graph that begins with the same calls."""
         trace, size = self.trace, len(graph.infos)
+        if graph is trace.graph:
+            return
         noted = trace.graph.writes
         begin = self._begin(graph)
         trace.graph = graph
@@ -65,9 +67,8 @@ class Followed:
         if not self.active:
             return None
         graph, count = self.trace.graph, self.count
-        nodes = graph.nodes
-        if count < len(nodes) and self._is(nodes[count], overload, args, kwargs, seen, graph):
-            return nodes[count]
+        if count < len(graph.nodes) and self._is(graph.nodes[count], overload, args, kwargs, seen, graph):
+            return graph.nodes[count]
         for other in self._others():
             if count < len(other.nodes) and self._is(other.nodes[count], overload, args, kwargs, seen, other):
                 self._enter(other)
@@ -78,11 +79,8 @@ class Followed:
         """The other graphs that begin with the calls so far."""
         graph, count = self.trace.graph, self.count
         for other in self.graphs:
-            if (
-                other is not graph
-                and len(other.nodes) >= count
-                and (not count or other.nodes[count - 1] is graph.nodes[count - 1])
-            ):
+            begins = len(other.nodes) >= count and (not count or other.nodes[count - 1] is graph.nodes[count - 1])
+            if begins and other is not graph:
                 yield other
 
     def take(self, node: Node, bind: Callable[..., None]) -> None:
@@ -90,6 +88,7 @@ class Followed:
         trace = self.trace
         if self._captures:
             for value, tensor in self._captures.items():
+                trace.versions[value] = version_of(tensor)
                 bind(value, tensor)
         if self._scalars:
             trace.scalars += self._scalars
@@ -103,15 +102,11 @@ class Followed:
 
     def ends_at(self, output: torch.Tensor) -> bool:
         """Whether the run made all calls of a graph, and returned the value that it says."""
-        if not self.active:
-            return False
         number = self.numbers.get(id(output))
-        for other in (self.trace.graph, *self._others()):
-            if len(other.nodes) != self.count or other.output != number:
-                continue
-            if other.last is None or other.last.active is (output.grad_fn is not None):
-                if other is not self.trace.graph:
-                    self._enter(other)
+        for graph in (self.trace.graph, *self._others()) if self.active else ():
+            ends = len(graph.nodes) == self.count and graph.output == number
+            if ends and (graph.last is None or graph.last.active is (output.grad_fn is not None)):
+                self._enter(graph)
                 return True
         return False
 
@@ -180,22 +175,14 @@ class Followed:
         # As `kind_of`.
         return (type(value.grad_fn) if value.requires_grad else None) is kind
 
-    def _tensor(self, value: int) -> torch.Tensor:
-        return self._captures[value] if value in self._captures else self.trace.tensor(value)
-
     def _has_contents(self, node: Node) -> bool:
         """Whether indices and masks of the call, and of its parts, have the elements that patterns depend on."""
-        for name, copy in node.contents.items():
-            if not torch.equal(self._tensor(node.arguments[name].number), copy):
-                return False
-        if not any(part.contents for part in node.parts):
-            return True
         trace, known = self.trace, set(self.trace.copies)
         for value, tensor in self._captures.items():
             trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
-        for part in node.parts:
-            for name, copy in part.contents.items():
-                if not torch.equal(trace.value(part.arguments[name].number), copy):
+        for call in (node, *node.parts):
+            for name, copy in call.contents.items():
+                if not torch.equal(trace.value(call.arguments[name].number), copy):
                     # These numbers are those of other values in another graph.
                     for value in trace.copies.keys() - known:
                         del trace.copies[value]
@@ -205,7 +192,8 @@ class Followed:
     def _has_behind(self, node: Node, graph: Graph) -> bool:
         """Whether arguments that a Function has computed unseen come from the same captures."""
         for value, expected in node.behind.items():
-            leaves = self.derivatives.leaves_behind(self._tensor(value).grad_fn, node)
+            tensor = self._captures[value] if value in self._captures else self.trace.tensor(value)
+            leaves = self.derivatives.leaves_behind(tensor.grad_fn, node)
             if len(leaves) != len(expected):
                 return False
             for number, leaf in zip(expected, leaves, strict=True):

@@ -89,9 +89,9 @@ def kind_of(tensor: torch.Tensor) -> type | None:
 class Node:
     """One call of an ATen operator."""
 
-    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or an Overwrite, which has no facts.
+    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or an Overwrite.
     overload: Any
-    facts: Facts | None
+    facts: Facts
     #: As it was called, with references in the place of tensors and of numbers that may change.
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -160,7 +160,7 @@ class Node:
 
     def writes_to(self, argument: str) -> bool:
         """Whether it writes to an argument, or stands for a write to it."""
-        return argument == "tensor" if self.facts is None else argument.partition(".")[0] in self.facts.written
+        return argument.partition(".")[0] in self.facts.written
 
     @property
     def changes_unseen(self) -> bool:
@@ -293,10 +293,9 @@ class Graph:
         """What is known of the results of a call."""
         infos = [self.infos[value] for _, value in node.tensors]
         externals = self.externals_of(node) if node.operands or node.seen else frozenset[int]()
-        drawn = any(info.drawn for info in infos) or (node.facts is not None and node.facts.random)
-        of_shape = node.facts is not None and node.facts.of_shape
+        drawn = node.facts.random or any(info.drawn for info in infos)
         has_scalars = any(type(value) is Scalar for value in node.arguments.values())
-        fixed = not drawn and not has_scalars and (of_shape or all(info.fixed for info in infos))
+        fixed = not drawn and not has_scalars and (node.facts.of_shape or all(info.fixed for info in infos))
         return Info(node, None, dependent, drawn, fixed, externals)
 
     def calls_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:

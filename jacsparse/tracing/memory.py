@@ -72,7 +72,7 @@ class Memory:
         if number is None:
             return
         trace.note_edge(number)
-        if node.facts is not None and node.facts.reshapes:
+        if node.facts.reshapes:
             # On the same memory, in the old shape.
             same = tensor.detach()
             trace.tensors = [same if each is tensor else each for each in trace.tensors]

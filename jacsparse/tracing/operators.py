@@ -21,27 +21,27 @@ class Facts:
     #: As in ``aten.add``.
     name: str
     rule: Rule | None
-    #: The rule under its own name; None also where its rule is that of all pointwise operators.
-    rule_by_name: Rule | None
     #: The parameters, in order; and those that the operator writes to.
     names: tuple[str, ...]
     written: tuple[str, ...]
+    #: The rule under its own name; None also where its rule is that of all pointwise operators.
+    rule_by_name: Rule | None = None
     #: The parameter that its results are views of; None where they are none.
-    viewed: str | None
+    viewed: str | None = None
     #: Whether it may draw random numbers.
-    random: bool
+    random: bool = False
     #: Whether it shows Python the elements of a tensor, or returns a tensor whose shape depends on them.
-    reads: bool
+    reads: bool = False
     #: Whether the shape of its result depends on the elements of a tensor.
-    dynamic: bool
+    dynamic: bool = False
     #: Whether its result depends on the operand's shape alone, not on its elements.
-    of_shape: bool
+    of_shape: bool = False
     #: Whether it changes the shape of its operand in place.
-    reshapes: bool
+    reshapes: bool = False
     #: PyTorch's decomposition into other operators, where there is no rule.
-    parts: Callable[..., Any] | None
+    parts: Callable[..., Any] | None = None
     #: Other operators that compute its results where its weights, constants to its rule, depend on the input.
-    weighted: Callable[..., Any] | None
+    weighted: Callable[..., Any] | None = None
 
     @property
     def exact(self) -> bool:
@@ -53,6 +53,9 @@ class Facts:
         """Whether its rule reads the elements of indices and masks."""
         return self.rule is not None and self.rule.reads_contents
 
+
+#: Those of an `Overwrite`.
+OVERWRITES = Facts(Overwrite.name, rule_of(Overwrite.name), ("tensor", "written"), ("tensor",))
 
 # By the operator's ``id``: operators live as long as the process, and their hash is slow.
 _FACTS: dict[int, Facts] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -24,12 +25,20 @@ class Overwrite:
     @functools.cached_property
     def sources(self) -> torch.Tensor:
         """The place in the written tensor of each element; -1 for an element outside it."""
-        return _sources(self.view, self.written)
+        memory = np.full(1 + max(_last_place(*self.view), _last_place(*self.written)), -1)
+
+        def part(size: torch.Size, stride: tuple[int, ...], offset: int) -> np.ndarray:
+            strides = [step * memory.itemsize for step in stride]
+            return np.lib.stride_tricks.as_strided(memory[offset:], size, strides)
+
+        # By NumPy, so that no call is seen where calls are collected.
+        part(*self.written)[...] = np.arange(self.written[0].numel()).reshape(self.written[0])
+        return torch.from_numpy(part(*self.view).copy())
 
     @property
     def meets(self) -> bool:
         """Whether the two tensors have an element in common."""
-        return _meets(self.view, self.written)
+        return _meet(self.view, self.written)
 
     def __call__(self, tensor: torch.Tensor, written: torch.Tensor) -> torch.Tensor:
         places = self.sources.to(tensor.device)
@@ -38,25 +47,15 @@ class Overwrite:
         return torch.where(places < 0, tensor, written.flatten()[places.clamp_min(0)])
 
 
-def _sources(view: Extent, written: Extent) -> torch.Tensor:
-    memory = np.full(1 + max(_last_place(*view), _last_place(*written)), -1)
-
-    def part(size: torch.Size, stride: tuple[int, ...], offset: int) -> np.ndarray:
-        strides = [step * memory.itemsize for step in stride]
-        return np.lib.stride_tricks.as_strided(memory[offset:], size, strides)
-
-    # By NumPy, so that no call is seen where calls are collected.
-    part(*written)[...] = np.arange(written[0].numel()).reshape(written[0])
-    return torch.from_numpy(part(*view).copy())
-
-
 @functools.lru_cache(maxsize=1024)
-def _meets(view: Extent, written: Extent) -> bool:
-    if not view[0].numel() or not written[0].numel():
-        return False
-    (first, last), (begin, end) = ((extent[2], _last_place(*extent)) for extent in (view, written))
-    # Two tensors whose ranges overlap may still share no element, as two columns of a matrix.
-    return first <= end and begin <= last and (view == written or bool((_sources(view, written) >= 0).any()))
+def _meet(some: Extent, other: Extent) -> bool:
+    return np.shares_memory(_without_elements(*some), _without_elements(*other))
+
+
+def _without_elements(size: torch.Size, stride: tuple[int, ...], offset: int) -> np.ndarray:
+    """An array that lies as a tensor of bytes would at address 1, where nobody may read it."""
+    interface = {"version": 3, "typestr": "|u1", "shape": size, "strides": stride, "data": (1 + offset, True)}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def extent_of(tensor: torch.Tensor) -> Extent:

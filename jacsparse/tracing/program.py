@@ -14,17 +14,7 @@ from typing import Any
 
 import torch
 
-from ..patterns import (
-    CONSTANT,
-    WHOLE,
-    Call,
-    Layout,
-    MixedSamplesError,
-    Rule,
-    UnsupportedOperatorError,
-    Use,
-    rule_of,
-)
+from ..patterns import CONSTANT, WHOLE, Call, Layout, MixedSamplesError, Rule, UnsupportedOperatorError, Use, rule_of
 from .graph import Node, Operand, Value, results_of
 from .operators import defaults_of, operator_name
 from .overwrite import Overwrite
@@ -216,8 +206,7 @@ def _written_views(trace: Trace) -> set[int]:
 def _viewed(trace: Trace, value: int) -> int | None:
     """What a value is a view of; None where it is none."""
     maker = trace.graph.infos[value].maker
-    name = None if maker is None or maker.facts is None else maker.facts.viewed
-    return None if maker is None or name is None else maker.arguments[name].number
+    return None if maker is None or maker.facts.viewed is None else maker.arguments[maker.facts.viewed].number
 
 
 def _between_hooks(trace: Trace) -> set[int]:

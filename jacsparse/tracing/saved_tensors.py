@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
@@ -35,7 +35,8 @@ def saves_objects() -> bool:
     """
     if not saves_by_hooks():
         return True
-    pack = _packing()
+    hooks = None if _innermost is None else _innermost(False)
+    pack = None if hooks is None else hooks[0]
     module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "")
     return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
@@ -62,29 +63,17 @@ def saved_handle(content: Any) -> torch.Tensor:
     return handle
 
 
-class without_saving_hooks(contextlib.ContextDecorator):  # noqa: N801
+@contextlib.contextmanager
+def without_saving_hooks() -> Iterator[None]:
     """A context, or decorator, whose operators save tensors as they are, whatever hooks are in force.
 
     A backward pass raises RuntimeError where they have been written to since, as it does without hooks.
     """
-
-    def _recreate_cm(self) -> Self:
-        return type(self)()
-
-    def __enter__(self) -> None:
-        self._hooks = saved_tensors_hooks(noted, unchanged) if saves_by_hooks() else None
-        if self._hooks is not None:
-            self._hooks.__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        if self._hooks is not None:
-            self._hooks.__exit__(*error)
-
-
-def _packing() -> Any:
-    """The innermost hook that packs a tensor as it is saved; None where there is none, or it cannot be told."""
-    hooks: tuple[Callable[..., Any], Callable[..., Any]] | None = None if _innermost is None else _innermost(False)
-    return None if hooks is None else hooks[0]
+    if not saves_by_hooks():
+        yield
+        return
+    with saved_tensors_hooks(noted, unchanged):
+        yield
 
 
 def noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -19,29 +19,10 @@ from ..runtime import DispatchMode, a_type
 from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
-from .graph import (
-    Graph,
-    Info,
-    Node,
-    Operand,
-    Value,
-    captured_form,
-    kind_of,
-    name_modules,
-    tensors_in,
-    with_written,
-)
+from .graph import Graph, Info, Node, Operand, Value, captured_form, kind_of, name_modules, tensors_in, with_written
 from .memory import Memory, Write
 from .modules import name_of
-from .operators import (
-    Facts,
-    draws,
-    facts_of,
-    named_tensors,
-    shows,
-    with_memory,
-    written_tensors,
-)
+from .operators import OVERWRITES, Facts, draws, facts_of, named_tensors, shows, with_memory, written_tensors
 from .overwrite import Overwrite, extent_of
 from .saved_tensors import saves_by_hooks, version_of
 from .traces import Trace, base_of
@@ -151,8 +132,8 @@ class Tracer(DispatchMode):
             active = seen and self.derivatives.is_active(write.tensor, write.value, in_parts=in_parts)
             operands.append(Operand("written", write.value, active))
         arguments = {"tensor": Value(value), "written": written}
-        kinds = (kind_of(tensor),)
-        node = Node(overload, None, tuple(arguments.values()), {}, arguments, tuple(operands), kinds, seen, begin=begin)
+        args, kinds = tuple(arguments.values()), (kind_of(tensor),)
+        node = Node(overload, OVERWRITES, args, {}, arguments, tuple(operands), kinds, seen, begin=begin)
         node.shift, (node.module, node.code, node.line) = None, caller()
         self.append(node, [tensor], (), dependent=bool(operands))
 
@@ -160,7 +141,6 @@ class Tracer(DispatchMode):
 
     def repeat(self, node: Node, args: Any, kwargs: Any) -> Any:
         """Run a call that is the next one of the graph, and take its results."""
-        assert node.facts is not None
         if node.sizes is not None:
             # How large they are depends on what a tensor holds; none of these calls writes.
             result = node.overload(*args, **kwargs)

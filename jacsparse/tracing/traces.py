@@ -141,6 +141,11 @@ class Trace:
             return others[argument.number]
         return referred(argument, self.value, self.scalars)
 
+    def in_own_memory(self, values: torch.Tensor) -> torch.Tensor:
+        """Values, copied where they lie in the memory of a tensor of the run, which may change later."""
+        memories = {memory_of(tensor) for tensor in self.tensors if tensor is not None}
+        return values.clone() if memory_of(values) in memories else values
+
     def edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
         # A write gives a tensor another node.

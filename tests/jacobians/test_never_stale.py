@@ -343,6 +343,19 @@ def test_a_call_that_fails_keeps_no_argument_alive(monkeypatch: pytest.MonkeyPat
     assert ended() is None
 
 
+@pytest.mark.parametrize("taken", [torch.take, lambda y, t: nn.functional.cross_entropy(y, t, reduction="none")])
+def test_indices_that_were_written_to_before_are_followed(taken: Callable[..., torch.Tensor]) -> None:
+    index = torch.tensor([0, 2, 1])
+    index += 0
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return taken(x.reshape(3, 3), index) + x.reshape(3, 3).gather(1, index[:, None])[:, 0]
+
+    for _ in range(4):
+        x = drawn(9)
+        torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), torch.func.jacrev(f)(x))
+
+
 def test_places_of_writes_end_with_their_graphs() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(5)
@@ -352,7 +365,7 @@ def test_places_of_writes_end_with_their_graphs() -> None:
 
     before = count_of("Overwrite")
     jacsparse.jacobian(f, drawn(5))
-    importlib.import_module("jacsparse.jacobians.recent")._cache_of.cache_clear()
+    importlib.import_module("jacsparse.stages.chain_cache")._RECENT.clear()
     assert count_of("Overwrite") == before
 
 
