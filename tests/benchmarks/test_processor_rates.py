@@ -74,6 +74,13 @@ def test_tensors_of_any_size_are_read_and_filled(elements: int) -> None:
     assert not written.any()
 
 
+@pytest.mark.parametrize(("weights", "seconds"), [(1, 8.0), (6, 12.0)])
+def test_lanes_are_added_up_beside_multiplications(weights: int, seconds: float) -> None:
+    kernel = sparse_kernels._Kernel(lambda: None, (), (), Work(4, weights, 0), factors=2, adds_lanes=True)
+    limits = kernel.limits(Rates(multiply_adds=1.0, lane_sums=0.5, first=1.0, second=1.0, width=64, threads=1))
+    assert limits[sparse_kernels.ARITHMETIC] == seconds
+
+
 def test_without_limits_there_are_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_memory() -> None:
         raise MemoryError("too little")
