@@ -26,15 +26,16 @@ from ._context import Context
 _SUMS = 16
 #: Vectors of a run of such a loop.
 _VECTORS = 2**22
-#: Bytes of a cache line.
-LINE = 64
+#: Elements between what threads write or read, which so share no cache line.
+_APART = 1024
 
 
 class Cache(NamedTuple):
-    """A core's cache of data: its bytes, and how many lines a set has."""
+    """A core's cache of data: its bytes, how many lines a set has, and the bytes of a line."""
 
     nbytes: int
     ways: int
+    line: int = 64
 
     @classmethod
     def of_level(cls, level: int) -> Cache:
@@ -46,10 +47,15 @@ class Cache(NamedTuple):
         True
         """
         for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
-            names = ("level", "type", "size", "ways_of_associativity")
-            number, kind, size, ways = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
-            if number == str(level) and kind != "Instruction" and size.endswith("K") and int(ways):
-                return cls(1024 * int(size[:-1]), int(ways))
+            names = ("level", "type", "size", "ways_of_associativity", "coherency_line_size")
+            try:
+                found = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
+                number, kind, size, ways, line = found
+            except OSError:
+                # Not all firmware tells everything of a cache.
+                continue
+            if number == str(level) and kind != "Instruction" and size.endswith("K") and int(ways) and int(line):
+                return cls(1024 * int(size[:-1]), int(ways), int(line))
         return (cls(2**15, 8), cls(2**20, 8))[level - 1]
 
 
@@ -101,7 +107,7 @@ def _on_rows(first, last, function, x, step, count, rounds, sums, width):  # typ
 def _run(function: int, x: torch.Tensor, tile: Tile, rounds: int = 1) -> tuple[Call, int]:
     """A run of a loop on each row of float32, a row for each thread; and how many vectors of a row it goes over."""
     count = x.shape[1] // tile.lanes // _SUMS * _SUMS
-    sums, work = torch.zeros(len(x), max(tile.lanes, _SUMS)), _VECTORS * np.arange(len(x) + 1)
+    sums, work = torch.zeros(len(x), _APART), _VECTORS * np.arange(len(x) + 1)
     arguments = (x.data_ptr(), x.stride(0) * tile.itemsize, count, rounds, sums.data_ptr(), sums.stride(0) * 4)
 
     def run() -> tuple[torch.Tensor, torch.Tensor]:
@@ -138,8 +144,7 @@ def measured_rates(lanes: int, context: Context) -> Rates:
     }
     runs = {}
     for name, (function, nbytes) in loops.items():
-        # Rows lie apart, so that threads share no line.
-        x = torch.zeros(threads, nbytes // 4 + 1024)[:, : nbytes // 4]
+        x = torch.zeros(threads, nbytes // 4 + _APART)[:, : nbytes // 4]
         runs[name] = _run(function(tile), x, tile, -(-_VECTORS * 4 * lanes // nbytes))
     timings = context.under("rates").times({name: run for name, (run, _) in runs.items()})
     for timing in timings.values():
@@ -150,10 +155,14 @@ def measured_rates(lanes: int, context: Context) -> Rates:
 
 
 def moved(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], rates: Rates) -> Call:
-    """A run that reads some tensors of float32 and fills others, and does nothing else."""
-    tile, threads = Tile(4, rates.width // 4), rates.threads
-    rows = [x.flatten()[: x.numel() // threads * threads].view(threads, -1) for x in read]
-    runs = [_run(_of_memory(tile), x, tile)[0] for x in rows]
+    """A run that reads some tensors of float32 and fills others, and does nothing else.
+
+    What is less than a run of the loop is not read.
+    """
+    tile = Tile(4, rates.width // 4)
+    rows = [(x.flatten(), min(rates.threads, x.numel() // (_SUMS * tile.lanes))) for x in read]
+    parts = [x[: len(x) // count * count].view(count, -1) for x, count in rows if count]
+    runs = [_run(_of_memory(tile), x, tile)[0] for x in parts]
 
     def run() -> None:
         for read_one in runs:
@@ -171,13 +180,16 @@ class Work(NamedTuple):
     loads: int
     #: Weights that it meets, once for each tile that they reach.
     weights: int
-    #: Cache lines of what it reads and writes that are not in the first level when they are needed.
-    misses: int
+    #: Bytes of the cache lines of what it reads and writes that are not in the first level when they are needed.
+    missed: int
 
     @classmethod
-    def of(cls, correlation: Correlation, y: torch.Tensor, pool: Pair = (1, 1)) -> Work:
+    def of(
+        cls, correlation: Correlation, y: torch.Tensor, pool: Pair = (1, 1), order: torch.Tensor | None = None
+    ) -> Work:
         """That of sums into blocks `y`, of which windows of `pool` leave one position, or of products with `y`.
 
+        With `order`, the places of the sums' weights, it is that of both at once, as of `Correlation.with_products`.
         The loads and stores of one block run through a cache whose sets replace the line that was used least recently.
         """
         tiles = correlation._tiles if pool == (1, 1) else correlation._pooled_tiles(pool, winners=False)[0]
@@ -192,20 +204,21 @@ class Work(NamedTuple):
         in_steps = reading.in_step[0] * reading.in_size[1], tiles.step
         out_steps = reading.out_step[0] * y.shape[3], reading.out_step[1], y.shape[2] * y.shape[3]
         position, cache = correlation.lanes * y.itemsize, Cache.of_level(1)
-        lines = np.full((2, cache.nbytes // LINE // cache.ways, cache.ways), -1, dtype=np.int64)
+        lines = np.full((2, cache.nbytes // cache.line // cache.ways, cache.ways), -1, dtype=np.int64)
+        places = np.arange(len(correlation.entries.source)) if order is None else order.numpy()
         counted = _count(
             table, tiles.groups, np.array(tiles.rectangles, dtype=np.int64), correlation.entries.starts,
             correlation._taps, correlation._offsets.numpy(), vectors, windows // pool, in_steps, out_steps, along,
-            position, along * position, lines,
+            position, along * position, places, order is not None, cache.line, lines,
         )  # fmt: skip
         return cls(*(len(y) * count for count in counted))
 
 
 @numba.njit
-def _touch(lines, clock, begin, nbytes):  # type: ignore[no-untyped-def]
-    """Use bytes through a cache, and return how many of their lines it lacked."""
-    misses = 0
-    for line in range(begin // LINE, (begin + nbytes - 1) // LINE + 1):
+def _touch(lines, clock, size, begin, nbytes):  # type: ignore[no-untyped-def]
+    """Use bytes through a cache, and return how many of the bytes of their lines it lacked."""
+    missed = 0
+    for line in range(begin // size, (begin + nbytes - 1) // size + 1):
         held, used = lines[0, line % lines.shape[1]], lines[1, line % lines.shape[1]]
         way = 0
         for other in range(len(held)):
@@ -214,10 +227,10 @@ def _touch(lines, clock, begin, nbytes):  # type: ignore[no-untyped-def]
                 break
             if used[other] < used[way]:
                 way = other
-        misses += held[way] != line
+        missed += size * (held[way] != line)
         clock[0] += 1
         held[way], used[way] = line, clock[0]
-    return misses
+    return missed
 
 
 @numba.njit
@@ -235,27 +248,35 @@ def _count(  # type: ignore[no-untyped-def]
     along,
     position,
     width,
+    places,
+    with_products,
+    size,
     lines,
 ):
-    """Go through a kernel's loops as it does, tile by tile and channel by channel."""
+    """Go through a kernel's loops as it does, tile by tile and channel by channel; what tiles hold comes last."""
     clock = np.zeros(1, np.int64)
-    loads = weights = misses = 0
+    loads = weights = missed = 0
     # Arrays lie far apart.
-    values, numbers, y = 1 << 40, 2 << 40, 3 << 40
+    values, numbers, y, order, sums, factors = 1 << 40, 2 << 40, 3 << 40, 4 << 40, 5 << 40, 6 << 40
     for tile in range(len(table)):
         for channel in range((len(starts) - 1) // taps):
             for group in groups[table[tile, 2] : table[tile, 2] + table[tile, 3]]:
                 top, bottom, left, right = rectangles[group[2]]
                 for weight in range(starts[channel * taps + group[0]], starts[channel * taps + group[1]]):
                     weights += 1
-                    misses += _touch(lines, clock, values + 4 * weight, 4)
-                    misses += _touch(lines, clock, numbers + 4 * weight, 4)
+                    missed += _touch(lines, clock, size, values + 4 * places[weight], 4)
+                    missed += _touch(lines, clock, size, numbers + 4 * weight, 4)
+                    if with_products:
+                        missed += _touch(lines, clock, size, order + 4 * weight, 4)
+                        missed += _touch(lines, clock, size, sums + 4 * weight, 4)
                     for row, column in vectors:
                         if top <= row < bottom and column + along > left and column < right:
                             place = table[tile, 0] + offsets[weight] + row * in_steps[0] + column * in_steps[1]
                             loads += 1
-                            misses += _touch(lines, clock, place * position, width)
+                            missed += _touch(lines, clock, size, place * position, width)
             for row, column in windows:
                 place = table[tile, 1] + row * out_steps[0] + column * out_steps[1] + channel * out_steps[2]
-                misses += _touch(lines, clock, y + place * position, width)
-    return loads, weights, misses
+                missed += _touch(lines, clock, size, y + place * position, width)
+                if with_products:
+                    missed += _touch(lines, clock, size, factors + place * position, width)
+    return loads, weights, missed

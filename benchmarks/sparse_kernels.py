@@ -22,7 +22,7 @@ from ._calls import Call
 from ._context import Context
 from ._experiment import Comparison, Grid, Group, Row
 from ._figures import Bars, Panel, Picture, Rule
-from ._processor_rates import LINE, Rates, Work, measured_rates, moved
+from ._processor_rates import Rates, Work, measured_rates, moved
 from ._workloads import pruned_vgg11
 
 #: What bounds a kernel.
@@ -58,12 +58,13 @@ class _Kernel(NamedTuple):
         """The least seconds that the caches and the arithmetic allow."""
         if self.work is None:
             return {}
-        loads, weights, misses = self.work
-        arithmetic = self.factors * loads / rates.multiply_adds + self.adds_lanes * weights / rates.lane_sums
+        loads, weights, missed = self.work
+        # Lanes are added up while other vectors are multiplied: both take no longer than the slower one.
+        arithmetic = self.factors * loads / rates.multiply_adds, self.adds_lanes * weights / rates.lane_sums
         return {
-            ARITHMETIC: arithmetic,
+            ARITHMETIC: max(arithmetic),
             FIRST: loads / rates.first,
-            SECOND: misses * LINE / (rates.second * rates.width),
+            SECOND: missed / (rates.second * rates.width),
         }
 
 
@@ -80,7 +81,7 @@ def _forward(layer: _Layer) -> _Kernel:
 
 def _both_gradients(layer: _Layer) -> _Kernel:
     _, values, convolution, x, y, _ = layer
-    work = Work.of(convolution.transposed, x)
+    work = Work.of(convolution.transposed, x, order=convolution.structure.order)
     return _Kernel(lambda: convolution.both_gradients(x, y, values), (x, y), (x.clone(),), work, 2, adds_lanes=True)
 
 
@@ -104,17 +105,17 @@ def _others(x: torch.Tensor, batch: int) -> dict[str, _Kernel]:
     winners, y, scale, shift = torch.zeros(pooled.shape, dtype=torch.uint8), torch.relu(x), *torch.ones(2, x.shape[1])
     of_statistics = Statistics.of(x, batch)
     normalised = Normalised(x, scale, shift, None, 1e-5, batch, of_statistics, with_gradients=False, relu=True)
-    needed = (True, True, True, False)
+    gradient, needed = torch.randn_like(x), (True, True, True, False)
     return {
-        "max-pooling": _Kernel(lambda: max_pool(x, pool), (x,), (pooled,)),
+        "max-pooling": _Kernel(lambda: max_pool(x, pool), (x,), (pooled, winners.clone())),
         "gradient through ReLU": _Kernel(lambda: gradient_of_sums(x, y), (x, y), (y.clone(),)),
         "gradient through ReLU and max-pooling": _Kernel(
-            lambda: gradient_of_sums(pooled, winners, pool.kernel), (pooled,), (y.clone(),)
+            lambda: gradient_of_sums(pooled, winners, pool.kernel), (pooled, winners.view(x.dtype)), (y.clone(),)
         ),
         "statistics of a batch": _Kernel(lambda: Statistics.of(x, batch), (x,), ()),
         "normalisation and ReLU": _Kernel(normalised.run, (x,), (y.clone(),)),
         "gradients of normalisation and ReLU": _Kernel(
-            lambda: normalised.gradients(x, y, needed), (x, x.clone(), y), (y.clone(),)
+            lambda: normalised.gradients(gradient, y, needed), (x, gradient, y), (y.clone(),)
         ),
     }
 
@@ -232,7 +233,7 @@ def _speed(text: str, flop: float, row: Row, rates: Rates, at_least: float | Non
 def _add_total(rows: Group, layers: Sequence[_Layer], rates: Rates, at_least: float | None) -> None:
     """Add the sum of all layers' times, and the speed that it is."""
     of_layers = rows.rows()
-    if any(row.not_measured for row in of_layers):
+    if any(row.floor is None for row in of_layers):
         return
     sums = {name: sum(getattr(row, name) for row in of_layers) for name in ("median", "fastest", "floor")}
     row = Row("all layers, the sum", rows.name, runs=1, **sums)

@@ -41,14 +41,15 @@ class Pool:
         return rows, columns
 
     def tiles(self, in_size: Pair) -> bool:
-        """Whether the windows cover each position of a plane once."""
+        """Whether the windows, which are more than one position, cover each position of a plane once."""
         whole = all(size % kernel == 0 for size, kernel in zip(in_size, self.kernel, strict=True))
+        whole = whole and math.prod(self.kernel) > 1
         return whole and self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1)
 
     def run(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
         """Run a function of windows over the planes of blocks."""
-        # Larger windows would take long to compile.
-        unrolled = self.kernel if math.prod(self.kernel) <= _MOST_UNROLLED else (1, 1)
+        # Larger windows would take long to compile: none of theirs is of the tile's size.
+        unrolled = self.kernel if math.prod(self.kernel) <= _MOST_UNROLLED else (0, 0)
         tile = Tile(x.dtype.itemsize, x.shape[4], pool=unrolled)
 
         def arguments(x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> tuple[Any, ...]:

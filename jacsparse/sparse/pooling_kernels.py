@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
+from llvmlite import ir
 from numba.core import cgutils
 
 from ..runtime import kernel
@@ -47,8 +48,10 @@ def find_winners(write, x, x_row, x_column, rows, columns, number, number_step, 
     """Set the outputs to the maxima, and the winners to their numbers."""
     builder = write.builder
     best, at = (cgutils.alloca_once(builder, vector.type) for vector in (write.zero, write.integer(0)))
+    least = ir.Constant(write.vector, [float("-inf")] * write.tile.lanes)
     for first, output, won in _windows(write, x, y, winner, count, step):
-        builder.store(write.load(first), best)
+        # Dilated windows may have no position in the plane.
+        builder.store(least, best)
         builder.store(write.integers(number), at)
         for address, each in _positions(write, first, (x_row, x_column), (rows, columns), (number, number_step)):
             larger = write.larger(builder.load(best), builder.load(at), write.load(address), each)

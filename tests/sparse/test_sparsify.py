@@ -228,6 +228,51 @@ def test_pooling_of_equals_and_of_what_is_no_number(batch: int) -> None:
     close(inputs[1].grad.nan_to_num(), inputs[0].grad.nan_to_num(), 1e-12)
 
 
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("batch", [1, 5])
+@pytest.mark.parametrize(
+    ("pool", "size"),
+    [
+        (nn.MaxPool2d(1), (4, 4)),
+        (nn.MaxPool2d(2), (6, 4)),
+        (nn.MaxPool2d(2, 3), (7, 9)),
+        (nn.MaxPool2d(3, 2, 1, 2), (9, 8)),
+        (nn.MaxPool2d((5, 1), 1, (2, 0)), (3, 5)),
+        (nn.MaxPool2d(5, 1, 2), (6, 11)),
+        (nn.MaxPool2d(6, 1, 3), (1, 1)),
+        (nn.MaxPool2d((26, 1), 1, (13, 0)), (4, 3)),
+        (nn.MaxPool2d(6, 3, 3, 3), (20, 11)),
+    ],
+)
+def test_max_pooling(pool: nn.MaxPool2d, size: tuple[int, int], batch: int, relu: bool) -> None:
+    torch.manual_seed(0)
+    model = pruned(nn.Sequential(nn.Conv2d(2, 3, 3, padding=1), nn.ReLU() if relu else nn.Identity(), pool))
+    x = torch.randn(batch, 2, *size, dtype=torch.float64)
+    sparse = sparsify(model, x, measure=False)
+    results = []
+    for each in (model, sparse):
+        inputs = x.clone().requires_grad_()
+        y = each(inputs)
+        torch.manual_seed(1)
+        factors = torch.randn(y.shape, dtype=y.dtype, requires_grad=True)
+        (gradient,) = torch.autograd.grad(y, inputs, factors, create_graph=True)
+        (second,) = torch.autograd.grad(gradient, factors, torch.randn(x.shape, dtype=x.dtype))
+        (without,) = torch.autograd.grad(each(inputs), inputs, factors.detach())
+        with torch.no_grad():
+            results.append((y, gradient, second, without, each(x)))
+    for actual, expected in zip(results[1], results[0], strict=True):
+        close(actual, expected, 1e-12)
+
+
+def test_max_pooling_of_windows_without_a_position() -> None:
+    model = pruned(nn.Sequential(nn.Conv2d(2, 3, 1), nn.MaxPool2d(2, 1, 1, 3)))
+    x = torch.randn(5, 2, 2, 2, dtype=torch.float64, requires_grad=True)
+    y = sparsify(model, x, measure=False)(x)
+    assert torch.equal(y, model(x)) and bool(y.isinf().all())
+    (gradient,) = torch.autograd.grad(y, x, torch.ones_like(y))
+    assert not gradient.any()
+
+
 def test_within_another_module() -> None:
     model = pruned(MODELS["pooled"]()).eval()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
