@@ -201,7 +201,7 @@ class Compressed(Evaluator):
         self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
         self._shape = self.pattern.nnz, 1 if self.shared else function.batch
         x, ways = function.x, zip(seeds(colors), (push_forward, pull_back), self.pattern.shape, strict=True)
-        directions = [(torch.from_numpy(of_colors).to(x), *way) for of_colors, *way in ways if len(of_colors)]
+        directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
         count = sum(len(of_colors) for of_colors, *_ in directions)
         # What does not depend on the input is computed once for all seeds.
         width = max(1, x.element_size() * sum(map(function.elements, function.calls)))
