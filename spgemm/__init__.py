@@ -12,6 +12,7 @@ from .scale import Scale
 from .slots import Select, Slots
 from .sparse_jacobian import SparseJacobian, unchecked_jacobian
 from .stencil import Stencil
+from .strips import StripProduct
 from .sums import SumPlan, plan_sum, sum_pattern
 from .symbolic import PACKED, meeting, multiply_adds, product_meeting, product_pattern
 from .vectors import matvec
@@ -26,6 +27,7 @@ __all__ = [
     "ProductPlan",
     "SparseJacobian",
     "Stencil",
+    "StripProduct",
     "SumPlan",
     "check_limit",
     "check_tensor_itself",

@@ -10,7 +10,9 @@ and one gather decompresses the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -19,7 +21,7 @@ import torch
 
 from ..codegen import ElementGraph
 from ..patterns import Pattern, UnsupportedOperatorError, row_colors, rows_at
-from ..runtime import array_in
+from ..runtime import SIMD, array_in, run_rows
 from ..spgemm import PLAN_CACHE
 from ..tracing import Trace, Values
 from . import kernels
@@ -33,6 +35,9 @@ from .value_functions import ValueFunction
 BACKWARD = 1.5
 #: Bytes that a pass with many seeds may compute at once: tangents of all operators, if none were freed.
 PART = 2**27
+#: On a CPU, a pass computes at once at most half as many bytes as the values have, but each of its calls this many on
+#: average: calls for less take longer than they compute.
+CALL_BYTES = 3 * 2**17
 
 
 class _OfPattern:
@@ -223,22 +228,22 @@ class Compressed(Evaluator):
 
     def __init__(self, function: TracedFunction, colors: Coloring, *, replays: bool, compile: bool = False) -> None:
         self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
-        #: The places of the entries in all products; None where these are the entries, in their order.
-        self._places: torch.Tensor | None = None
-        sizes = zip(colors.counts, colors.pattern.shape, strict=True)
-        if not np.array_equal(colors.places, np.arange(sum(count * size for count, size in sizes))):
-            self._places = torch.from_numpy(colors.places).to(function.x.device)
-        directions = [
-            (torch.from_numpy(of_colors).to(function.x), products)
-            for of_colors, products in zip(seeds(colors), (push_forward, pull_back), strict=True)
-            if len(of_colors)
-        ]
+        self._shape = self.pattern.nnz, 1 if self.shared else function.batch
+        x, ways = function.x, zip(seeds(colors), (push_forward, pull_back), self.pattern.shape, strict=True)
+        directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
+        count = sum(len(of_colors) for of_colors, *_ in directions)
         # What does not depend on the input is computed once for all seeds.
-        width = function.x.element_size() * sum(map(function.elements, function.calls))
-        most = max(1, PART // max(1, width))
-        together = sum(len(of_colors) for of_colors, _ in directions) <= most
+        width = max(1, x.element_size() * sum(map(function.elements, function.calls)))
+        part = PART
+        if not (compile or x.is_cuda):
+            part = min(PART, max(CALL_BYTES * len(function.calls), x.element_size() * math.prod(self._shape) // 2))
+        # Two small parts would not pay.
+        together = count * width <= min(PART, 2 * part)
+        most = count if together else max(1, part // width)
         groups = [directions] if together else [[direction] for direction in directions]
         self._passes = [_Pass(function, each, most, replays) for each in groups if each]
+        #: By part, its entries, and their places among its products; None where all products are the entries in order.
+        self._of_parts = self._entries_of_parts(x.device)
         if function.x.is_cuda:
             self.uncompiled = f"machine code is for CPUs, and the arguments are on {function.x.device}; leave it out"
         elif not together:
@@ -251,6 +256,16 @@ class Compressed(Evaluator):
         """The numbers of the entries, from those of the products with all seeds."""
         products = np.concatenate(parts)
         return (products[:, :1] if self.shared else products)[self.coloring.places]
+
+    def _entries_of_parts(self, device: torch.device) -> list[tuple[torch.Tensor, ...]] | None:
+        places, counts = self.coloring.places, [count for each in self._passes for count in each.counts]
+        if len(counts) == 1 and np.array_equal(places, np.arange(counts[0])):
+            return None
+        order = np.arange(len(places)) if len(counts) == 1 else np.argsort(places, kind="stable")
+        begins = np.append(0, np.cumsum(counts))
+        parts = np.split(order, np.searchsorted(places, begins[1:-1], sorter=order))
+        pairs = ((part, places[part] - begin) for part, begin in zip(parts, begins, strict=False))
+        return [tuple(torch.from_numpy(array).to(device) for array in pair) for pair in pairs]
 
     def describe(self) -> dict[str, Any]:
         return self.coloring.describe()
@@ -268,7 +283,7 @@ class Compressed(Evaluator):
     @property
     def flop(self) -> int:
         """Operations of the calls of one run: two for each multiply-add of a product, else one for each element."""
-        return sum(len(each.parts) * flop_of(each.computed.graph) for each in self._passes)
+        return sum(each.flop for each in self._passes)
 
     @property
     def nbytes(self) -> int:
@@ -279,10 +294,22 @@ class Compressed(Evaluator):
     def computed(self, trace: Trace) -> torch.Tensor:
         if not self.pattern.nnz:
             return trace.input.detach().new_empty((0, 1))
-        products = _joined([each.run(trace) for each in self._passes])
-        products = products[:, :1] if self.shared else products
-        # Products may be the seeds themselves, or lie in the memory of the run.
-        return products.clone() if self._places is None else rows_at(products, self._places)
+        products = (part[:, : self._shape[1]] for each in self._passes for part in each.run(trace))
+        if self._of_parts is None:
+            # Products may be the seeds themselves, or lie in the memory of the run.
+            return next(products).clone()
+        if len(self._of_parts) == 1:
+            return rows_at(next(products), self._of_parts[0][1])
+        batch, values = self._shape[1], trace.input.detach().new_empty(self._shape)
+        write = kernels.write_numbers if batch == 1 else kernels.write_numbers_batch
+        for part, (entries, places) in zip(products, self._of_parts, strict=True):
+            if part.is_cuda or part.dtype != values.dtype:
+                values[entries] = rows_at(part, places).to(values.dtype)
+                continue
+            numbers = (each[:, 0] if batch == 1 else each for each in (part.resolve_neg().contiguous(), values))
+            arrays = (each.numpy() for each in (entries, places, *numbers))
+            run_rows(write, len(entries), *arrays, lanes=SIMD * batch)
+        return values
 
 
 class _Pass:
@@ -291,24 +318,26 @@ class _Pass:
     def __init__(
         self,
         function: TracedFunction,
-        directions: Sequence[tuple[torch.Tensor, SeedProducts]],
+        directions: Sequence[tuple[torch.Tensor, SeedProducts, int]],
         most: int,
         replays: bool,
     ) -> None:
         #: The seeds of each run, of one direction or of both.
-        self.parts: list[list[torch.Tensor]] = [[seeds for seeds, _ in directions]]
-        self._count, batch = sum(len(seeds) for seeds, _ in directions), function.batch
-        if self._count > most:
-            ((seeds, _),) = directions
+        self.parts: list[list[torch.Tensor]] = [[seeds for seeds, *_ in directions]]
+        #: The number of products of each run.
+        self.counts, batch = [sum(len(seeds) * size for seeds, _, size in directions)], function.batch
+        if sum(len(seeds) for seeds, *_ in directions) > most:
+            ((seeds, _, size),) = directions
             # Parts of equal lengths, so that one graph takes all of them.
             length = -(-len(seeds) // -(-len(seeds) // most))
+            self.counts = [len(part) * size for part in seeds.split(length)]
             padding = seeds.new_zeros((-len(seeds) % length, seeds.shape[1]))
             self.parts = [[part] for part in torch.cat([seeds, padding]).split(length)]
 
         def compute(values: Values, *seeds: torch.Tensor) -> list[torch.Tensor]:
             parts = [
                 products(function, values, each[:, None, :].expand(-1, batch, -1))
-                for each, (_, products) in zip(seeds, directions, strict=True)
+                for each, (_, products, _) in zip(seeds, directions, strict=True)
             ]
             return [(part.permute(0, 2, 1) if batch > 1 else part).reshape(-1, batch) for part in parts]
 
@@ -325,15 +354,18 @@ class _Pass:
                 "method='products'"
             ) from error
 
-    def run(self, trace: Trace) -> torch.Tensor:
-        """The products with all seeds, ``(seeds · elements, batch)``."""
-        products = _joined([product for part in self.parts for product in self.computed(trace, *part)])
-        padded = sum(len(seeds) for part in self.parts for seeds in part)
-        return products if padded == self._count else products[: self._count * (len(products) // padded)]
+    @property
+    def flop(self) -> int:
+        """Operations of all runs."""
+        if len(self.parts) == 1:
+            return flop_of(self.computed.graph)
+        alike, of_part = self.computed.apart
+        return flop_of(alike) + len(self.parts) * flop_of(of_part)
 
-
-def _joined(products: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(products) if len(products) > 1 else products[0]
+    def run(self, trace: Trace) -> Iterator[torch.Tensor]:
+        """The products of each run, ``(seeds · elements, batch)``."""
+        for products in self.computed.of_parts(trace, self.parts):
+            yield torch.cat(list(products)) if len(products) > 1 else products[0]
 
 
 SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]

@@ -13,6 +13,20 @@ LONGEST = 1024
 
 
 @kernel
+def write_numbers(first, last, places, source, numbers, out):
+    for place in range(first, last):
+        out[places[place]] = numbers[source[place]]
+
+
+@kernel
+def write_numbers_batch(first, last, places, source, numbers, out):
+    for place in range(first, last):
+        row, number = places[place], source[place]
+        for sample in range(out.shape[1]):
+            out[row, sample] = numbers[number, sample]
+
+
+@kernel
 def add_weighted_sums(first, last, rows, indptr, source, weight, numbers, out):
     for place in range(first, last):
         row = rows[place]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class ValueFunction:
         *,
         replays: bool,
     ) -> None:
-        self._function, count = function, len(others)
+        self._function, self._others, count = function, len(others), len(others)
         #: The numbers of the last run, and the same as tensors.
         self._numbers: tuple[tuple[Any, ...], list[torch.Tensor]] | None = None
         #: What it computes, and of which values.
@@ -115,10 +116,50 @@ class ValueFunction:
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors of a run."""
-        results = list(self.graph.forward(*others, *self.inputs(trace)))
+        return self._returned(trace, self.graph.forward(*others, *self.inputs(trace)))
+
+    def of_parts(self, trace: Trace, parts: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Tensor]]:
+        """The tensors of a run for each of several groups of other tensors; what depends on none is computed once."""
+        if len(parts) == 1:
+            yield self(trace, *parts[0])
+            return
+        alike, of_part = self.apart
+        inputs = self.inputs(trace)
+        results = alike.forward(*inputs)
+        for others in parts:
+            yield self._returned(trace, of_part.forward(*others, *inputs, *results))
+
+    def _returned(self, trace: Trace, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """The results but for those that a replay keeps, which are left in its trace."""
+        results = list(results)
         for value in reversed(self._kept):
             trace.copies[value] = results.pop()
         return results
+
+    @functools.cached_property
+    def apart(self) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """The calls that depend on no other tensors; and all calls, which take the results of the former as inputs."""
+        graphs, (of_alike, of_rest) = (fx.Graph(), fx.Graph()), (dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]())
+        nodes = self.graph.graph.nodes
+        graphs[1].output(graphs[1].graph_copy(self.graph.graph, of_rest))
+        placeholders = [node for node in nodes if node.op == "placeholder"]
+        # What is written to is made anew for each part.
+        varying = {node for node in nodes if node.meta.get("written")}.union(placeholders[: self._others])
+        for node in nodes:
+            if node.op == "output" or not varying.isdisjoint(node.all_input_nodes):
+                varying.add(node)
+            if node not in varying or node in placeholders[self._others :]:
+                of_alike[node] = graphs[0].node_copy(node, of_alike.__getitem__)
+        alike = [n for n in of_alike if n.op == "call_function" and not varying.isdisjoint(n.users)]
+        graphs[0].output([of_alike[node] for node in alike])
+        last = of_rest[placeholders[-1]]
+        for node in alike:
+            with graphs[1].inserting_after(last):
+                last = graphs[1].placeholder(f"alike_{node.name}")
+            of_rest[node].replace_all_uses_with(last)
+        for graph in graphs:
+            graph.eliminate_dead_code()
+        return fx.GraphModule(self.graph, graphs[0]), fx.GraphModule(self.graph, graphs[1])
 
 
 def _take_results(

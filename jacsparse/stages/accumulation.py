@@ -19,6 +19,7 @@ import torch
 from ..patterns import Full, Identity, Pattern, gathered
 from ..spgemm import (
     ProductPlan,
+    SparseJacobian,
     SumPlan,
     counts,
     fresh_keys,
@@ -28,6 +29,7 @@ from ..spgemm import (
     spread,
     sum_pattern,
 )
+from .last_products import LastProducts, sample_of
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
@@ -66,11 +68,16 @@ class _Product(_Matrix):
     multiply_adds: int
 
     @property
+    def multiplies_full(self) -> bool:
+        """Whether it is the product of a sparse and a full matrix."""
+        left, right = self.factors
+        return isinstance(right.structure, Full) and not isinstance(left.structure, Full)
+
+    @property
     def is_large(self) -> bool:
         """Whether it takes many multiply-adds of a sparse and a full matrix."""
         left, right = self.factors
-        sparse_full = isinstance(right.structure, Full) and not isinstance(left.structure, Full)
-        return sparse_full and left.nnz * right.shape[1] >= LARGE
+        return self.multiplies_full and left.nnz * right.shape[1] >= LARGE
 
     @property
     def moves(self) -> bool:
@@ -175,17 +182,24 @@ class Accumulation:
         self,
         leaf: Callable[[Any], torch.Tensor],
         pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        *,
+        transposed: bool = False,
     ) -> torch.Tensor:
         """Values of the result, which has entries, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
 
+        Where `transposed`, they are in the order of the transposed pattern's entries.
         ``leaf(key)`` computes the values of a leaf, and ``pull(key, matrix)`` pulls back the columns of a matrix
         ``(rows, columns, batch)`` by the operators' own backward.
         """
         result = self.result
         assert result is not None
         alone = self.matrices[result]
+
+        def in_order(values: torch.Tensor) -> torch.Tensor:
+            return SparseJacobian(alone.pattern, values).T.values if transposed else values
+
         if isinstance(alone, _Leaf):
-            return leaf(alone.key)
+            return in_order(leaf(alone.key))
         order, last_use = self._order(result)
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
@@ -202,13 +216,26 @@ class Accumulation:
         compute = partial(self._computed, value=value, last_use=last_use)
         values = compute([number for number in order if number not in large], {}, needed=read)
         batch = max((values[number].shape[1] for number in read), default=1)
-        if large and batch > 1 and not any(values[number].is_cuda for number in read):
-            samples = (compute(large, {n: _sample(values[n], s) for n in read})[result] for s in range(batch))
+        on_cpu = not any(values[number].is_cuda or values[number].requires_grad for number in read)
+        if large and on_cpu:
+            last = self._last_products
+            others = [number for number in large if number not in last.numbers]
+            known = {number: values[number] for number in read}
+            by_strips = last.values(known, batch, partial(compute, others), transposed)
+            if by_strips is not None:
+                return by_strips
+        if large and batch > 1 and on_cpu:
+            samples = (compute(large, {n: sample_of(values[n], s) for n in read})[result] for s in range(batch))
             values[result] = _batch_of(samples, batch)
         else:
             compute(large, values)
-        pattern, stored = self.matrices[result].pattern, self.matrices[result].stored
-        return values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places)
+        pattern, stored = alone.pattern, alone.stored
+        return in_order(values[result] if stored.nnz == pattern.nnz else gathered(values[result], pattern.places))
+
+    @cached_property
+    def _last_products(self) -> LastProducts:
+        assert self.result is not None
+        return LastProducts(self.matrices, self.result)
 
     def _computed(
         self,
@@ -341,11 +368,6 @@ class Region:
         edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
         shadow.result = eliminate(shadow, edges, self.start, self.stop)
         return shadow.pattern, shadow.multiply_adds
-
-
-def _sample(values: torch.Tensor, sample: int) -> torch.Tensor:
-    """One sample's values, ``(nnz, 1)``, in memory of their own; those that all samples share as they are."""
-    return values if values.shape[1] == 1 else values[:, sample : sample + 1].contiguous()
 
 
 def _batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:

@@ -208,8 +208,9 @@ class Chain:
         values = self.accumulation.run(
             lambda key: records[key[0]].values(key[1]),
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
+            transposed=True,
         )
-        return SparseJacobian(self.transposed_pattern, values).T
+        return SparseJacobian(self.pattern, values)
 
     def _check_size(self, itemsize: int, device: torch.device) -> None:
         """Raise MemoryError where the Jacobian is too large for a device; `itemsize` is the bytes of an entry."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from jacsparse.models import build, prune_weights
+from jacsparse.spgemm import StripProduct
 from torch import nn
+from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.stages import ChainCache
+from jacsparse.stages import ChainCache, accumulation
 from jacsparse.stages.order import Order, best_order
 from tests.helpers import autograd_jacobian
 
@@ -95,6 +99,39 @@ def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyP
     at_once = jacsparse.jacobian(module, x).values
     monkeypatch.setattr("jacsparse.stages.accumulation.LARGE", 0)
     assert torch.equal(jacsparse.jacobian(module, x).values, at_once) and at_once.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_last_products_by_strips_have_the_bits_of_whole_ones(
+    monkeypatch: pytest.MonkeyPatch, batch: int, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
+    torch.manual_seed(0)
+    module = nn.Sequential(
+        nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 7, 3, padding=1), nn.ReLU(),
+        nn.Conv2d(7, 8, 2), nn.ReLU(), nn.Flatten(), nn.Linear(72, 67),
+    ).to(dtype)  # fmt: skip
+    for layer in (module[0], module[3], module[5]):
+        prune.random_unstructured(layer, "weight", 0.8)
+    x, multiplied, of_strips = torch.randn(batch, 2, 8, 8, dtype=dtype), list[bool](), StripProduct.multiply
+
+    def multiply(product: StripProduct, *args: Any) -> bool:
+        multiplied.append(of_strips(product, *args))
+        return multiplied[-1]
+
+    monkeypatch.setattr(StripProduct, "multiply", multiply)
+    large = accumulation.LARGE
+    for number in (1.0, math.inf):
+        with torch.no_grad():
+            layer = module[3]
+            layer.weight_orig[tuple(layer.weight_mask.nonzero()[0])] = number
+        results = []
+        for least in (large, 0):
+            monkeypatch.setattr(accumulation, "LARGE", least)
+            results.append(jacsparse.jacobian(module, x).values.nan_to_num(7.0))
+        assert torch.equal(*results) and results[0].any()
+    assert multiplied == [True] * batch + [False]
 
 
 def test_the_order_fits_the_shape() -> None:
