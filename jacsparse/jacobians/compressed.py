@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -223,13 +223,6 @@ class Compressed(Evaluator):
         """The numbers of the entries, from those of the products with all seeds."""
         products = np.concatenate(parts)
         return (products[:, :1] if self.shared else products)[self.coloring.places]
-
-    def describe(self) -> dict[str, Any]:
-        return self.coloring.describe()
-
-    @classmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        return cls(function, Coloring.restore(content, pattern), replays=True, compile=compile)
 
     @property
     def details(self) -> str:

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 
 from ..patterns import Pattern
 from ..tracing import Trace
 from .fused_values import FusedValues
-from .traced_function import TracedFunction
 
 
 class Evaluator(ABC):
-    """A way to the values of a Jacobian; `evaluator_of` chooses one, and a prepared Jacobian's file names its class.
+    """A way to the values of a Jacobian; `evaluator_of` chooses one.
 
     Attributes
     ----------
@@ -41,15 +39,6 @@ class Evaluator(ABC):
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:
         """The values without machine code."""
-
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """All that was decided beside the pattern, as plain numbers and arrays."""
-
-    @classmethod
-    @abstractmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        """The way that `describe` described, for replays; ValueError where it does not fit the function."""
 
     @property
     @abstractmethod

@@ -15,7 +15,6 @@ import torch
 from torch import fx
 
 from ..patterns import Identity, Pattern, gradient_of
-from ..runtime import array_in
 from ..stages import Accumulation, Edge, LocalJacobian, eliminate
 from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
@@ -54,42 +53,6 @@ class Folded:
     derivatives: int
     steps: tuple[Step, ...]
 
-    def describe(self) -> dict[str, Any]:
-        """All of it as plain numbers and arrays."""
-        content: dict[str, Any] = {"derivatives": self.derivatives, "steps": len(self.steps)}
-        content["monomials"] = self.monomials.table()
-        names = ("entry", "monomial", "coefficient")
-        content |= {f"constants.{name}": array for name, array in zip(names, self.constants, strict=True)}
-        for number, step in enumerate(self.steps):
-            content |= {f"{number}.{name}": array for name, array in step.describe().items()}
-        return content
-
-    @classmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, numbers: int) -> Folded:
-        """The terms that `describe` described.
-
-        Raises
-        ------
-        ValueError
-            Where an array is missing, or refers to a variable, an entry or a number that there is not.
-        """
-        monomials = Monomials.restore(content.get("monomials"), numbers)
-        entry = array_in(content, "constants.entry", stop=pattern.nnz)
-        monomial = array_in(content, "constants.monomial", size=len(entry), stop=len(monomials))
-        coefficient = array_in(content, "constants.coefficient", kind=np.float64, size=len(entry))
-        count, first = content.get("steps"), content.get("derivatives")
-        if type(count) is not int or type(first) is not int or first < 0:
-            raise ValueError(f"steps is {count!r} and derivatives {first!r}; expected counts")
-        derivatives, steps = first, []
-        for number in range(count):
-            prefix = f"{number}."
-            arrays = {name.removeprefix(prefix): content[name] for name in content if name.startswith(prefix)}
-            steps.append(Step.restore(first, arrays, len(monomials)))
-            first = steps[-1].stop
-        if not steps or first - steps[-1].first != pattern.nnz:
-            raise ValueError("the last step does not compute the entries of the pattern")
-        return cls(pattern, monomials, (entry, monomial, coefficient), derivatives, tuple(steps))
-
 
 def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
     """The entries of a function's Jacobian as terms, and its local derivatives.
@@ -116,13 +79,6 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         leaves.local.count,
         (*leaves.algebra.steps, last),
     ), leaves.local
-
-
-def derivatives_of(function: TracedFunction) -> Derivatives:
-    """The local derivatives of a function, with elements of weights among them, for replays."""
-    leaves = _Leaves(function, weights=True, replays=True)
-    leaves.matrices()
-    return leaves.local
 
 
 @dataclass

@@ -10,18 +10,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Self
 
 import numpy as np
 import torch
 
 from ..codegen import ElementGraph, MixedDtypesError, sums
-from ..patterns import Pattern
 from ..runtime import unsigned
 from ..stages import in_own_memory
 from ..tracing import Trace
 from .evaluator import Evaluator
-from .folding import Derivatives, Folded, derivatives_of
+from .folding import Derivatives, Folded
 from .fused_values import FusedValues
 from .passes import Pass, in_turn
 from .terms import Step
@@ -140,17 +138,6 @@ class Products(Evaluator):
         """The weights in a replay that begins with known values."""
         return self.weights((*self._scalars, *(known[value].item() for value in self._derivatives.numbers)))
 
-    def describe(self) -> dict[str, Any]:
-        return self.folded.describe()
-
-    @classmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        derivatives = derivatives_of(function)
-        entries = Folded.restore(content, pattern, derivatives.scalars + len(derivatives.numbers))
-        if derivatives.count != entries.derivatives:
-            raise ValueError(f"it has {entries.derivatives} local derivatives, and the function {derivatives.count}")
-        return cls(function, entries, derivatives, replays=True, compile=compile)
-
     @property
     def details(self) -> str:
         """The numbers of local derivatives, and of sums and products of them."""
@@ -166,7 +153,7 @@ class Products(Evaluator):
 
     @property
     def nbytes(self) -> int:
-        return sum(array.nbytes for step in self.folded.steps for array in step.describe().values())
+        return sum(step.nbytes for step in self.folded.steps)
 
     def weights(self, numbers: tuple[float, ...]) -> Weights:
         """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
@@ -238,15 +225,6 @@ class ChainProducts(Evaluator):
 
     def __init__(self, function: TracedFunction, *, replays: bool) -> None:
         self.pattern, self.chain, self._replays = function.pattern, function.chain, replays
-
-    def describe(self) -> dict[str, Any]:
-        """Nothing: its plans are made at the first call."""
-        return {}
-
-    @classmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        """The way of this function, whose own pattern it has."""
-        return cls(function, replays=True)
 
     @property
     def details(self) -> str:

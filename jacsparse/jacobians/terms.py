@@ -7,12 +7,12 @@ variables meet, their product becomes a variable of its own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..runtime import array_in, index_dtype, row_starts, within_rows
+from ..runtime import index_dtype, row_starts, within_rows
 
 #: The variable of a term that has none, and the monomial of a term without numbers.
 NONE = -1
@@ -61,19 +61,6 @@ class Monomials:
         """A row for each power of a number: the monomial, the number and the exponent."""
         rows = [(place, *power) for place, powers in enumerate(self._powers) for power in powers]
         return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-    @classmethod
-    def restore(cls, table: object, numbers: int) -> Monomials:
-        """The monomials of a table; ValueError where it is none, for a function of so many numbers."""
-        if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 3:
-            raise ValueError("monomials is no table of three columns")
-        if len(table) and not (table[:, :2].min() >= 0 and table[:, 1].max() < numbers):
-            raise ValueError(f"monomials has a number outside of 0 to {numbers - 1}")
-        monomials = cls()
-        for place in range(1, 1 + int(table[:, 0].max(initial=0))):
-            if monomials.index({int(n): int(power) for m, n, power in table if m == place}) != place:
-                raise ValueError(f"monomials has number {place} twice")
-        return monomials
 
     def values(self, numbers: Sequence[float]) -> np.ndarray:
         """The value of each monomial."""
@@ -170,27 +157,10 @@ class Step:
         """The factors of all terms: one array, or two."""
         return [self.left] if self.right is None else [self.left, self.right]
 
-    def describe(self) -> dict[str, np.ndarray]:
-        """The arrays by name."""
-        names = ("indptr", "left", "right", "monomial", "coefficient")
-        arrays = {name: getattr(self, name) for name in names}
-        return {name: array for name, array in arrays.items() if array is not None}
-
-    @classmethod
-    def restore(cls, first: int, arrays: Mapping[str, np.ndarray], monomials: int) -> Step:
-        """The step of arrays from outside; ValueError where they refer to what is not computed before it."""
-        try:
-            indptr, coefficient = array_in(arrays, "indptr"), array_in(arrays, "coefficient", kind=np.float64)
-            size = len(coefficient)
-            left = array_in(arrays, "left", size=size, stop=first)
-            right = array_in(arrays, "right", size=size, stop=first) if "right" in arrays else None
-            monomial = array_in(arrays, "monomial", size=size, stop=monomials)
-        except ValueError as error:
-            what = "an array of a step is missing, or refers to a variable or a monomial that is not computed before it"
-            raise ValueError(f"{what}: {error}") from error
-        if not len(indptr) or indptr[0] != 0 or indptr[-1] != size or bool((indptr[1:] < indptr[:-1]).any()):
-            raise ValueError("the rows of a step are no running total of its terms")
-        return cls(first, indptr, left, right, monomial, coefficient)
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return sum(each.nbytes for each in (self.indptr, *self.factors, self.monomial, self.coefficient))
 
 
 def step_of(
