@@ -22,7 +22,7 @@ class Evaluator(ABC):
     pattern : Pattern
         The pattern of the values.
     fused : FusedValues or None
-        The machine code that computes the values.
+        The loops that compute the values in one call.
     uncompiled : str or None
         Why no machine code can, and what to do, where that is so.
     """
@@ -32,13 +32,12 @@ class Evaluator(ABC):
     fused: FusedValues | None = None
     uncompiled: str | None = None
 
-    def values(self, trace: Trace) -> torch.Tensor:
-        """The values on the pattern in a run, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
-        return self.computed(trace) if self.fused is None else self.fused.of_replay(trace)
-
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The values without machine code."""
+        """The values on the pattern in a run, where nothing is fused.
+
+        Of shape ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+        """
 
     @property
     @abstractmethod

@@ -51,7 +51,7 @@ def evaluator_of(
             terms = folded(function, replays=replays, most=most)
         except NotFoldableError:
             return None
-        return Products(function, *terms, replays=replays, compile=compile)
+        return Products(function, terms, compile=compile)
 
     registered = function.chain.registered_values
     if registered and method == "compressed":

@@ -6,20 +6,19 @@ Vertex elimination multiplies their local Jacobians along paths; here it multipl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern, gradient_of
+from ..patterns import Identity, Pattern
 from ..stages import Accumulation, Edge, LocalJacobian, eliminate
 from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
 from .traced_function import TracedFunction
-from .value_functions import ValueFunction
+from .value_functions import ValueFunction, elementwise_derivatives
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
 TERMS_PER_ENTRY = 64
@@ -41,8 +40,11 @@ class Folded:
         The products of numbers that scale terms.
     constants : tuple of ndarray
         The constant terms: the entry, the monomial and the coefficient of each.
-    derivatives : int
-        The number of local derivatives, which are the first variables.
+    derivatives : ValueFunction or None
+        What computes the local derivatives, each ``(batch, elements)``: the first variables. None where there are none.
+    numbers : list of int
+        The values that are numbers: they have no axes, and do not depend on the input. Monomials number them after the
+        numbers of a run's own.
     steps : tuple of Step
         The sums and products of variables, in the order in which they run; the last one computes the entries.
     """
@@ -50,12 +52,17 @@ class Folded:
     pattern: Pattern
     monomials: Monomials
     constants: tuple[np.ndarray, np.ndarray, np.ndarray]
-    derivatives: int
+    derivatives: ValueFunction | None
+    numbers: list[int]
     steps: tuple[Step, ...]
 
+    def numbers_of(self, trace: Trace) -> tuple[float, ...]:
+        """The numbers of a run."""
+        return (*trace.scalars, *(trace.value(value).item() for value in self.numbers))
 
-def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
-    """The entries of a function's Jacobian as terms, and its local derivatives.
+
+def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> Folded:
+    """The entries of a function's Jacobian as terms.
 
     All products may have at most so many terms; elements of weights are variables only where that limit is given.
 
@@ -66,36 +73,14 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         are variables, or there are too many paths.
     """
     leaves = _Leaves(function, weights=most is not None, replays=replays)
-    terms = leaves.folded(most)
+    terms, algebra, pattern = leaves.product(most), leaves.algebra, function.pattern
     constant = terms.variable == NONE
     constants, others = terms[constant], merged(terms[~constant])
-    entries = np.searchsorted(function.pattern.places, constants.place)
-    counts = np.bincount(np.searchsorted(function.pattern.places, others.place), minlength=function.pattern.nnz)
-    last = step_of(leaves.algebra.variables, counts, others.variable, None, others.monomial, others.coefficient)
-    return Folded(
-        function.pattern,
-        leaves.algebra.monomials,
-        (entries, constants.monomial, constants.coefficient),
-        leaves.local.count,
-        (*leaves.algebra.steps, last),
-    ), leaves.local
-
-
-@dataclass
-class Derivatives:
-    """The distinct local derivatives of a function, and the numbers that scale terms."""
-
-    #: Computes them in each run, each ``(batch, elements)``; None where there are none.
-    function: ValueFunction | None = None
-    count: int = 0
-    #: The values that are numbers: they have no axes, and do not depend on the input.
-    numbers: list[int] = field(default_factory=list)
-    #: How many numbers of the run's own come before these.
-    scalars: int = 0
-
-    def numbers_of(self, trace: Trace) -> tuple[float, ...]:
-        """The numbers of a run."""
-        return (*trace.scalars, *(trace.value(value).item() for value in self.numbers))
+    entries = np.searchsorted(pattern.places, constants.place)
+    counts = np.bincount(np.searchsorted(pattern.places, others.place), minlength=pattern.nnz)
+    last = step_of(algebra.variables, counts, others.variable, None, others.monomial, others.coefficient)
+    of_entries = entries, constants.monomial, constants.coefficient
+    return Folded(pattern, algebra.monomials, of_entries, leaves.computed, leaves.numbers, (*algebra.steps, last))
 
 
 class _Leaves:
@@ -106,27 +91,28 @@ class _Leaves:
         if function.x.is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
-        #: The edges whose local derivatives are variables, in the order of these.
+        #: The edges whose local derivatives are variables, in the order of these; and what computes them.
         self.derivatives: list[Edge] = []
+        self.computed: ValueFunction | None = None
         #: For those that are selections of a weight's elements: the weight's name, and the elements.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
-        self.local = Derivatives(scalars=len(function.trace.scalars))
+        #: The values that are numbers.
+        self.numbers: list[int] = []
 
-    def folded(self, most: int | None) -> Terms:
+    def product(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        if most is not None and sum(edge.transposed_pattern.nnz for edge in self.function.chain.edges) > most:
+        chain, (rows, columns) = self.function.chain, self.function.pattern.shape
+        if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
         # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
-        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
+        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + rows + columns)
         self.algebra.limit = limit if most is None else min(limit, int(most))
-        accumulation, chain = Accumulation(patterns_only=True), self.function.chain
-        leaves = {accumulation.leaf(edge, edge.transposed_pattern): edge for edge in chain.edges}
-        rows, columns = self.function.pattern.shape
         if not len(chain):
             diagonal = np.arange(rows)
             return terms_at((rows, columns), diagonal, diagonal)
-        graph = [(edge.source, edge.target, number) for number, edge in leaves.items()]
+        accumulation = Accumulation(patterns_only=True)
+        graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
         result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
@@ -208,38 +194,34 @@ class _Leaves:
             return {}
         references = (value for edge in self.derivatives for value in edge.operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
-        computed = ValueFunction(self.function, self._computed(), reads, replays=self.replays)
+        computed = self.computed = ValueFunction(self.function, self._derivatives, reads, replays=self.replays)
         parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]
         computed.keep(list(firsts))
-        self.algebra.variables = self.local.count = first
-        self.local.function = computed
+        self.algebra.variables = first
         return {
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }
 
-    def _computed(self) -> Callable[[Values], list[torch.Tensor]]:
-        """What computes the local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
-        function, batch, selections, edges = self.function, self.function.batch, self.selections, self.derivatives
-
-        def derivatives(values: Values) -> list[torch.Tensor]:
-            parts = []
-            for edge in edges:
-                arguments = values.arguments(edge.operation.referenced)
-                if edge in selections:
-                    weight = arguments[selections[edge][0]].reshape(1, -1)
-                    parts.append(weight if function.shared else weight.expand(batch, -1))
-                    continue
-                derivative = _derivative(edge, arguments, function)
-                layout = edge.operation.layout
-                assert layout is not None
-                of_samples = layout.split(derivative).reshape(batch, -1)
-                parts.append(of_samples[:1] if function.shared else of_samples)
-            return parts
-
-        return derivatives
+    def _derivatives(self, values: Values) -> list[torch.Tensor]:
+        """The local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
+        function, batch, parts = self.function, self.function.batch, []
+        for edge in self.derivatives:
+            arguments = values.arguments(edge.operation.referenced)
+            if edge in self.selections:
+                weight = arguments[self.selections[edge][0]].reshape(1, -1)
+                parts.append(weight if function.shared else weight.expand(batch, -1))
+                continue
+            name, layout = edge.call.argument, edge.operation.layout
+            assert layout is not None
+            shape = function.trace.tensor(edge.target).shape
+            derivative = elementwise_derivatives(edge.operation.evaluate, arguments, [name], shape)[name]
+            # A function may compute in coarser numbers, as under ``torch.autocast``.
+            of_samples = layout.split(derivative).reshape(batch, -1).to(function.x.dtype)
+            parts.append(of_samples[:1] if function.shared else of_samples)
+        return parts
 
     def _factor(self, edge: Edge, operation: Operation) -> tuple[int | None, int, float] | None:
         """The number, its power and the coefficient by which a linear elementwise operator scales; else None."""
@@ -267,16 +249,6 @@ class _Leaves:
 
     def _number(self, value: int) -> int:
         """The place of a value among the numbers that scale terms."""
-        numbers = self.local.numbers
-        if value not in numbers:
-            numbers.append(value)
-        return self.local.scalars + numbers.index(value)
-
-
-def _derivative(edge: Edge, arguments: Mapping[str, Any], function: TracedFunction) -> torch.Tensor:
-    """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
-    shape, argument = function.trace.tensor(edge.target).shape, edge.call.argument
-    with torch.enable_grad():
-        operand = arguments[argument].expand(shape).detach().requires_grad_()
-        y = edge.operation.evaluate({**arguments, argument: operand})
-        return gradient_of(y, operand, torch.ones_like(y))
+        if value not in self.numbers:
+            self.numbers.append(value)
+        return len(self.function.trace.scalars) + self.numbers.index(value)

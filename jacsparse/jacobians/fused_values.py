@@ -21,6 +21,7 @@ from ..codegen import (
     Fusion,
     Interpreted,
     MachineCode,
+    MixedDtypesError,
     Scratch,
     UnreadableWriteError,
 )
@@ -53,7 +54,7 @@ class FusedValues:
     Parameters
     ----------
     calls : ValueFunction
-        Tensors of which the values are made, in replays.
+        Tensors of which the values are made, in runs or in replays.
     function : TracedFunction
         The function.
     entries : callable
@@ -70,7 +71,7 @@ class FusedValues:
     Attributes
     ----------
     reads : set of int
-        The values of the function that a call takes.
+        The values and numbers of the function that a call takes, as in `ValueFunction.sources`.
     """
 
     def __init__(
@@ -89,19 +90,35 @@ class FusedValues:
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), (), replays=True) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
-        self._first = len(others)
-        graph, elements = _elements_of(calls.graph, inputs, range(len(others), len(others) + len(calls.begin)))
-        wanted = entries(graph, elements.results[: len(calls.outputs)])
-        self._shape = wanted.shape
-        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
-        self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
-        self._make_table(graph, fusion, inputs)
+        # The others are constants: a replay is refused where elements of indices and masks are others.
+        self._begin = {
+            place: source
+            for place, source in enumerate(calls.sources, len(others))
+            if (inputs[place].is_floating_point() if calls.replays else source >= 0 or function.numbers_vary)
+        }
+        try:
+            fusion = self._fused(inputs, entries, pattern, leaves=False, compile=compile)
+        except (UnreadableWriteError, MixedDtypesError):
+            fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
+        self._make_table(fusion, inputs)
         if compile:
             _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
 
-    def _make_table(self, graph: ElementGraph, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
+    def _fused(
+        self, inputs: Sequence[torch.Tensor], entries: Entries, pattern: Pattern, *, leaves: bool, compile: bool
+    ) -> Fusion:
+        """The loops that compute the values, and the code that runs them; `leaves` as in `CallsOfElements`."""
+        graph, places = ElementGraph(), {place: place for place in self._begin}
+        elements = CallsOfElements(graph, self._calls.graph, inputs, places, leaves=leaves)
+        wanted = entries(graph, elements.results[: len(self._calls.outputs)])
+        self._shape = wanted.shape
+        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
+        self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
+        return fusion
+
+    def _make_table(self, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
         """Decide where each call finds the memories of the machine code."""
-        begin = {self._first + place: value for place, value in enumerate(self._calls.begin)}
+        begin, graph = self._begin, fusion.graph
         offsets, self._bytes = dict[torch.dtype, int](), 0
         for dtype, count in fusion.scratch.items():
             offsets[dtype] = self._bytes
@@ -140,13 +157,8 @@ class FusedValues:
             self._by_pytorch, used = _returning(self._calls.graph, left)
             self._work_of_pytorch = flop_of(self._by_pytorch, ELEMENT)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
-        self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
+        self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
-
-    @property
-    def computes_all(self) -> bool:
-        """Whether no call is left to PyTorch."""
-        return self._by_pytorch is None
 
     def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """The values, ``(nnz, batch)``, and whether all are finite.
@@ -196,35 +208,21 @@ class FusedValues:
             table[slot] = begin + offset
         return table, scratch
 
-    def of_replay(self, trace: Trace) -> torch.Tensor:
-        """The values in a replay, in whose trace it leaves the values that are kept."""
+    def of(self, trace: Trace) -> tuple[torch.Tensor, bool]:
+        """The same in a run, or in a replay, in whose trace it leaves the values that are kept."""
         if self._keep is not None:
             self._keep(trace)
-        return self({value: trace.value(value).detach() for value in self.reads})[0]
+        return self(self._calls.known(trace, self.reads))
 
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
         """What the machine code reads of PyTorch's calls, and puts into a table."""
-        begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
+        begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._taken]
         with torch.no_grad(), contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread():
             results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]
         converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
             table[slot] = tensor.data_ptr()
         return converted
-
-
-def _elements_of(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Sequence[int]
-) -> tuple[ElementGraph, CallsOfElements]:
-    """The elements that a graph computes, and its calls; the inputs after `values` are the same in each call."""
-    # The elements of indices and masks are compared at each call.
-    sources = {place: place for place in values if inputs[place].is_floating_point()}
-    graph = ElementGraph()
-    try:
-        return graph, CallsOfElements(graph, module, inputs, sources, leaves=False)
-    except UnreadableWriteError:
-        graph = ElementGraph()
-        return graph, CallsOfElements(graph, module, inputs, sources, leaves=True)
 
 
 def _returning(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:

@@ -1,33 +1,26 @@
 """Values by products of local Jacobians along paths.
 
-Where the entries fold into sums of local derivatives, and of their products with elements of weights, a prepared call
-computes all by fused loops; a run has PyTorch compute the local derivatives, and a kernel the sums. Else a call
-multiplies the matrices of the operators in the order of least cost.
+Where the entries fold into sums of local derivatives, and of their products with elements of weights, fused loops
+compute all of them. Else a call multiplies the matrices of the operators in the order of least cost.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
 import torch
 
-from ..codegen import ElementGraph, MixedDtypesError, sums
-from ..runtime import unsigned
+from ..codegen import ElementGraph, sums
 from ..stages import in_own_memory
 from ..tracing import Trace
 from .evaluator import Evaluator
-from .folding import Derivatives, Folded
+from .folding import Folded
 from .fused_values import FusedValues
-from .passes import Pass, in_turn
 from .terms import Step
 from .traced_function import TracedFunction, same_numbers
 
-#: The most local derivatives and terms of a prepared Jacobian whose loops are interpreted: those of more take longer to
-#: find than they save.
-INTERPRETED = 2**23
 #: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
 Weights = list[np.ndarray]
 
@@ -41,110 +34,76 @@ class Products(Evaluator):
         The function.
     folded : Folded
         The entries of its Jacobian.
-    derivatives : Derivatives
-        Its local derivatives, with these elements.
-    replays : bool
-        As in `ValueFunction`.
     compile : bool
-        Whether machine code computes them. Else a kernel interprets the same loops in replays.
+        Whether machine code computes them. Else a kernel interprets the same loops.
     """
 
     name = "products"
 
-    def __init__(
-        self,
-        function: TracedFunction,
-        folded: Folded,
-        derivatives: Derivatives,
-        *,
-        replays: bool,
-        compile: bool = False,
-    ) -> None:
-        self.pattern, self.folded, self._derivatives = folded.pattern, folded, derivatives
-        self.batch, self.dtype = 1 if function.shared else function.batch, function.x.dtype
-        self._shape, self._dtype = (self.pattern.nnz, self.batch), torch.empty(0, dtype=self.dtype).numpy().dtype
-        self._local = derivatives.function
-        self._use(folded.steps)
-        wanted = compile or (replays and self._elements <= INTERPRETED)
-        if wanted and self._local is not None and self.pattern.nnz > 0:
-            self._fuse(function, compile)
-        if self.fused is None:
-            steps = in_turn(folded.steps)
-            self._use(steps)
-            self._passes = [Pass(step, self.batch) for step in steps]
-
-    def in_one_call(self, function: TracedFunction) -> Products | None:
-        """The same products as one call of a kernel that begins with a run's inputs; None where that is not all.
-
-        Numbers, and elements of captures that are no floats, are constants of it.
-        """
-        if self._local is None or self._elements > INTERPRETED:
-            return None
-        derivatives = derivatives_of(function)
-        if derivatives.count != self.folded.derivatives:
-            return None
-        products = Products(function, self.folded, derivatives, replays=True)
-        return products if products.fused is not None and products.fused.computes_all else None
-
-    @property
-    def _elements(self) -> int:
-        """The number of local derivatives and terms."""
-        return self.batch * (self.folded.derivatives + sum(len(step.left) for step in self.folded.steps))
-
-    def _use(self, steps: Sequence[Step]) -> None:
-        """Take the weights of these steps."""
-        folded = self.folded
+    def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
+        self.pattern, self.folded = folded.pattern, folded
+        self._batch, self._dtype = 1 if function.shared else function.batch, function.x.dtype
+        dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
         self._from_monomials = [
-            _OfMonomials(partial(_constants_of, folded), folded.constants[1], self._dtype),
-            *(_OfMonomials(partial(_weights_of, step), step.monomial, self._dtype) for step in steps),
+            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
+            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
         ]
         self._weights: tuple[tuple[float, ...], Weights] | None = None
-
-    def _fuse(self, function: TracedFunction, compile: bool) -> None:
-        """Make what computes the values in one call, where loops compute in one dtype."""
-        assert self._local is not None
-        self._scalars = tuple(function.trace.scalars)
-        self._at_first = self.weights(self._derivatives.numbers_of(function.trace))
-        with contextlib.suppress(MixedDtypesError):
+        #: The numbers of the run that this is made from, and where a call finds others, as `FusedValues.reads` says.
+        self._numbers = folded.numbers_of(function.trace)
+        self._sources = dict(enumerate(folded.numbers, len(function.trace.scalars)))
+        if function.numbers_vary:
+            used = {number for _, number, _ in folded.monomials.table().tolist()}
+            self._sources |= {place: ~place for place in function.scalar_dtypes if place in used}
+        if folded.derivatives is not None and self.pattern.nnz:
             self.fused = FusedValues(
-                self._local, function, self._entries, self.pattern, arrays=self._weights_of, compile=compile
+                folded.derivatives, function, self._entries, self.pattern, arrays=self._weights_in, compile=compile
             )
-            self.fused.reads.update(self._derivatives.numbers)
+            self.fused.reads.update(self._sources.values())
 
     def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
         """The numbers of the entries, from those of the local derivatives."""
-        folded, derivatives = self.folded, self._derivatives
-        varying = {place for place, number, _ in folded.monomials.table().tolist() if number >= derivatives.scalars}
-        dtype = torch.from_numpy(self._at_first[0]).dtype
+        folded, at_first = self.folded, self._weights_for(self._numbers)
+        varying = {place for place, number, _ in folded.monomials.table().tolist() if number in self._sources}
 
         def weights(place: int, monomials: np.ndarray) -> np.ndarray:
             """Weights, or where a call may change them, the numbers of elements that are these."""
-            array = self._at_first[place]
+            array = at_first[place]
             changes = not varying.isdisjoint(np.unique(monomials).tolist())
-            return graph.tensor(("weights", place), len(array), dtype) if changes else array
+            return graph.tensor(("weights", place), len(array), self._dtype) if changes else array
 
-        variables = np.concatenate([np.broadcast_to(part.T, (part.shape[1], self.batch)) for part in parts])
+        variables = np.concatenate([np.broadcast_to(part.T, (part.shape[1], self._batch)) for part in parts])
         constant = weights(0, folded.constants[1])
         if constant.dtype.kind != "i":
             constant = graph.array(torch.from_numpy(constant))
         for place, step in enumerate(folded.steps, 1):
             start = constant[:, None] if step is folded.steps[-1] else None
             factors, indptr = [variables[factor] for factor in step.factors], step.indptr.astype(np.int64)
-            computed = sums(graph, indptr, factors, weights(place, step.monomial), start, dtype)
+            computed = sums(graph, indptr, factors, weights(place, step.monomial), start, self._dtype)
             variables = np.concatenate([variables, computed])
         return computed
 
-    def _weights_of(self, known: Mapping[int, torch.Tensor]) -> Weights:
-        """The weights in a replay that begins with known values."""
-        return self.weights((*self._scalars, *(known[value].item() for value in self._derivatives.numbers)))
+    def _weights_in(self, known: Mapping[int, torch.Tensor]) -> Weights:
+        """The weights in a call that begins with known values and numbers."""
+        numbers = list(self._numbers)
+        for number, source in self._sources.items():
+            numbers[number] = known[source].item()
+        return self._weights_for(tuple(numbers))
+
+    def _weights_for(self, numbers: tuple[float, ...]) -> Weights:
+        """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
+        # Other threads may replace it meanwhile.
+        current = self._weights
+        if current is None or not same_numbers(current[0], numbers):
+            monomials = self.folded.monomials.values(numbers)
+            current = self._weights = numbers, [each.values(monomials) for each in self._from_monomials]
+        return current[1]
 
     @property
     def details(self) -> str:
         """The numbers of local derivatives, and of sums and products of them."""
-        derivatives = self.folded.derivatives
-        return (
-            f" ({derivatives} local derivatives, {self.folded.steps[-1].first - derivatives} products and sums of them)"
-        )
+        first, last = self.folded.steps[0].first, self.folded.steps[-1].first
+        return f" ({first} local derivatives, {last - first} products and sums of them)"
 
     @property
     def flop(self) -> int:
@@ -155,34 +114,9 @@ class Products(Evaluator):
     def nbytes(self) -> int:
         return sum(step.nbytes for step in self.folded.steps)
 
-    def weights(self, numbers: tuple[float, ...]) -> Weights:
-        """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
-        # Other threads may replace it meanwhile.
-        current = self._weights
-        if current is None or not same_numbers(current[0], numbers):
-            monomials = self.folded.monomials.values(numbers)
-            current = self._weights = numbers, [each.values(monomials) for each in self._from_monomials]
-        return current[1]
-
     def computed(self, trace: Trace) -> torch.Tensor:
-        weights = self.weights(self._derivatives.numbers_of(trace))
-        if self._local is None:
-            return torch.from_numpy(weights[0].copy())[:, None]
-        *passes, last = self._passes
-        count, parts, out = self.folded.derivatives, self._local(trace), torch.empty(*self._shape, dtype=self.dtype)
-        # The last variable is 1; see `in_turn`.
-        computed, entries, constant = np.empty((last.step.first + 1, self.batch), self._dtype), out.numpy(), weights[0]
-        computed[-1] = 1
-        if self.batch == 1:
-            torch.cat(list(parts), 1, out=torch.from_numpy(computed[:count].T))
-            computed, entries = computed[:, 0], entries[:, 0]
-        else:
-            torch.cat([part.T for part in parts], out=torch.from_numpy(computed[:count]))
-            constant = constant[:, None]
-        for each, weight in zip(passes, weights[1:], strict=False):
-            each.run(weight, computed, computed[each.step.first : each.step.stop], 0)
-        last.run(weights[-1], computed, entries, constant)
-        return out
+        """The constants of the entries, of which no local derivative is a part."""
+        return torch.from_numpy(self._weights_for(self.folded.numbers_of(trace))[0].copy())[:, None]
 
 
 class _OfMonomials:
@@ -209,7 +143,7 @@ def _constants_of(folded: Folded, monomials: np.ndarray) -> np.ndarray:
 
 def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:
     """The weights of a step's terms."""
-    return np.asarray(step.coefficient * monomials[unsigned(step.monomial)])
+    return np.asarray(step.coefficient * monomials[step.monomial])
 
 
 class ChainProducts(Evaluator):
