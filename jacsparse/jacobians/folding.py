@@ -14,9 +14,10 @@ import torch
 from torch import fx
 
 from ..patterns import Identity, Pattern
+from ..runtime import row_starts
 from ..stages import Accumulation, Edge, LocalJacobian, eliminate
-from ..tracing import Operation, Scalar, Trace, Value, Values
-from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
+from ..tracing import Operation, Scalar, Value, Values
+from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, joined, merged, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
 
@@ -36,29 +37,19 @@ class Folded:
     ----------
     pattern : Pattern
         The pattern of the entries.
-    monomials : Monomials
-        The products of numbers that scale terms.
-    constants : tuple of ndarray
-        The constant terms: the entry, the monomial and the coefficient of each.
+    constants : ndarray, (nnz,)
+        The sum of the constant terms of each entry.
     derivatives : ValueFunction or None
-        What computes the local derivatives, each ``(batch, elements)``: the first variables. None where there are none.
-    numbers : list of int
-        The values that are numbers: they have no axes, and do not depend on the input. Monomials number them after the
-        numbers of a run's own.
+        What computes the local derivatives, and the numbers that scale others, each ``(batch, elements)``: the first
+        variables. None where there are none.
     steps : tuple of Step
         The sums and products of variables, in the order in which they run; the last one computes the entries.
     """
 
     pattern: Pattern
-    monomials: Monomials
-    constants: tuple[np.ndarray, np.ndarray, np.ndarray]
+    constants: np.ndarray
     derivatives: ValueFunction | None
-    numbers: list[int]
     steps: tuple[Step, ...]
-
-    def numbers_of(self, trace: Trace) -> tuple[float, ...]:
-        """The numbers of a run."""
-        return (*trace.scalars, *(trace.value(value).item() for value in self.numbers))
 
 
 def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> Folded:
@@ -76,11 +67,10 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     terms, algebra, pattern = leaves.product(most), leaves.algebra, function.pattern
     constant = terms.variable == NONE
     constants, others = terms[constant], merged(terms[~constant])
-    entries = np.searchsorted(pattern.places, constants.place)
+    of_entries = np.bincount(np.searchsorted(pattern.places, constants.place), constants.coefficient, pattern.nnz)
     counts = np.bincount(np.searchsorted(pattern.places, others.place), minlength=pattern.nnz)
-    last = step_of(algebra.variables, counts, others.variable, None, others.monomial, others.coefficient)
-    of_entries = entries, constants.monomial, constants.coefficient
-    return Folded(pattern, algebra.monomials, of_entries, leaves.computed, leaves.numbers, (*algebra.steps, last))
+    last = Step(algebra.variables, row_starts(counts, np.int64), others.variable, None, others.coefficient)
+    return Folded(pattern, of_entries, leaves.computed, (*algebra.steps, last))
 
 
 class _Leaves:
@@ -94,10 +84,8 @@ class _Leaves:
         #: The edges whose local derivatives are variables, in the order of these; and what computes them.
         self.derivatives: list[Edge] = []
         self.computed: ValueFunction | None = None
-        #: For those that are selections of a weight's elements: the weight's name, and the elements.
+        #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
-        #: The values that are numbers.
-        self.numbers: list[int] = []
 
     def product(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
@@ -132,12 +120,13 @@ class _Leaves:
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        operation = edge.operation
-        factor = self._factor(edge, operation)
-        if factor is not None:
-            number, power, coefficient = factor
-            monomial = self.algebra.monomials.index({} if number is None else {number: power})
-            return terms_at(*entries, monomial=monomial, coefficient=coefficient)
+        operation, coefficient = edge.operation, self._coefficient(edge)
+        if coefficient is not None:
+            return terms_at(*entries, coefficient=coefficient)
+        if _power(edge) is not None and self._is_number(operation.referenced["other"]):
+            self.derivatives.append(edge)
+            self.selections[edge] = "other", np.zeros(pattern.nnz, np.int64)
+            return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or not self._varies(edge, operation)):
@@ -156,7 +145,11 @@ class _Leaves:
         """Whether another argument of an edge's operator than its operand may differ between runs."""
         infos = self.function.graph.infos
         arguments = (value for name, value in operation.referenced.items() if name != edge.call.argument)
-        return any(type(each) is Scalar or (type(each) is Value and not infos[each.number].fixed) for each in arguments)
+        return any(
+            self.function.varies(each.place) if type(each) is Scalar else not infos[each.number].fixed
+            for each in arguments
+            if type(each) in (Scalar, Value)
+        )
 
     def _selection(self, edge: Edge) -> tuple[str, np.ndarray] | None:
         """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
@@ -183,10 +176,10 @@ class _Leaves:
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
-            pattern = edge.transposed_pattern
-            leaf = terms_at(pattern.shape, pattern.rows, pattern.indices)
-            return replace(leaf, variable=first + self.selections[edge][1])
-        return terms_at(edge.pattern.shape, edge.pattern.rows, edge.pattern.indices, first_variable=first).T
+            pattern, variable = edge.transposed_pattern, first + self.selections[edge][1]
+            return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=variable)
+        pattern = edge.pattern
+        return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=first + np.arange(pattern.nnz)).T
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
@@ -212,6 +205,7 @@ class _Leaves:
             arguments = values.arguments(edge.operation.referenced)
             if edge in self.selections:
                 weight = arguments[self.selections[edge][0]].reshape(1, -1)
+                weight = (weight.reciprocal() if _power(edge) == -1 else weight).to(function.x.dtype)
                 parts.append(weight if function.shared else weight.expand(batch, -1))
                 continue
             name, layout = edge.call.argument, edge.operation.layout
@@ -223,32 +217,39 @@ class _Leaves:
             parts.append(of_samples[:1] if function.shared else of_samples)
         return parts
 
-    def _factor(self, edge: Edge, operation: Operation) -> tuple[int | None, int, float] | None:
-        """The number, its power and the coefficient by which a linear elementwise operator scales; else None."""
-        name, argument, arguments = edge.call.operator, edge.call.argument, operation.referenced
+    def _coefficient(self, edge: Edge) -> float | None:
+        """The number by which a linear elementwise operator scales in all runs; None where it does not."""
+        name, argument, arguments = edge.call.operator, edge.call.argument, edge.operation.referenced
         if name == "aten.neg":
-            return None, 0, -1.0
+            return -1.0
         if name in ("aten.add", "aten.sub", "aten.rsub"):
-            alpha = arguments.get("alpha", 1)
-            if type(alpha) is Scalar:
-                return None
-            scaled = argument == ("self" if name == "aten.rsub" else "other")
-            return None, 0, (float(alpha) if name == "aten.add" else -float(alpha)) if scaled else 1.0
-        if name not in ("aten.mul", "aten.div") or argument != "self" or "rounding_mode" in arguments:
-            return None
-        other, power = arguments["other"], 1 if name == "aten.mul" else -1
-        if type(other) is Scalar:
-            return other.place, power, 1.0
-        if type(other) is not Value:
-            return None, 0, float(other) ** power
-        return (self._number(other.number), power, 1.0) if self._is_number(other.number) else None
+            if argument != ("self" if name == "aten.rsub" else "other"):
+                return 1.0
+            alpha = self._number(arguments.get("alpha", 1))
+            return alpha if alpha is None or name == "aten.add" else -alpha
+        power = _power(edge)
+        other = None if power is None else self._number(arguments["other"])
+        # As PyTorch, which divides by zero, and overflows, without a warning.
+        with np.errstate(all="ignore"):
+            return None if other is None else np.float64(other) ** power
 
-    def _is_number(self, value: int) -> bool:
-        tensor = self.function.trace.tensor(value)
-        return not tensor.ndim and tensor.is_floating_point() and not self.function.graph.infos[value].dependent
+    def _number(self, argument: Any) -> float | None:
+        """The number that an argument is in all runs; None where it is none."""
+        if type(argument) is Scalar:
+            return None if self.function.varies(argument.place) else float(self.function.trace.scalars[argument.place])
+        return None if type(argument) is Value else float(argument)
 
-    def _number(self, value: int) -> int:
-        """The place of a value among the numbers that scale terms."""
-        if value not in self.numbers:
-            self.numbers.append(value)
-        return len(self.function.trace.scalars) + self.numbers.index(value)
+    def _is_number(self, argument: Any) -> bool:
+        """Whether an argument is a number that may vary: one of a run, or a tensor without axes."""
+        if type(argument) is not Value:
+            return type(argument) is Scalar
+        tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
+        return not tensor.ndim and tensor.is_floating_point() and not info.dependent
+
+
+def _power(edge: Edge) -> int | None:
+    """The power of the operator's other argument that scales its operand; None where none does."""
+    name, arguments = edge.call.operator, edge.operation.referenced
+    if name not in ("aten.mul", "aten.div") or edge.call.argument != "self" or "rounding_mode" in arguments:
+        return None
+    return 1 if name == "aten.mul" else -1

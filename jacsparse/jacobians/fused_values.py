@@ -44,8 +44,6 @@ KEPT = 2**20
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
 Entries = Callable[["ElementGraph", list[np.ndarray]], np.ndarray]
-#: Arrays that a call computes before it runs machine code, by their places.
-Arrays = Callable[[Mapping[int, torch.Tensor]], Sequence[np.ndarray]]
 
 
 class FusedValues:
@@ -63,8 +61,6 @@ class FusedValues:
         The pattern of the values.
     others : sequence of Tensor
         The other tensors that `calls` takes.
-    arrays : callable, optional
-        ``arrays(known)``: the arrays that elements of the graph may be read from, by `array_of`.
     compile : bool
         Whether machine code is compiled for the function; else a kernel for all functions interprets its loops.
 
@@ -81,12 +77,11 @@ class FusedValues:
         entries: Entries,
         pattern: Pattern,
         others: Sequence[torch.Tensor] = (),
-        arrays: Arrays | None = None,
         *,
         compile: bool = True,
     ) -> None:
         begin = time.perf_counter()
-        self._calls, self._dtype, self._arrays_of = calls, function.x.dtype, arrays
+        self._calls, self._dtype = calls, function.x.dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), (), replays=True) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
@@ -101,6 +96,9 @@ class FusedValues:
         except (UnreadableWriteError, MixedDtypesError):
             fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
         self._make_table(fusion, inputs)
+        arrays = [loop.runs for loop in fusion.loops] + [each for each in self._kept if isinstance(each, torch.Tensor)]
+        #: Bytes of what it holds for all calls.
+        self.nbytes = sum(array.nbytes for array in arrays)
         if compile:
             _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
 
@@ -124,10 +122,9 @@ class FusedValues:
             offsets[dtype] = self._bytes
             self._bytes += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         fixed, left, self._kept = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
-        #: The places in the table of values, with their strides, of PyTorch's results, of arrays and of scratch memory.
+        #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
-        self._arrays: list[tuple[int, int]] = []
         self._scratch: list[tuple[int, int]] = []
         for slot, memory in enumerate(self._code.memories):
             source, address = graph.tensors[memory] if isinstance(memory, int) else memory, 0
@@ -143,10 +140,8 @@ class FusedValues:
             elif isinstance(source, fx.Node):
                 left.append(source)
                 self._left.append((slot, graph.nodes[memory].dtype))
-            elif isinstance(source, int):
-                self._values.append((slot, begin[source], inputs[source].stride()))
             else:
-                self._arrays.append((slot, source[1]))
+                self._values.append((slot, begin[source], inputs[source].stride()))
             fixed.append(address)
         self._fixed = [*fixed, 0]
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
@@ -184,10 +179,6 @@ class FusedValues:
                 tensor = tensor.detach().resolve_neg()
                 alive.append(tensor)
             table[slot] = tensor.data_ptr()
-        if self._arrays:
-            arrays = self._arrays_of(known)  # type: ignore[misc]
-            for slot, place in self._arrays:
-                table[slot] = arrays[place].ctypes.data
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
         table[self._out], table[-1] = out.data_ptr(), 0

@@ -6,7 +6,6 @@ compute all of them. Else a call multiplies the matrices of the operators in the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
 import numpy as np
@@ -18,11 +17,7 @@ from ..tracing import Trace
 from .evaluator import Evaluator
 from .folding import Folded
 from .fused_values import FusedValues
-from .terms import Step
-from .traced_function import TracedFunction, same_numbers
-
-#: What the numbers that a function reads decide: the constants of the entries, and the weights of each step's terms.
-Weights = list[np.ndarray]
+from .traced_function import TracedFunction
 
 
 class Products(Evaluator):
@@ -41,109 +36,46 @@ class Products(Evaluator):
     name = "products"
 
     def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
-        self.pattern, self.folded = folded.pattern, folded
-        self._batch, self._dtype = 1 if function.shared else function.batch, function.x.dtype
-        dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
-        self._from_monomials = [
-            _OfMonomials(partial(_constants_of, folded), folded.constants[1], dtype),
-            *(_OfMonomials(partial(_weights_of, step), step.monomial, dtype) for step in folded.steps),
-        ]
-        self._weights: tuple[tuple[float, ...], Weights] | None = None
-        #: The numbers of the run that this is made from, and where a call finds others, as `FusedValues.reads` says.
-        self._numbers = folded.numbers_of(function.trace)
-        self._sources = dict(enumerate(folded.numbers, len(function.trace.scalars)))
-        if function.numbers_vary:
-            used = {number for _, number, _ in folded.monomials.table().tolist()}
-            self._sources |= {place: ~place for place in function.scalar_dtypes if place in used}
+        self.pattern, dtype = folded.pattern, function.x.dtype
+        self._constants = torch.from_numpy(folded.constants).to(dtype)
+        #: The numbers of local derivatives, and of products and sums of them; and of operations of these.
+        first, last = folded.steps[0].first, folded.steps[-1].first
+        self._counts = first, last - first, sum(len(s.left) * (2 if s.right is None else 3) for s in folded.steps)
         if folded.derivatives is not None and self.pattern.nnz:
-            self.fused = FusedValues(
-                folded.derivatives, function, self._entries, self.pattern, arrays=self._weights_in, compile=compile
-            )
-            self.fused.reads.update(self._sources.values())
-
-    def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
-        """The numbers of the entries, from those of the local derivatives."""
-        folded, at_first = self.folded, self._weights_for(self._numbers)
-        varying = {place for place, number, _ in folded.monomials.table().tolist() if number in self._sources}
-
-        def weights(place: int, monomials: np.ndarray) -> np.ndarray:
-            """Weights, or where a call may change them, the numbers of elements that are these."""
-            array = at_first[place]
-            changes = not varying.isdisjoint(np.unique(monomials).tolist())
-            return graph.tensor(("weights", place), len(array), self._dtype) if changes else array
-
-        variables = np.concatenate([np.broadcast_to(part.T, (part.shape[1], self._batch)) for part in parts])
-        constant = weights(0, folded.constants[1])
-        if constant.dtype.kind != "i":
-            constant = graph.array(torch.from_numpy(constant))
-        for place, step in enumerate(folded.steps, 1):
-            start = constant[:, None] if step is folded.steps[-1] else None
-            factors, indptr = [variables[factor] for factor in step.factors], step.indptr.astype(np.int64)
-            computed = sums(graph, indptr, factors, weights(place, step.monomial), start, self._dtype)
-            variables = np.concatenate([variables, computed])
-        return computed
-
-    def _weights_in(self, known: Mapping[int, torch.Tensor]) -> Weights:
-        """The weights in a call that begins with known values and numbers."""
-        numbers = list(self._numbers)
-        for number, source in self._sources.items():
-            numbers[number] = known[source].item()
-        return self._weights_for(tuple(numbers))
-
-    def _weights_for(self, numbers: tuple[float, ...]) -> Weights:
-        """The constants of the entries, and the weights of each step's terms, for the function's numbers."""
-        # Other threads may replace it meanwhile.
-        current = self._weights
-        if current is None or not same_numbers(current[0], numbers):
-            monomials = self.folded.monomials.values(numbers)
-            current = self._weights = numbers, [each.values(monomials) for each in self._from_monomials]
-        return current[1]
+            entries = partial(_entries, folded, 1 if function.shared else function.batch, dtype)
+            self.fused = FusedValues(folded.derivatives, function, entries, self.pattern, compile=compile)
 
     @property
     def details(self) -> str:
         """The numbers of local derivatives, and of sums and products of them."""
-        first, last = self.folded.steps[0].first, self.folded.steps[-1].first
-        return f" ({first} local derivatives, {last - first} products and sums of them)"
+        return f" ({self._counts[0]} local derivatives, {self._counts[1]} products and sums of them)"
 
     @property
     def flop(self) -> int:
         """Operations of the sums and products for one sample, without those of the local derivatives."""
-        return sum(len(step.left) * (2 if step.right is None else 3) for step in self.folded.steps)
+        return self._counts[2]
 
     @property
     def nbytes(self) -> int:
-        return sum(step.nbytes for step in self.folded.steps)
+        return self._constants.nbytes if self.fused is None else self.fused.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
         """The constants of the entries, of which no local derivative is a part."""
-        return torch.from_numpy(self._weights_for(self.folded.numbers_of(trace))[0].copy())[:, None]
+        return self._constants.clone()[:, None]
 
 
-class _OfMonomials:
-    """An array that depends on some monomials of a function's numbers, those in `places`."""
-
-    def __init__(self, compute: Callable[[np.ndarray], np.ndarray], places: np.ndarray, dtype: np.dtype) -> None:
-        self._compute, self._places, self._dtype = compute, np.unique(places), dtype
-        # Replaced as a whole, so that threads take both of one call.
-        self._before: tuple[np.ndarray, np.ndarray] | None = None
-
-    def values(self, monomials: np.ndarray) -> np.ndarray:
-        """The array, computed again only where a monomial has changed; do not write to it."""
-        used, before = monomials[self._places], self._before
-        if before is None or not np.array_equal(before[0], used):
-            before = self._before = used, self._compute(monomials).astype(self._dtype, copy=False)
-        return before[1]
-
-
-def _constants_of(folded: Folded, monomials: np.ndarray) -> np.ndarray:
-    """The constants of the entries."""
-    entry, monomial, coefficient = folded.constants
-    return np.bincount(entry, coefficient * monomials[monomial], folded.pattern.nnz)
-
-
-def _weights_of(step: Step, monomials: np.ndarray) -> np.ndarray:
-    """The weights of a step's terms."""
-    return np.asarray(step.coefficient * monomials[step.monomial])
+def _entries(
+    folded: Folded, batch: int, dtype: torch.dtype, graph: ElementGraph, parts: list[np.ndarray]
+) -> np.ndarray:
+    """The numbers of the entries, from those of the local derivatives."""
+    variables = np.concatenate([np.broadcast_to(part.T, (part.shape[1], batch)) for part in parts])
+    constants = graph.array(torch.from_numpy(folded.constants).to(dtype))[:, None]
+    for step in folded.steps:
+        start = constants if step is folded.steps[-1] else None
+        weights = torch.from_numpy(step.coefficient).to(dtype).numpy()
+        computed = sums(graph, step.indptr, [variables[factor] for factor in step.factors], weights, start, dtype)
+        variables = np.concatenate([variables, computed])
+    return computed
 
 
 class ChainProducts(Evaluator):

@@ -105,10 +105,15 @@ class TracedFunction:
             for place, number in enumerate(trace.scalars)
         ]
 
-    def fixed_scalars(self, trace: Trace) -> tuple[Any, ...]:
+    def fixed_scalars(self, trace: Trace) -> list[Any]:
         """The numbers of a run that are constants of what was decided."""
-        varying = self.scalar_dtypes if self.numbers_vary else ()
-        return tuple([number for place, number in enumerate(trace.scalars) if place not in varying])
+        if not self.numbers_vary:
+            return trace.scalars
+        return [number for place, number in enumerate(trace.scalars) if not self.varies(place)]
+
+    def varies(self, place: int) -> bool:
+        """Whether the number at a place may be another in later runs."""
+        return self.numbers_vary and place in self.scalar_dtypes
 
     def elements(self, call: Node) -> int:
         """The number of elements that a call computes."""

@@ -139,6 +139,20 @@ def test_several_dtypes_are_left_to_pytorch() -> None:
         torch.testing.assert_close(jacobian.todense(), dense(f, x, batched=False)[0])
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_expressions_of_many_steps(compile: bool) -> None:
+    def f(x: torch.Tensor, c: float) -> torch.Tensor:
+        y, weight = x, torch.linspace(0.5, 1.0, 5, dtype=x.dtype)
+        for _ in range(300):
+            weight, c = 0.99 * weight + 0.01, 0.9 * c + 0.1
+        for _ in range(30):
+            y = (y * 1.1).sin()
+        return x * y * weight * c
+
+    prepared = prepare_jacobian(f, drawn(5), 2.0, batched=False, compile=compile)
+    assert_equal(prepared(drawn(5, seed=1), 3.0), dense(f, drawn(5, seed=1), 3.0, batched=False))
+
+
 def test_takes_what_the_function_reads_now() -> None:
     scale = torch.tensor([1.0, 2.0, 3.0], dtype=FLOAT)
     f = lambda x, step: (x * scale).sin() * step / 3.0  # noqa: E731
