@@ -137,10 +137,10 @@ class Fusion:
         costs, nested = np.zeros(len(nodes)), np.zeros(len(nodes), np.int64)
         for place, node in enumerate(nodes):
             if node.operation is not None:
-                makers = set[int]().union(*self._makers[place])
-                operands = sum(1 if each in stored else costs[each] for each in makers)
+                before = set[int]().union(*self._makers[place])
+                operands = sum(1 if each in stored else costs[each] for each in before)
                 costs[place] = min(MOST_COST, node.operation.cost + operands)
-                nested[place] = 1 + max((nested[each] for each in makers if each not in stored), default=0)
+                nested[place] = 1 + max((nested[each] for each in before if each not in stored), default=0)
                 if nested[place] == MOST_NESTED:
                     stored.add(place)
             elif node.constant is None:

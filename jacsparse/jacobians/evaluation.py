@@ -192,9 +192,6 @@ def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected
 def _evaluated(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
 ) -> Evaluated:
-    def chains(pruned: bool) -> ChainCache:
-        return recent_chains(function, pruned=pruned) if function is f else recent_graphs(f, pruned)
-
     with contextlib.ExitStack() as contexts:
         if create_graph:
             contexts.enter_context(torch.enable_grad())
@@ -204,6 +201,10 @@ def _evaluated(
         if create_graph:
             contexts.enter_context(saved_buffers(function))
             x = requiring_gradient(x)
+
+        def chains(pruned: bool) -> ChainCache:
+            return recent_chains(function, pruned=pruned) if function is f else recent_graphs(f, pruned)
+
         chain, (trace, records) = chains(pruned).of_run(function, x, connected=create_graph)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)

@@ -229,9 +229,11 @@ class _Leaves:
             return alpha if alpha is None or name == "aten.add" else -alpha
         power = _power(edge)
         other = None if power is None else self._number(arguments["other"])
+        if other is None or power is None:
+            return None
         # As PyTorch, which divides by zero, and overflows, without a warning.
         with np.errstate(all="ignore"):
-            return None if other is None else np.float64(other) ** power
+            return float(np.float64(other) ** power)
 
     def _number(self, argument: Any) -> float | None:
         """The number that an argument is in all runs; None where it is none."""
