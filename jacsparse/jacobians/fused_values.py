@@ -26,7 +26,7 @@ from ..codegen import (
     UnreadableWriteError,
 )
 from ..patterns import Pattern
-from ..runtime import on_this_thread, thread_count
+from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
 from ..tracing import Trace
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -82,6 +82,7 @@ class FusedValues:
     ) -> None:
         begin = time.perf_counter()
         self._calls, self._dtype = calls, function.x.dtype
+        self._numpy_dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), (), replays=True) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
@@ -109,7 +110,7 @@ class FusedValues:
         graph, places = ElementGraph(), {place: place for place in self._begin}
         elements = CallsOfElements(graph, self._calls.graph, inputs, places, leaves=leaves)
         wanted = entries(graph, elements.results[: len(self._calls.outputs)])
-        self._shape = wanted.shape
+        self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
         self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
         return fusion
@@ -167,8 +168,12 @@ class FusedValues:
             table, scratch = self._free.pop()
         except IndexError:
             table, scratch = self._new_table()
-        # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
-        out = torch.empty(*self._shape, dtype=self._dtype)
+        if self._is_large:
+            # The system would clear its pages one by one, which takes longer than to compute the values.
+            out = torch.from_numpy(MEMORY_POOL.empty(self._shape, self._numpy_dtype))
+        else:
+            # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
+            out = torch.empty(*self._shape, dtype=self._dtype)
         alive: list[torch.Tensor] = []
         for slot, value, stride in self._values:
             tensor = known[value]
