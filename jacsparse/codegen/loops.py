@@ -21,6 +21,8 @@ from .operations import ElementOperation
 MEMORY = 4
 #: The most that it may cost to compute an element wherever it is read.
 MOST_COST = 100
+#: The most operations of which each reads the one before without memory between: expressions are made recursively.
+MOST_NESTED = 64
 #: The most entries of a row that one point of a loop computes.
 MOST_ENTRIES = 24
 #: The least share of rows that are computed row by row, where they are alike.
@@ -132,11 +134,15 @@ class Fusion:
     def _choose(self, wanted: Sequence[int]) -> None:
         """Choose which nodes are needed, and which are stored."""
         nodes, stored = self.graph.nodes, self.graph.stored
-        costs = np.zeros(len(nodes))
+        costs, nested = np.zeros(len(nodes)), np.zeros(len(nodes), np.int64)
         for place, node in enumerate(nodes):
             if node.operation is not None:
-                operands = sum(1 if each in stored else costs[each] for each in set().union(*self._makers[place]))
+                before = set[int]().union(*self._makers[place])
+                operands = sum(1 if each in stored else costs[each] for each in before)
                 costs[place] = min(MOST_COST, node.operation.cost + operands)
+                nested[place] = 1 + max((nested[each] for each in before if each not in stored), default=0)
+                if nested[place] == MOST_NESTED:
+                    stored.add(place)
             elif node.constant is None:
                 costs[place] = 1
         self._needed = set(wanted)

@@ -267,7 +267,8 @@ _EMITTERS: dict[str, Callable[..., Value]] = {
     "sub": lambda b, self, other, alpha=1: b.sub(self, _scaled(b, other, alpha)),
     "tan": lambda b, self: b.call("tan", self),
     "tanh": lambda b, self: b.call("tanh", self),
-    "tanh_backward": lambda b, grad_output, output: b.mul(grad_output, b.sub(1.0, b.mul(output, output))),
+    # Near 1, a rounded square would be most of the difference from 1.
+    "tanh_backward": lambda b, grad_output, output: b.mul(grad_output, b.mul(b.sub(1.0, output), b.add(1.0, output))),
     "threshold_backward": lambda b, grad_output, self, threshold: b.select(
         b.compare("<=", self, threshold), 0.0, grad_output
     ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
@@ -265,13 +265,6 @@ class Compressed(Evaluator):
         parts = np.split(order, np.searchsorted(places, begins[1:-1], sorter=order))
         pairs = ((part, places[part] - begin) for part, begin in zip(parts, begins, strict=False))
         return [tuple(torch.from_numpy(array).to(device) for array in pair) for pair in pairs]
-
-    def describe(self) -> dict[str, Any]:
-        return self.coloring.describe()
-
-    @classmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        return cls(function, Coloring.restore(content, pattern), replays=True, compile=compile)
 
     @property
     def details(self) -> str:

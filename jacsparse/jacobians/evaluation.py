@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
-from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
@@ -19,7 +18,7 @@ from .arguments import Arguments, arguments_of, has_samples
 from .differentiable import with_gradients, wrong_third_derivative
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
-from .recent import plan_of, recent_graphs
+from .recent import Plan, plan_of, recent_graphs
 
 
 class Keywords(TypedDict, total=False):
@@ -185,79 +184,53 @@ def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected
 def _evaluated(
     f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
 ) -> Evaluated:
-    graphs = torch.enable_grad() if create_graph else contextlib.nullcontext()
-    with graphs, _run(f, arguments, pruned, has_aux, connected=create_graph) as run:
-        flat = run.differentiable() if create_graph else run.jacobian()
-        result = unchecked_jacobian(flat.pattern, flat.values, arguments.in_shape, run.out_shape)
-        return result, *_returned(run.trace.output, run.result, value, create_graph)
-
-
-@dataclass(eq=False)
-class _ChainRun:
-    """A run of a function, and the chain of its calls."""
-
-    f: Callable[..., Any]
-    #: Whether patterns omit pruned weights.
-    pruned: bool
-    #: What the function is differentiated by, ``(batch, *shape)``, and the module that takes it.
-    x: torch.Tensor
-    module: nn.Module
-    chain: Chain
-    trace: Trace
-    records: list[Record]
-
-    @property
-    def result(self) -> Returned | None:
-        """What the function returned; None where it is a module, which returned the output."""
-        return self.module.returned if isinstance(self.module, FlatFunction) else None
-
-    @property
-    def out_shape(self) -> tuple[int, ...] | None:
-        """The shape of a sample of the one output; None where there are more."""
-        return tuple(self.trace.output.shape[1:]) if self.result is None else self.result.out_shape
-
-    def jacobian(self) -> SparseJacobian:
-        """The Jacobian, in memory of its own."""
-        plan = plan_of(self.trace.graph, self.chain, self.pruned)
-        # The values are computed before the module's changes are undone: they depend on its state in the run.
-        with torch.no_grad(), without_autocast(self.x.device):
-            planned = plan.values(self.trace)
-            if planned is not None:
-                refuse_hooks(self.records)
-                return planned
-        with without_autocast(self.x.device):
-            result = self.chain.jacobian(self.records, self.x)
-            with torch.no_grad():
-                plan.choose(self.trace, result)
-        return SparseJacobian(result.pattern, self.trace.in_own_memory(result.values))
-
-    def differentiable(self) -> SparseJacobian:
-        """The Jacobian with gradients of its values, where they are those of the function."""
-        unpruned = recent_graphs(self.f, pruned=False)
-        if self.chain.trained_zeros(self.trace):
-            self.pruned, (self.chain, self.records) = False, unpruned.of_trace(self.trace)
-        if self.chain.registered_values:
-            refuse_other_derivatives(self.records, "the gradient of values")
-        if isinstance(self.f, Gradient):
-            problem = wrong_third_derivative(self.trace, "gradients of a Hessian's values")
-            if problem is not None:
-                raise problem
-        # All entries, those of pruned weights too.
-        chain = unpruned.of_trace(self.trace)[0] if self.chain.pruned_weights else self.chain
-        return with_gradients(self.jacobian(), self.trace, self.x, chain.pattern)
-
-
-@contextlib.contextmanager
-def _run(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, has_aux: bool, *, connected: bool = False
-) -> Iterator[_ChainRun]:
-    """A run of a function, whose changes to a module are undone on exit."""
-    function, x = module_and_batch(f, arguments, has_aux=has_aux, connected=connected)
-    if connected:
-        x = requiring_gradient(x)
-    buffers = saved_buffers(function) if connected else contextlib.nullcontext()
-    with undisturbed(check_module(function), x.device), buffers:
-        chain, (trace, records) = recent_graphs(f, pruned).of_run(function, x, connected=connected)
+    with contextlib.ExitStack() as contexts:
+        if create_graph:
+            contexts.enter_context(torch.enable_grad())
+        function, x = module_and_batch(f, arguments, has_aux=has_aux, connected=create_graph)
+        # All is computed before the module's changes to itself are undone: it depends on the module's state in the run.
+        contexts.enter_context(undisturbed(check_module(function), x.device))
+        if create_graph:
+            contexts.enter_context(saved_buffers(function))
+            x = requiring_gradient(x)
+        chain, (trace, records) = recent_graphs(f, pruned).of_run(function, x, connected=create_graph)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        yield _ChainRun(f, pruned, x, function, chain, trace, records)
+        if create_graph and chain.trained_zeros(trace):
+            pruned, (chain, records) = False, recent_graphs(f, False).of_trace(trace)
+        if create_graph:
+            _check_second_derivatives(f, trace, chain, records)
+        jacobian = _of_run(plan_of(trace.graph, chain, pruned), trace, records, x)
+        if create_graph:
+            # All entries, those of pruned weights too.
+            every = recent_graphs(f, False).of_trace(trace)[0] if chain.pruned_weights else chain
+            jacobian = with_gradients(jacobian, trace, x, every.pattern)
+        # A module returned the output itself.
+        returned = function.returned if isinstance(function, FlatFunction) else None
+        out_shape = tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
+        result = unchecked_jacobian(jacobian.pattern, jacobian.values, arguments.in_shape, out_shape)
+        return result, *_returned(trace.output, returned, value, create_graph)
+
+
+def _of_run(plan: Plan, trace: Trace, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+    """The Jacobian in a run, in memory of its own."""
+    with torch.no_grad(), without_autocast(x.device):
+        planned = plan.values(trace)
+        if planned is not None:
+            refuse_hooks(records)
+            return planned
+    with without_autocast(x.device):
+        result = plan.chain.jacobian(records, x)
+        with torch.no_grad():
+            plan.choose(trace, result)
+    return SparseJacobian(result.pattern, trace.in_own_memory(result.values))
+
+
+def _check_second_derivatives(f: Callable[..., Any], trace: Trace, chain: Chain, records: Sequence[Record]) -> None:
+    """Raise where gradients of values by PyTorch's second derivatives are not those of the function's Jacobian."""
+    if chain.registered_values:
+        refuse_other_derivatives(records, "the gradient of values")
+    if isinstance(f, Gradient):
+        problem = wrong_third_derivative(trace, "gradients of a Hessian's values")
+        if problem is not None:
+            raise problem

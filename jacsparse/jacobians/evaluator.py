@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any, ClassVar, Self
+from typing import ClassVar
 
 import torch
 
 from ..patterns import Pattern
 from ..tracing import Trace
 from .fused_values import FusedValues
-from .traced_function import TracedFunction
 
 
 class Evaluator(ABC):
-    """A way to the values of a Jacobian; `evaluator_of` chooses one, and a prepared Jacobian's file names its class.
+    """A way to the values of a Jacobian; `evaluator_of` chooses one.
 
     Attributes
     ----------
@@ -24,8 +22,7 @@ class Evaluator(ABC):
     pattern : Pattern
         The pattern of the values.
     fused : FusedValues or None
-        The loops that compute the values from inputs alone, compiled or, without ``compile``, interpreted; None where
-        `computed` does.
+        The loops that compute the values in one call.
     uncompiled : str or None
         Why ``compile=True`` does not apply, and what to do, where that is so.
     """
@@ -35,22 +32,12 @@ class Evaluator(ABC):
     fused: FusedValues | None = None
     uncompiled: str | None = None
 
-    def values(self, trace: Trace) -> torch.Tensor:
-        """The values on the pattern in a run, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
-        return self.computed(trace) if self.fused is None else self.fused.of_replay(trace)
-
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:
-        """The same values without fused loops: by PyTorch's calls and kernels."""
+        """The values on the pattern in a run, where nothing is fused.
 
-    @abstractmethod
-    def describe(self) -> dict[str, Any]:
-        """All that was decided beside the pattern, as plain numbers and arrays."""
-
-    @classmethod
-    @abstractmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, function: TracedFunction, *, compile: bool) -> Self:
-        """The way that `describe` described, for replays; ValueError where it does not fit the function."""
+        Of shape ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
+        """
 
     @property
     @abstractmethod

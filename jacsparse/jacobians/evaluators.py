@@ -25,11 +25,8 @@ MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
 
-
-#: The ways, by the names in a prepared Jacobian's file.
-EVALUATORS: dict[str, type[Evaluator]] = {each.__name__: each for each in (Products, Compressed, ChainProducts)}
 #: What may be asked for.
-METHODS = ("auto", *dict.fromkeys(each.name for each in EVALUATORS.values()))
+METHODS = ("auto", "products", "compressed")
 
 
 def evaluator_of(
@@ -54,7 +51,7 @@ def evaluator_of(
             terms = folded(function, replays=replays, most=most)
         except NotFoldableError:
             return None
-        return Products(function, *terms, replays=replays, compile=compile)
+        return Products(function, terms, compile=compile)
 
     registered = function.chain.registered_values
     if registered and method == "compressed":

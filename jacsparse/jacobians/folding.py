@@ -6,21 +6,20 @@ Vertex elimination multiplies their local Jacobians along paths; here it multipl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern, gradient_of
-from ..runtime import array_in
+from ..patterns import Identity, Pattern
+from ..runtime import row_starts
 from ..stages import Accumulation, Edge, LocalJacobian, eliminate
-from ..tracing import Operation, Scalar, Trace, Value, Values
-from .terms import NONE, Algebra, Monomials, Step, Terms, TooManyTermsError, joined, merged, step_of, terms_at
+from ..tracing import Operation, Scalar, Value, Values
+from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, joined, merged, terms_at
 from .traced_function import TracedFunction
-from .value_functions import ValueFunction
+from .value_functions import ValueFunction, elementwise_derivatives
 
 #: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
 TERMS_PER_ENTRY = 64
@@ -38,61 +37,23 @@ class Folded:
     ----------
     pattern : Pattern
         The pattern of the entries.
-    monomials : Monomials
-        The products of numbers that scale terms.
-    constants : tuple of ndarray
-        The constant terms: the entry, the monomial and the coefficient of each.
-    derivatives : int
-        The number of local derivatives, which are the first variables.
+    constants : ndarray, (nnz,)
+        The sum of the constant terms of each entry.
+    derivatives : ValueFunction or None
+        What computes the local derivatives, and the numbers that scale others, each ``(batch, elements)``: the first
+        variables. None where there are none.
     steps : tuple of Step
         The sums and products of variables, in the order in which they run; the last one computes the entries.
     """
 
     pattern: Pattern
-    monomials: Monomials
-    constants: tuple[np.ndarray, np.ndarray, np.ndarray]
-    derivatives: int
+    constants: np.ndarray
+    derivatives: ValueFunction | None
     steps: tuple[Step, ...]
 
-    def describe(self) -> dict[str, Any]:
-        """All of it as plain numbers and arrays."""
-        content: dict[str, Any] = {"derivatives": self.derivatives, "steps": len(self.steps)}
-        content["monomials"] = self.monomials.table()
-        names = ("entry", "monomial", "coefficient")
-        content |= {f"constants.{name}": array for name, array in zip(names, self.constants, strict=True)}
-        for number, step in enumerate(self.steps):
-            content |= {f"{number}.{name}": array for name, array in step.describe().items()}
-        return content
 
-    @classmethod
-    def restore(cls, content: Mapping[str, Any], pattern: Pattern, numbers: int) -> Folded:
-        """The terms that `describe` described.
-
-        Raises
-        ------
-        ValueError
-            Where an array is missing, or refers to a variable, an entry or a number that there is not.
-        """
-        monomials = Monomials.restore(content.get("monomials"), numbers)
-        entry = array_in(content, "constants.entry", stop=pattern.nnz)
-        monomial = array_in(content, "constants.monomial", size=len(entry), stop=len(monomials))
-        coefficient = array_in(content, "constants.coefficient", kind=np.float64, size=len(entry))
-        count, first = content.get("steps"), content.get("derivatives")
-        if type(count) is not int or type(first) is not int or first < 0:
-            raise ValueError(f"steps is {count!r} and derivatives {first!r}; expected counts")
-        derivatives, steps = first, []
-        for number in range(count):
-            prefix = f"{number}."
-            arrays = {name.removeprefix(prefix): content[name] for name in content if name.startswith(prefix)}
-            steps.append(Step.restore(first, arrays, len(monomials)))
-            first = steps[-1].stop
-        if not steps or first - steps[-1].first != pattern.nnz:
-            raise ValueError("the last step does not compute the entries of the pattern")
-        return cls(pattern, monomials, (entry, monomial, coefficient), derivatives, tuple(steps))
-
-
-def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> tuple[Folded, Derivatives]:
-    """The entries of a function's Jacobian as terms, and its local derivatives.
+def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> Folded:
+    """The entries of a function's Jacobian as terms.
 
     All products may have at most so many terms; elements of weights are variables only where that limit is given.
 
@@ -103,43 +64,13 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         are variables, or there are too many paths.
     """
     leaves = _Leaves(function, weights=most is not None, replays=replays)
-    terms = leaves.folded(most)
+    terms, algebra, pattern = leaves.product(most), leaves.algebra, function.pattern
     constant = terms.variable == NONE
     constants, others = terms[constant], merged(terms[~constant])
-    entries = np.searchsorted(function.pattern.places, constants.place)
-    counts = np.bincount(np.searchsorted(function.pattern.places, others.place), minlength=function.pattern.nnz)
-    last = step_of(leaves.algebra.variables, counts, others.variable, None, others.monomial, others.coefficient)
-    return Folded(
-        function.pattern,
-        leaves.algebra.monomials,
-        (entries, constants.monomial, constants.coefficient),
-        leaves.local.count,
-        (*leaves.algebra.steps, last),
-    ), leaves.local
-
-
-def derivatives_of(function: TracedFunction) -> Derivatives:
-    """The local derivatives of a function, with elements of weights among them, for replays."""
-    leaves = _Leaves(function, weights=True, replays=True)
-    leaves.matrices()
-    return leaves.local
-
-
-@dataclass
-class Derivatives:
-    """The distinct local derivatives of a function, and the numbers that scale terms."""
-
-    #: Computes them in each run, each ``(batch, elements)``; None where there are none.
-    function: ValueFunction | None = None
-    count: int = 0
-    #: The values that are numbers: they have no axes, and do not depend on the input.
-    numbers: list[int] = field(default_factory=list)
-    #: How many numbers of the run's own come before these.
-    scalars: int = 0
-
-    def numbers_of(self, trace: Trace) -> tuple[float, ...]:
-        """The numbers of a run."""
-        return (*trace.scalars, *(trace.value(value).item() for value in self.numbers))
+    of_entries = np.bincount(np.searchsorted(pattern.places, constants.place), constants.coefficient, pattern.nnz)
+    counts = np.bincount(np.searchsorted(pattern.places, others.place), minlength=pattern.nnz)
+    last = Step(algebra.variables, row_starts(counts, np.int64), others.variable, None, others.coefficient)
+    return Folded(pattern, of_entries, leaves.computed, (*algebra.steps, last))
 
 
 class _Leaves:
@@ -150,27 +81,26 @@ class _Leaves:
         if function.x.is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
-        #: The edges whose local derivatives are variables, in the order of these.
+        #: The edges whose local derivatives are variables, in the order of these; and what computes them.
         self.derivatives: list[Edge] = []
-        #: For those that are selections of a weight's elements: the weight's name, and the elements.
+        self.computed: ValueFunction | None = None
+        #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
-        self.local = Derivatives(scalars=len(function.trace.scalars))
 
-    def folded(self, most: int | None) -> Terms:
+    def product(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        if most is not None and sum(edge.transposed_pattern.nnz for edge in self.function.chain.edges) > most:
+        chain, (rows, columns) = self.function.chain, self.function.pattern.shape
+        if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
         # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
-        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + sum(self.function.pattern.shape))
+        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + rows + columns)
         self.algebra.limit = limit if most is None else min(limit, int(most))
-        accumulation, chain = Accumulation(patterns_only=True), self.function.chain
-        leaves = {accumulation.leaf(edge, edge.transposed_pattern): edge for edge in chain.edges}
-        rows, columns = self.function.pattern.shape
         if not len(chain):
             diagonal = np.arange(rows)
             return terms_at((rows, columns), diagonal, diagonal)
-        graph = [(edge.source, edge.target, number) for number, edge in leaves.items()]
+        accumulation = Accumulation(patterns_only=True)
+        graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
         result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
         if result is None:
             return terms_at((rows, columns), np.zeros(0), np.zeros(0))
@@ -190,12 +120,13 @@ class _Leaves:
         entries = (pattern.shape, pattern.rows, pattern.indices)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
-        operation = edge.operation
-        factor = self._factor(edge, operation)
-        if factor is not None:
-            number, power, coefficient = factor
-            monomial = self.algebra.monomials.index({} if number is None else {number: power})
-            return terms_at(*entries, monomial=monomial, coefficient=coefficient)
+        operation, coefficient = edge.operation, self._coefficient(edge)
+        if coefficient is not None:
+            return terms_at(*entries, coefficient=coefficient)
+        if _power(edge) is not None and self._is_number(operation.referenced["other"]):
+            self.derivatives.append(edge)
+            self.selections[edge] = "other", np.zeros(pattern.nnz, np.int64)
+            return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or not self._varies(edge, operation)):
@@ -214,7 +145,11 @@ class _Leaves:
         """Whether another argument of an edge's operator than its operand may differ between runs."""
         infos = self.function.graph.infos
         arguments = (value for name, value in operation.referenced.items() if name != edge.call.argument)
-        return any(type(each) is Scalar or (type(each) is Value and not infos[each.number].fixed) for each in arguments)
+        return any(
+            self.function.varies(each.place) if type(each) is Scalar else not infos[each.number].fixed
+            for each in arguments
+            if type(each) in (Scalar, Value)
+        )
 
     def _selection(self, edge: Edge) -> tuple[str, np.ndarray] | None:
         """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
@@ -241,10 +176,10 @@ class _Leaves:
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
-            pattern = edge.transposed_pattern
-            leaf = terms_at(pattern.shape, pattern.rows, pattern.indices)
-            return replace(leaf, variable=first + self.selections[edge][1])
-        return terms_at(edge.pattern.shape, edge.pattern.rows, edge.pattern.indices, first_variable=first).T
+            pattern, variable = edge.transposed_pattern, first + self.selections[edge][1]
+            return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=variable)
+        pattern = edge.pattern
+        return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=first + np.arange(pattern.nnz)).T
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
@@ -252,75 +187,71 @@ class _Leaves:
             return {}
         references = (value for edge in self.derivatives for value in edge.operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
-        computed = ValueFunction(self.function, self._computed(), reads, replays=self.replays)
+        computed = self.computed = ValueFunction(self.function, self._derivatives, reads, replays=self.replays)
         parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]
         computed.keep(list(firsts))
-        self.algebra.variables = self.local.count = first
-        self.local.function = computed
+        self.algebra.variables = first
         return {
             edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
         }
 
-    def _computed(self) -> Callable[[Values], list[torch.Tensor]]:
-        """What computes the local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
-        function, batch, selections, edges = self.function, self.function.batch, self.selections, self.derivatives
+    def _derivatives(self, values: Values) -> list[torch.Tensor]:
+        """The local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
+        function, batch, parts = self.function, self.function.batch, []
+        for edge in self.derivatives:
+            arguments = values.arguments(edge.operation.referenced)
+            if edge in self.selections:
+                weight = arguments[self.selections[edge][0]].reshape(1, -1)
+                weight = (weight.reciprocal() if _power(edge) == -1 else weight).to(function.x.dtype)
+                parts.append(weight if function.shared else weight.expand(batch, -1))
+                continue
+            name, layout = edge.call.argument, edge.operation.layout
+            assert layout is not None
+            shape = function.trace.tensor(edge.target).shape
+            derivative = elementwise_derivatives(edge.operation.evaluate, arguments, [name], shape)[name]
+            # A function may compute in coarser numbers, as under ``torch.autocast``.
+            of_samples = layout.split(derivative).reshape(batch, -1).to(function.x.dtype)
+            parts.append(of_samples[:1] if function.shared else of_samples)
+        return parts
 
-        def derivatives(values: Values) -> list[torch.Tensor]:
-            parts = []
-            for edge in edges:
-                arguments = values.arguments(edge.operation.referenced)
-                if edge in selections:
-                    weight = arguments[selections[edge][0]].reshape(1, -1)
-                    parts.append(weight if function.shared else weight.expand(batch, -1))
-                    continue
-                derivative = _derivative(edge, arguments, function)
-                layout = edge.operation.layout
-                assert layout is not None
-                of_samples = layout.split(derivative).reshape(batch, -1)
-                parts.append(of_samples[:1] if function.shared else of_samples)
-            return parts
-
-        return derivatives
-
-    def _factor(self, edge: Edge, operation: Operation) -> tuple[int | None, int, float] | None:
-        """The number, its power and the coefficient by which a linear elementwise operator scales; else None."""
-        name, argument, arguments = edge.call.operator, edge.call.argument, operation.referenced
+    def _coefficient(self, edge: Edge) -> float | None:
+        """The number by which a linear elementwise operator scales in all runs; None where it does not."""
+        name, argument, arguments = edge.call.operator, edge.call.argument, edge.operation.referenced
         if name == "aten.neg":
-            return None, 0, -1.0
+            return -1.0
         if name in ("aten.add", "aten.sub", "aten.rsub"):
-            alpha = arguments.get("alpha", 1)
-            if type(alpha) is Scalar:
-                return None
-            scaled = argument == ("self" if name == "aten.rsub" else "other")
-            return None, 0, (float(alpha) if name == "aten.add" else -float(alpha)) if scaled else 1.0
-        if name not in ("aten.mul", "aten.div") or argument != "self" or "rounding_mode" in arguments:
+            if argument != ("self" if name == "aten.rsub" else "other"):
+                return 1.0
+            alpha = self._number(arguments.get("alpha", 1))
+            return alpha if alpha is None or name == "aten.add" else -alpha
+        power = _power(edge)
+        other = None if power is None else self._number(arguments["other"])
+        if other is None or power is None:
             return None
-        other, power = arguments["other"], 1 if name == "aten.mul" else -1
-        if type(other) is Scalar:
-            return other.place, power, 1.0
-        if type(other) is not Value:
-            return None, 0, float(other) ** power
-        return (self._number(other.number), power, 1.0) if self._is_number(other.number) else None
+        # As PyTorch, which divides by zero, and overflows, without a warning.
+        with np.errstate(all="ignore"):
+            return float(np.float64(other) ** power)
 
-    def _is_number(self, value: int) -> bool:
-        tensor = self.function.trace.tensor(value)
-        return not tensor.ndim and tensor.is_floating_point() and not self.function.graph.infos[value].dependent
+    def _number(self, argument: Any) -> float | None:
+        """The number that an argument is in all runs; None where it is none."""
+        if type(argument) is Scalar:
+            return None if self.function.varies(argument.place) else float(self.function.trace.scalars[argument.place])
+        return None if type(argument) is Value else float(argument)
 
-    def _number(self, value: int) -> int:
-        """The place of a value among the numbers that scale terms."""
-        numbers = self.local.numbers
-        if value not in numbers:
-            numbers.append(value)
-        return self.local.scalars + numbers.index(value)
+    def _is_number(self, argument: Any) -> bool:
+        """Whether an argument is a number that may vary: one of a run, or a tensor without axes."""
+        if type(argument) is not Value:
+            return type(argument) is Scalar
+        tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
+        return not tensor.ndim and tensor.is_floating_point() and not info.dependent
 
 
-def _derivative(edge: Edge, arguments: Mapping[str, Any], function: TracedFunction) -> torch.Tensor:
-    """The derivative of an elementwise operator at each place of its result, by its own backward on ones."""
-    shape, argument = function.trace.tensor(edge.target).shape, edge.call.argument
-    with torch.enable_grad():
-        operand = arguments[argument].expand(shape).detach().requires_grad_()
-        y = edge.operation.evaluate({**arguments, argument: operand})
-        return gradient_of(y, operand, torch.ones_like(y))
+def _power(edge: Edge) -> int | None:
+    """The power of the operator's other argument that scales its operand; None where none does."""
+    name, arguments = edge.call.operator, edge.operation.referenced
+    if name not in ("aten.mul", "aten.div") or edge.call.argument != "self" or "rounding_mode" in arguments:
+        return None
+    return 1 if name == "aten.mul" else -1

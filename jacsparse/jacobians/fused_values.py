@@ -21,11 +21,12 @@ from ..codegen import (
     Fusion,
     Interpreted,
     MachineCode,
+    MixedDtypesError,
     Scratch,
     UnreadableWriteError,
 )
 from ..patterns import Pattern
-from ..runtime import on_this_thread, thread_count
+from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
 from ..tracing import Trace
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -43,8 +44,6 @@ KEPT = 2**20
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
 Entries = Callable[["ElementGraph", list[np.ndarray]], np.ndarray]
-#: Arrays that a call computes before it runs the loops, by their places.
-Arrays = Callable[[Mapping[int, torch.Tensor]], Sequence[np.ndarray]]
 
 
 class FusedValues:
@@ -53,7 +52,7 @@ class FusedValues:
     Parameters
     ----------
     calls : ValueFunction
-        Tensors of which the values are made, in replays.
+        Tensors of which the values are made, in runs or in replays.
     function : TracedFunction
         The function.
     entries : callable
@@ -62,15 +61,13 @@ class FusedValues:
         The pattern of the values.
     others : sequence of Tensor
         The other tensors that `calls` takes.
-    arrays : callable, optional
-        ``arrays(known)``: the arrays that elements of the graph may be read from, by `array_of`.
     compile : bool
         Whether machine code is compiled for the function; else a kernel for all functions interprets its loops.
 
     Attributes
     ----------
     reads : set of int
-        The values of the function that a call takes.
+        The values and numbers of the function that a call takes, as in `ValueFunction.sources`.
     """
 
     def __init__(
@@ -80,37 +77,55 @@ class FusedValues:
         entries: Entries,
         pattern: Pattern,
         others: Sequence[torch.Tensor] = (),
-        arrays: Arrays | None = None,
         *,
         compile: bool = True,
     ) -> None:
         begin = time.perf_counter()
-        self._calls, self._dtype, self._arrays_of = calls, function.x.dtype, arrays
+        self._calls, self._dtype = calls, function.x.dtype
+        self._numpy_dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), (), replays=True) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
-        self._first = len(others)
-        graph, elements = _elements_of(calls.graph, inputs, range(len(others), len(others) + len(calls.begin)))
-        wanted = entries(graph, elements.results[: len(calls.outputs)])
-        self._shape = wanted.shape
-        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
-        self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
-        self._make_table(graph, fusion, inputs)
+        # The others are constants: a replay is refused where elements of indices and masks are others.
+        self._begin = {
+            place: source
+            for place, source in enumerate(calls.sources, len(others))
+            if (inputs[place].is_floating_point() if calls.replays else source >= 0 or function.numbers_vary)
+        }
+        try:
+            fusion = self._fused(inputs, entries, pattern, leaves=False, compile=compile)
+        except (UnreadableWriteError, MixedDtypesError):
+            fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
+        self._make_table(fusion, inputs)
+        arrays = [loop.runs for loop in fusion.loops] + [each for each in self._kept if isinstance(each, torch.Tensor)]
+        #: Bytes of what it holds for all calls.
+        self.nbytes = sum(array.nbytes for array in arrays)
         if compile:
             _LOGGER.info("compiled %d loops in %.2f s", len(fusion.loops), time.perf_counter() - begin)
 
-    def _make_table(self, graph: ElementGraph, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
-        """Decide where each call finds the memories that the loops read and write."""
-        begin = {self._first + place: value for place, value in enumerate(self._calls.begin)}
+    def _fused(
+        self, inputs: Sequence[torch.Tensor], entries: Entries, pattern: Pattern, *, leaves: bool, compile: bool
+    ) -> Fusion:
+        """The loops that compute the values, and the code that runs them; `leaves` as in `CallsOfElements`."""
+        graph, places = ElementGraph(), {place: place for place in self._begin}
+        elements = CallsOfElements(graph, self._calls.graph, inputs, places, leaves=leaves)
+        wanted = entries(graph, elements.results[: len(self._calls.outputs)])
+        self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
+        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
+        self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
+        return fusion
+
+    def _make_table(self, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
+        """Decide where each call finds the memories of the machine code."""
+        begin, graph = self._begin, fusion.graph
         offsets, self._bytes = dict[torch.dtype, int](), 0
         for dtype, count in fusion.scratch.items():
             offsets[dtype] = self._bytes
             self._bytes += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         fixed, left, self._kept = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
-        #: The places in the table of values, with their strides, of PyTorch's results, of arrays and of scratch memory.
+        #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
-        self._arrays: list[tuple[int, int]] = []
         self._scratch: list[tuple[int, int]] = []
         for slot, memory in enumerate(self._code.memories):
             source, address = graph.tensors[memory] if isinstance(memory, int) else memory, 0
@@ -126,10 +141,8 @@ class FusedValues:
             elif isinstance(source, fx.Node):
                 left.append(source)
                 self._left.append((slot, graph.nodes[memory].dtype))
-            elif isinstance(source, int):
-                self._values.append((slot, begin[source], inputs[source].stride()))
             else:
-                self._arrays.append((slot, source[1]))
+                self._values.append((slot, begin[source], inputs[source].stride()))
             fixed.append(address)
         self._fixed = [*fixed, 0]
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
@@ -140,13 +153,8 @@ class FusedValues:
             self._by_pytorch, used = _returning(self._calls.graph, left)
             self._work_of_pytorch = flop_of(self._by_pytorch, ELEMENT)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
-        self._begin = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
+        self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
-
-    @property
-    def computes_all(self) -> bool:
-        """Whether no call is left to PyTorch."""
-        return self._by_pytorch is None
 
     def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """The values, ``(nnz, batch)``, and whether all are finite.
@@ -160,8 +168,12 @@ class FusedValues:
             table, scratch = self._free.pop()
         except IndexError:
             table, scratch = self._new_table()
-        # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
-        out = torch.empty(*self._shape, dtype=self._dtype)
+        if self._is_large:
+            # The system would clear its pages one by one, which takes longer than to compute the values.
+            out = torch.from_numpy(MEMORY_POOL.empty(self._shape, self._numpy_dtype))
+        else:
+            # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
+            out = torch.empty(*self._shape, dtype=self._dtype)
         alive: list[torch.Tensor] = []
         for slot, value, stride in self._values:
             tensor = known[value]
@@ -172,10 +184,6 @@ class FusedValues:
                 tensor = tensor.detach().resolve_neg()
                 alive.append(tensor)
             table[slot] = tensor.data_ptr()
-        if self._arrays:
-            arrays = self._arrays_of(known)  # type: ignore[misc]
-            for slot, place in self._arrays:
-                table[slot] = arrays[place].ctypes.data
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
         table[self._out], table[-1] = out.data_ptr(), 0
@@ -196,35 +204,21 @@ class FusedValues:
             table[slot] = begin + offset
         return table, scratch
 
-    def of_replay(self, trace: Trace) -> torch.Tensor:
-        """The values in a replay, in whose trace it leaves the values that are kept."""
+    def of(self, trace: Trace) -> tuple[torch.Tensor, bool]:
+        """The same in a run, or in a replay, in whose trace it leaves the values that are kept."""
         if self._keep is not None:
             self._keep(trace)
-        return self({value: trace.value(value).detach() for value in self.reads})[0]
+        return self(self._calls.known(trace, self.reads))
 
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
         """What the loops read of PyTorch's calls, whose addresses it puts into a table."""
-        begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._begin]
+        begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._taken]
         with torch.no_grad(), contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread():
             results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]
         converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
             table[slot] = tensor.data_ptr()
         return converted
-
-
-def _elements_of(
-    module: fx.GraphModule, inputs: Sequence[torch.Tensor], values: Sequence[int]
-) -> tuple[ElementGraph, CallsOfElements]:
-    """The elements that a graph computes, and its calls; the inputs after `values` are the same in each call."""
-    # The elements of indices and masks are compared at each call.
-    sources = {place: place for place in values if inputs[place].is_floating_point()}
-    graph = ElementGraph()
-    try:
-        return graph, CallsOfElements(graph, module, inputs, sources, leaves=False)
-    except UnreadableWriteError:
-        graph = ElementGraph()
-        return graph, CallsOfElements(graph, module, inputs, sources, leaves=True)
 
 
 def _returning(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:

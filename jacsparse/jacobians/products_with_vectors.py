@@ -16,6 +16,7 @@ import torch
 from ..patterns import gradients_of, input_gradients
 from ..tracing import Node, Operand, Values
 from .traced_function import TracedFunction
+from .value_functions import elementwise_derivatives
 
 aten = torch.ops.aten
 
@@ -213,7 +214,11 @@ def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
     if call.overload is aten.convolution.default and active == ["input"]:
         return _Convolution(function, call, arguments)
     if call.overload in _ELEMENTWISE:
-        return _Diagonal(function, call, arguments, _derivatives(call, arguments))
+        names = [n for n, a in arguments.items() if isinstance(a, torch.Tensor) and a.is_floating_point()]
+        shape = torch.broadcast_shapes(*(arguments[name].shape for name in names))
+        return _Diagonal(
+            function, call, arguments, elementwise_derivatives(lambda of: call.computed(of)[0], arguments, names, shape)
+        )
     return _Call(function, call, arguments)
 
 
@@ -224,19 +229,3 @@ def _scale(arguments: Mapping[str, Any]) -> torch.Tensor:
     if arguments["weight"] is not None:
         scale = scale * arguments["weight"]
     return scale.reshape(-1, *[1] * (arguments["input"].ndim - 2))
-
-
-def _derivatives(call: Node, arguments: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The derivatives of an elementwise call by its operands, which a backward pass makes of ones."""
-    operands = {n: a for n, a in arguments.items() if isinstance(a, torch.Tensor) and a.is_floating_point()}
-    shape = torch.broadcast_shapes(*(operand.shape for operand in operands.values()))
-
-    def applied(*tensors: torch.Tensor) -> torch.Tensor:
-        return call.computed({**arguments, **dict(zip(operands, tensors, strict=True))})[0]
-
-    with torch.enable_grad():
-        tensors = [operand.detach().expand(shape).requires_grad_() for operand in operands.values()]
-        y = applied(*tensors)
-    gradients = gradients_of(y, tensors, torch.ones_like(y))
-    pairs = zip(gradients, tensors, strict=True)
-    return dict(zip(operands, (torch.zeros_like(x) if each is None else each for each, x in pairs), strict=True))

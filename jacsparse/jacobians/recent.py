@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
-
-import torch
 
 from ..patterns import UnsupportedOperatorError
 from ..spgemm import SparseJacobian
@@ -19,7 +17,7 @@ from ..tracing import Graph, Trace
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
-from .products import ChainProducts, Products
+from .products import ChainProducts
 from .replays import jacobian_values, of_run
 from .traced_function import TracedFunction, same_numbers
 
@@ -39,31 +37,33 @@ class Plan:
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self._runs = chain, 0
+        #: The numbers of the first run, and whether those of another one were others.
+        self._numbers: Sequence[Any] | None = None
+        self._numbers_vary = False
         self._chosen: tuple[TracedFunction, Evaluator] | None = None
-        #: The same in one call, and the elements of captures that are constants of it.
-        self._in_one_call: tuple[Evaluator, dict[int, torch.Tensor]] | None = None
 
     def values(self, trace: Trace) -> SparseJacobian | None:
         """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
-        if self._chosen is None:
+        # Other threads may replace it meanwhile.
+        chosen = self._chosen
+        if chosen is None:
             return None
-        function, evaluator = self._chosen
-        fixed = [function.fixed_scalars(each) for each in (trace, function.trace)]
-        if not same_numbers(*fixed):
+        function, evaluator = chosen
+        if not same_numbers(*(function.fixed_scalars(each) for each in (trace, function.trace))):
+            if not function.numbers_vary:
+                self._chosen, self._runs = None, self._before
             return None
-        if self._in_one_call is not None and same_numbers(trace.scalars, function.trace.scalars):
-            in_one_call, contents = self._in_one_call
-            if all(torch.equal(trace.value(value), elements) for value, elements in contents.items()):
-                evaluator = in_one_call
         return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
 
     def choose(self, trace: Trace, expected: SparseJacobian) -> None:
         """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
         self._runs += 1
+        self._numbers = trace.scalars if self._numbers is None else self._numbers
+        self._numbers_vary |= not same_numbers(self._numbers, trace.scalars)
         # The chain of pruned weights changes with these.
-        if self.chain.pruned_weights or self._runs != 1 + (BEFORE_LARGE if self._is_large else BEFORE):
+        if self.chain.pruned_weights or self._runs != 1 + self._before:
             return
-        function = TracedFunction(trace, self.chain)
+        function = TracedFunction(trace, self.chain, numbers_vary=self._numbers_vary)
         try:
             evaluator = evaluator_of(function, replays=False)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
@@ -74,26 +74,13 @@ class Plan:
         # PyTorch's derivatives of many vectors at once may be wrong.
         if agree(actual, expected.values):
             _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
-            if isinstance(evaluator, Products) and _repeats(trace):
-                products = evaluator.in_one_call(function)
-                if products is not None and agree(products.values(trace), expected.values):
-                    read = ((value, trace.value(value)) for value in trace.graph.captures)
-                    contents = {value: x.clone() for value, x in read if not x.is_floating_point()}
-                    self._in_one_call = products, contents
             function.forget(module=True)
             self._chosen = function, evaluator
 
     @functools.cached_property
-    def _is_large(self) -> bool:
-        return len(self.chain) > 1 and self.chain.accumulation.moved > LARGE
-
-
-def _repeats(trace: Trace) -> bool:
-    """Whether what a run computed of its inputs can be computed of them again."""
-    graph, inputs = trace.graph, [trace.tensor(value) for value in (0, *trace.graph.captures)]
-    if graph.writes or any(node.draws for node in graph.nodes) or not trace.input.is_contiguous():
-        return False
-    return all(tensor.layout == torch.strided for tensor in inputs)
+    def _before(self) -> int:
+        """The runs before one in which a way is looked for."""
+        return BEFORE_LARGE if len(self.chain) > 1 and self.chain.accumulation.moved > LARGE else BEFORE
 
 
 def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:

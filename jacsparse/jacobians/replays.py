@@ -25,11 +25,15 @@ def jacobian_values(
     Those that are not finite as products are computed by backward passes; `by_autograd` returns what takes a gradient
     of the output back to the input.
     """
-    x = trace.input
-    values = evaluator.values(trace)
-    # A function may return coarser numbers, as under ``torch.autocast``.
-    values = values if values.dtype is x.dtype else values.to(x.dtype)
-    if function.chain.registered_values or all_finite(values):
+    x, fused = trace.input, evaluator.fused
+    if fused is not None:
+        values, are_finite = fused.of(trace)
+    else:
+        values = evaluator.computed(trace)
+        # A function may return coarser numbers, as under ``torch.autocast``.
+        values = values if values.dtype is x.dtype else values.to(x.dtype)
+        are_finite = bool(function.chain.registered_values) or all_finite(values)
+    if are_finite:
         return values
     return with_backward_passes(values, evaluator.pattern, len(x), by_autograd(function, trace))
 

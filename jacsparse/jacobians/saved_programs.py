@@ -14,8 +14,9 @@ from ..patterns import Pattern
 from ..runtime import read_archive, write_archive
 from ..tracing import name_of
 from .arguments import Arguments, arguments_of
+from .compressed import Coloring, Compressed
 from .evaluator import Evaluator
-from .evaluators import EVALUATORS
+from .evaluators import evaluator_of
 from .prepared_program import PreparedProgram
 from .tracing_for_replays import Options, TracedProgram, digest_of
 
@@ -27,21 +28,22 @@ _SAVED = ("pruned", "create_graph", "value", "has_aux", "gradient")
 def write_program(
     path: str | os.PathLike[str], arguments: Arguments, options: Options, program: PreparedProgram
 ) -> None:
-    """Write all that was decided for a function."""
+    """Write what takes long to decide for a function."""
     evaluator = program.evaluator
-    content = {
+    content: dict[str, Any] = {
         "version": __version__,
         "program": digest_of(arguments, program.traced.function),
         "argnums": list(arguments.argnums),
         "batched": arguments.batched,
         **{name: getattr(options, name) for name in _SAVED},
         "given": options.pattern is not None,
-        "evaluator": type(evaluator).__name__,
-        "shape": list(evaluator.pattern.shape),
-        "indptr": evaluator.pattern.indptr,
-        "indices": evaluator.pattern.indices,
+        "method": evaluator.name,
     }
-    write_archive(path, KIND, {**content, **evaluator.describe()})
+    if isinstance(evaluator, Compressed):
+        pattern = evaluator.pattern
+        content |= {"shape": list(pattern.shape), "indptr": pattern.indptr, "indices": pattern.indices}
+        content |= evaluator.coloring.describe()
+    write_archive(path, KIND, content)
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,15 @@ class SavedProgram:
                 f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {traced.arguments}; "
                 "prepare its Jacobian and save it again"
             )
-        chain, name = traced.function.chain, self.content.get("evaluator", "")
+        function, method = traced.function, self.content.get("method")
+        if method == "products":
+            return evaluator_of(function, method, replays=True, compile=compile)
         with self._checked():
-            pattern = self._pattern
-            if pattern.shape != (math.prod(chain.out_shape), math.prod(chain.in_shape)):
-                raise ValueError(f"its pattern is {pattern.shape}")
-            if name not in EVALUATORS:
-                raise ValueError(f"evaluator is {name!r}")
-            return EVALUATORS[name].restore(self.content, pattern, traced.function, compile=compile)
+            pattern, expected = self._pattern, (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape))
+            if method != "compressed" or pattern.shape != expected:
+                raise ValueError(f"its method is {method!r}, its pattern {pattern.shape}")
+            colors = Coloring.restore(self.content, pattern)
+        return Compressed(function, colors, replays=True, compile=compile)
 
     @property
     def _pattern(self) -> Pattern:

@@ -1,100 +1,31 @@
 """Matrices whose entries are sums of terms, and their products and sums.
 
-A term is a coefficient, times a monomial of numbers, times at most one variable: an element of the vector of local
-derivatives that each call computes. So products of matrices with constant entries are taken when preparing. Where two
-variables meet, their product becomes a variable of its own.
+A term is a coefficient, times at most one variable: a local derivative, or a number, that each call computes. So
+products of matrices with constant entries are taken when preparing. Where two variables meet, their product becomes a
+variable of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..runtime import array_in, index_dtype, row_starts, within_rows
+from ..runtime import row_starts, within_rows
 
-#: The variable of a term that has none, and the monomial of a term without numbers.
+#: The variable of a term that has none.
 NONE = -1
-ONE = 0
-
-
-class Monomials:
-    """Products of powers of numbers, each with an index; that of the empty product is `ONE`."""
-
-    def __init__(self) -> None:
-        self._powers: list[tuple[tuple[int, int], ...]] = []
-        self._places: dict[tuple[tuple[int, int], ...], int] = {}
-        self.index({})
-
-    def index(self, powers: dict[int, int]) -> int:
-        """The index of a monomial, from the power of each number by its place."""
-        key = tuple(sorted((number, power) for number, power in powers.items() if power))
-        if key not in self._places:
-            self._places[key] = len(self._powers)
-            self._powers.append(key)
-        return self._places[key]
-
-    def products(self, left: np.ndarray, right: np.ndarray) -> np.ndarray:
-        """The indices of products of monomials, pair by pair."""
-        if not left.any():
-            return right
-        if not right.any():
-            return left
-        count = len(self._powers)
-        pairs = left * np.int64(count) + right
-        products = np.bincount(pairs)
-        for pair in np.flatnonzero(products).tolist():
-            products[pair] = self._product(*divmod(pair, count))
-        return products[pairs]
-
-    def _product(self, left: int, right: int) -> int:
-        powers = dict(self._powers[left])
-        for number, power in self._powers[right]:
-            powers[number] = powers.get(number, 0) + power
-        return self.index(powers)
-
-    def __len__(self) -> int:
-        return len(self._powers)
-
-    def table(self) -> np.ndarray:
-        """A row for each power of a number: the monomial, the number and the exponent."""
-        rows = [(place, *power) for place, powers in enumerate(self._powers) for power in powers]
-        return np.array(rows, dtype=np.int64).reshape(-1, 3)
-
-    @classmethod
-    def restore(cls, table: object, numbers: int) -> Monomials:
-        """The monomials of a table; ValueError where it is none, for a function of so many numbers."""
-        if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 3:
-            raise ValueError("monomials is no table of three columns")
-        if len(table) and not (table[:, :2].min() >= 0 and table[:, 1].max() < numbers):
-            raise ValueError(f"monomials has a number outside of 0 to {numbers - 1}")
-        monomials = cls()
-        for place in range(1, 1 + int(table[:, 0].max(initial=0))):
-            if monomials.index({int(n): int(power) for m, n, power in table if m == place}) != place:
-                raise ValueError(f"monomials has number {place} twice")
-        return monomials
-
-    def values(self, numbers: Sequence[float]) -> np.ndarray:
-        """The value of each monomial."""
-        values = np.ones(len(self._powers))
-        # As PyTorch, which divides by zero, and overflows, without a warning.
-        with np.errstate(all="ignore"):
-            for place, powers in enumerate(self._powers):
-                for number, power in powers:
-                    values[place] *= np.float64(numbers[number]) ** power
-        return values
 
 
 @dataclass(frozen=True)
 class Terms:
-    """A matrix as terms: for each its row, column, variable or `NONE`, monomial and coefficient."""
+    """A matrix as terms: for each its row, column, variable or `NONE`, and coefficient."""
 
     shape: tuple[int, int]
     row: np.ndarray
     column: np.ndarray
     variable: np.ndarray
-    monomial: np.ndarray
     coefficient: np.ndarray
 
     def __len__(self) -> int:
@@ -105,7 +36,7 @@ class Terms:
             if places.all():
                 return self
             places = np.flatnonzero(places)
-        arrays = (self.row, self.column, self.variable, self.monomial, self.coefficient)
+        arrays = (self.row, self.column, self.variable, self.coefficient)
         return Terms(self.shape, *(array[places] for array in arrays))
 
     @property
@@ -124,26 +55,18 @@ def terms_at(
     row: np.ndarray,
     column: np.ndarray,
     *,
-    first_variable: int = NONE,
-    monomial: int = ONE,
+    variable: int | np.ndarray = NONE,
     coefficient: float | np.ndarray = 1.0,
 ) -> Terms:
-    """A matrix of one term for each entry; the variables, if any, are consecutive."""
-    count = len(row)
-    variable = np.full(count, NONE) if first_variable == NONE else first_variable + np.arange(count)
-    return Terms(
-        shape,
-        row.astype(np.int64),
-        column.astype(np.int64),
-        variable,
-        np.full(count, monomial),
-        np.broadcast_to(np.asarray(coefficient, dtype=np.float64), (count,)),
-    )
+    """A matrix of one term for each entry."""
+    variables = np.broadcast_to(np.asarray(variable, dtype=np.int64), (len(row),))
+    coefficients = np.broadcast_to(np.asarray(coefficient, dtype=np.float64), (len(row),))
+    return Terms(shape, row.astype(np.int64), column.astype(np.int64), variables, coefficients)
 
 
 def joined(parts: Sequence[Terms]) -> Terms:
     """The sum of matrices."""
-    columns = zip(*((t.row, t.column, t.variable, t.monomial, t.coefficient) for t in parts), strict=True)
+    columns = zip(*((t.row, t.column, t.variable, t.coefficient) for t in parts), strict=True)
     return Terms(parts[0].shape, *(np.concatenate(arrays) for arrays in columns))
 
 
@@ -157,54 +80,12 @@ class Step:
     indptr: np.ndarray
     left: np.ndarray
     right: np.ndarray | None
-    monomial: np.ndarray
     coefficient: np.ndarray
-
-    @property
-    def stop(self) -> int:
-        """The variable after the last one."""
-        return self.first + len(self.indptr) - 1
 
     @property
     def factors(self) -> list[np.ndarray]:
         """The factors of all terms: one array, or two."""
         return [self.left] if self.right is None else [self.left, self.right]
-
-    def describe(self) -> dict[str, np.ndarray]:
-        """The arrays by name."""
-        names = ("indptr", "left", "right", "monomial", "coefficient")
-        arrays = {name: getattr(self, name) for name in names}
-        return {name: array for name, array in arrays.items() if array is not None}
-
-    @classmethod
-    def restore(cls, first: int, arrays: Mapping[str, np.ndarray], monomials: int) -> Step:
-        """The step of arrays from outside; ValueError where they refer to what is not computed before it."""
-        try:
-            indptr, coefficient = array_in(arrays, "indptr"), array_in(arrays, "coefficient", kind=np.float64)
-            size = len(coefficient)
-            left = array_in(arrays, "left", size=size, stop=first)
-            right = array_in(arrays, "right", size=size, stop=first) if "right" in arrays else None
-            monomial = array_in(arrays, "monomial", size=size, stop=monomials)
-        except ValueError as error:
-            what = "an array of a step is missing, or refers to a variable or a monomial that is not computed before it"
-            raise ValueError(f"{what}: {error}") from error
-        if not len(indptr) or indptr[0] != 0 or indptr[-1] != size or bool((indptr[1:] < indptr[:-1]).any()):
-            raise ValueError("the rows of a step are no running total of its terms")
-        return cls(first, indptr, left, right, monomial, coefficient)
-
-
-def step_of(
-    first: int,
-    counts: np.ndarray,
-    left: np.ndarray,
-    right: np.ndarray | None,
-    monomial: np.ndarray,
-    coefficient: np.ndarray,
-) -> Step:
-    """A step from the number of terms of each variable, with indices as narrow as they can be."""
-    dtype = index_dtype(len(left), first, 0)
-    narrow = None if right is None else right.astype(dtype)
-    return Step(first, row_starts(counts, dtype), left.astype(dtype), narrow, monomial, coefficient)
 
 
 class TooManyTermsError(Exception):
@@ -219,7 +100,6 @@ class Algebra:
     variables: int = 0
     #: The most terms of all products together.
     limit: int = 0
-    monomials: Monomials = field(default_factory=Monomials)
     steps: list[Step] = field(default_factory=list)
     terms: int = 0
 
@@ -236,7 +116,6 @@ class Algebra:
                     left.row[i],
                     right.column[j],
                     np.maximum(left.variable[i], right.variable[j]),
-                    self.monomials.products(left.monomial[i], right.monomial[j]),
                     left.coefficient[i] * right.coefficient[j],
                 )
             )
@@ -259,9 +138,8 @@ class Algebra:
     def _of_variables(self, shape: tuple[int, int], a: Terms, b: Terms) -> Terms:
         """The product of two matrices whose terms all have variables: each of its entries is a new variable."""
         i, j = self._pairs(a, b)
-        monomial = self.monomials.products(a.monomial[i], b.monomial[j])
         place = a.row[i] * np.int64(shape[1]) + b.column[j]
-        return self._step(shape, place, a.variable[i], b.variable[j], monomial, a.coefficient[i] * b.coefficient[j])
+        return self._step(shape, place, a.variable[i], b.variable[j], a.coefficient[i] * b.coefficient[j])
 
     def _summed(self, terms: Terms) -> Terms:
         """The same matrix with at most one term for each entry."""
@@ -271,7 +149,7 @@ class Algebra:
         if not several.any():
             return terms
         t = terms[several]
-        return joined([terms[~several], self._step(t.shape, t.place, t.variable, None, t.monomial, t.coefficient)])
+        return joined([terms[~several], self._step(t.shape, t.place, t.variable, None, t.coefficient)])
 
     def _step(
         self,
@@ -279,7 +157,6 @@ class Algebra:
         place: np.ndarray,
         left: np.ndarray,
         right: np.ndarray | None,
-        monomial: np.ndarray,
         coefficient: np.ndarray,
     ) -> Terms:
         """Add a step whose variables are the entries at distinct places, and return their matrix."""
@@ -292,10 +169,11 @@ class Algebra:
         variable[sequence] = np.arange(len(row))
         order = np.argsort(variable[entry], kind="stable")
         factors = (left[order], None if right is None else right[order])
-        self.steps.append(step_of(self.variables, counts[sequence], *factors, monomial[order], coefficient[order]))
-        matrix = terms_at(shape, row[sequence], column[sequence], first_variable=self.variables)
+        indptr = row_starts(counts[sequence], np.int64)
+        self.steps.append(Step(self.variables, indptr, *factors, coefficient[order]))
+        variables = np.arange(self.variables, self.variables + len(places))
         self.variables += len(places)
-        return matrix
+        return terms_at(shape, row[sequence], column[sequence], variable=variables)
 
 
 def distinct(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -315,13 +193,13 @@ def sorted_order(array: np.ndarray) -> np.ndarray:
 
 
 def merged(terms: Terms) -> Terms:
-    """The same matrix with at most one term for each entry, variable and monomial."""
-    variables, monomials = (int(array.max(initial=0)) + 2 for array in (terms.variable, terms.monomial))
-    if terms.shape[0] * terms.shape[1] * variables * monomials < 2**63:
-        keys = ((terms.place * variables + terms.variable + 1) * monomials + terms.monomial)[None]
+    """The same matrix with at most one term for each entry and variable."""
+    variables = int(terms.variable.max(initial=0)) + 2
+    if terms.shape[0] * terms.shape[1] * variables < 2**63:
+        keys = (terms.place * variables + terms.variable + 1)[None]
         order = sorted_order(keys[0])
     else:
-        keys = np.stack((terms.place, terms.variable, terms.monomial))
+        keys = np.stack((terms.place, terms.variable))
         order = np.lexsort(keys[::-1])
     terms, keys = terms[order], keys[:, order]
     begins = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))[: len(terms)]

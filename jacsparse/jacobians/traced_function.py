@@ -30,6 +30,8 @@ class TracedFunction:
     given: Pattern | None = None
     #: The values that replays are to leave in their traces: what the function returns, where that is asked for.
     kept: tuple[int, ...] = ()
+    #: Whether numbers that are factors or terms may be others in later runs; else these are constants.
+    numbers_vary: bool = False
 
     @classmethod
     def with_pattern(cls, trace: Trace, pattern: Pattern) -> TracedFunction:
@@ -103,9 +105,15 @@ class TracedFunction:
             for place, number in enumerate(trace.scalars)
         ]
 
-    def fixed_scalars(self, trace: Trace) -> tuple[Any, ...]:
-        """The numbers of a run that are parts of what was decided: all but factors and terms."""
-        return tuple([number for place, number in enumerate(trace.scalars) if place not in self.scalar_dtypes])
+    def fixed_scalars(self, trace: Trace) -> list[Any]:
+        """The numbers of a run that are constants of what was decided."""
+        if not self.numbers_vary:
+            return trace.scalars
+        return [number for place, number in enumerate(trace.scalars) if not self.varies(place)]
+
+    def varies(self, place: int) -> bool:
+        """Whether the number at a place may be another in later runs."""
+        return self.numbers_vary and place in self.scalar_dtypes
 
     def elements(self, call: Node) -> int:
         """The number of elements that a call computes."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..patterns import gradients_of
 from ..tracing import Scalar, Trace, Value, Values, calls_of, with_constants
 from .traced_function import TracedFunction, same_numbers
 
@@ -43,46 +44,36 @@ class ValueFunction:
         *,
         replays: bool,
     ) -> None:
-        self._function, self._others, count = function, len(others), len(others)
+        self._function, self._others, self.replays, count = function, len(others), replays, len(others)
         #: The numbers of the last run, and the same as tensors.
-        self._numbers: tuple[tuple[Any, ...], list[torch.Tensor]] | None = None
-        #: What it computes, and of which values.
-        self.compute, self.reads = compute, reads
-        scalars = function.scalars(function.trace)
-        self._places = sorted(function.scalar_dtypes)
-        #: The values that it begins with.
-        self.begin = function.inputs if replays else list(dict.fromkeys(reads))
+        self._numbers: tuple[list[Any], list[Any]] | None = None
+        begin, scalars = function.inputs if replays else dict.fromkeys(reads), function.scalars(function.trace)
+        #: What it takes of a run: values and, as tensors without axes, numbers; that at a place is ``~place`` here.
+        self.sources = [*begin, *(() if replays else (~place for place in function.scalar_dtypes))]
         #: The values that it leaves in the trace of a replay.
-        self._kept = [value for value in function.kept if value not in self.begin]
-        #: The results of the run that the graph takes.
-        self._taken: list[int] = []
+        self._kept = [value for value in function.kept if value not in self.sources]
 
         def computed(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
-            others, rest = tensors[:count], iter(tensors[count:])
-            known = {value: next(rest) for value in self.begin}
-            of_run = list(scalars)
-            for place in self._places:
-                of_run[place] = next(rest)
+            known, of_run = dict(zip(self.sources, tensors[count:], strict=True)), list(scalars)
+            for source in [source for source in known if source < 0]:
+                of_run[~source] = known.pop(source)
             values = Values(function.graph, known, of_run)
-            return [*compute(values, *others), *(values[value] for value in self._kept)]
+            return [*compute(values, *tensors[:count]), *(values[value] for value in self._kept)]
 
         with torch.no_grad():
-            inputs = [*others, *self.inputs(function.trace)]
-            self.graph = calls_of(computed, inputs)
+            self.graph = calls_of(computed, [*others, *self.inputs(function.trace)])
         if not replays:
-            self._taken = _take_results(self.graph, function, self.begin, self._places, count)
+            self.sources += _take_results(self.graph, function, self.sources, count)
         with torch.no_grad():
             self.graph = with_constants(self.graph, [*others, *self.inputs(function.trace)])
         self._take_what_is_used(count)
 
     def _take_what_is_used(self, others: int) -> None:
-        """Leave out the values of the function that no call of the graph takes."""
+        """Leave out what no call of the graph takes."""
         placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"][others:]
-        of_values = [*zip(placeholders, self.begin, strict=False)]
-        taken = placeholders[len(placeholders) - len(self._taken) :]
-        self.begin = [value for node, value in of_values if node.users]
-        self._taken = [value for node, value in zip(taken, self._taken, strict=True) if node.users]
-        for node in (*(node for node, _ in of_values), *taken):
+        pairs = [*zip(placeholders, self.sources, strict=True)]
+        self.sources = [source for node, source in pairs if node.users]
+        for node in placeholders:
             if not node.users:
                 self.graph.graph.erase_node(node)
         self.graph.recompile()
@@ -102,17 +93,15 @@ class ValueFunction:
 
     def inputs(self, trace: Trace) -> list[torch.Tensor]:
         """What the graph takes of a run."""
-        values, taken = ([trace.value(value).detach() for value in part] for part in (self.begin, self._taken))
-        return [*values, *self._numbers_of(trace), *taken]
+        return [tensor.detach() for tensor in self.known(trace, self.sources).values()]
 
-    def _numbers_of(self, trace: Trace) -> list[torch.Tensor]:
-        numbers = tuple([trace.scalars[place] for place in self._places])
+    def known(self, trace: Trace, sources: Iterable[int]) -> dict[int, torch.Tensor]:
+        """Some values and numbers of a run, which may have gradients."""
         # Other threads may replace it meanwhile.
-        current = self._numbers
-        if current is None or not same_numbers(current[0], numbers):
-            scalars = self._function.scalars(trace)
-            current = self._numbers = numbers, [scalars[place] for place in self._places]
-        return current[1]
+        numbers = self._numbers
+        if numbers is None or not same_numbers(numbers[0], trace.scalars):
+            numbers = self._numbers = list(trace.scalars), self._function.scalars(trace)
+        return {each: trace.value(each) if each >= 0 else numbers[1][~each] for each in sources}
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors of a run."""
@@ -162,17 +151,34 @@ class ValueFunction:
         return fx.GraphModule(self.graph, graphs[0]), fx.GraphModule(self.graph, graphs[1])
 
 
-def _take_results(
-    module: fx.GraphModule, function: TracedFunction, begin: Sequence[int], places: Sequence[int], count: int
-) -> list[int]:
+def elementwise_derivatives(
+    evaluate: Callable[[dict[str, Any]], torch.Tensor],
+    arguments: Mapping[str, Any],
+    names: Sequence[str],
+    shape: Sequence[int],
+) -> dict[str, torch.Tensor]:
+    """The derivatives of an elementwise call by some operands, at each place of its result.
+
+    The call's own backward pass makes them of ones; `shape` is the result's.
+    """
+    with torch.enable_grad():
+        operands = {name: arguments[name].expand(shape).detach().requires_grad_() for name in names}
+        y = evaluate({**arguments, **operands})
+    gradients = gradients_of(y, [*operands.values()], torch.ones_like(y)) if y.requires_grad else [None] * len(names)
+    pairs = zip(operands.items(), gradients, strict=True)
+    return {name: torch.zeros_like(operand) if each is None else each for (name, operand), each in pairs}
+
+
+def _take_results(module: fx.GraphModule, function: TracedFunction, sources: Sequence[int], count: int) -> list[int]:
     """Make results of a function's calls inputs of a graph, after its others, where it would compute them."""
     graph = module.graph
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    names: dict[Any, Hashable] = dict(
-        zip(placeholders[count:], [*map(Value, begin), *(("scalar", place) for place in places)], strict=True)
-    )
+    names: dict[Any, Hashable] = {
+        node: Value(source) if source >= 0 else ("scalar", ~source)
+        for node, source in zip(placeholders[count:], sources, strict=True)
+    }
     calls = {_key((call.overload, call.args, call.kwargs), {}): call for call in function.calls}
-    taken: dict[int, fx.Node] = {}
+    taken = dict(zip(sources, placeholders[count:], strict=True))
     for node in list(graph.nodes):
         if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:
             continue
@@ -190,11 +196,7 @@ def _take_results(
                 names[taken[value]] = Value(value)
             user.replace_all_uses_with(taken[value])
     graph.eliminate_dead_code()
-    for value, node in list(taken.items()):
-        if not node.users:
-            graph.erase_node(node)
-            del taken[value]
-    return list(taken)
+    return list(taken)[len(sources) :]
 
 
 def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:

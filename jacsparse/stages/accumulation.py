@@ -396,12 +396,18 @@ def is_light(pattern: Pattern) -> bool:
 
 
 def eliminate(
-    accumulation: Accumulation, edges: Iterable[tuple[Hashable, Hashable, int]], start: Hashable, stop: Hashable
+    accumulation: Accumulation,
+    edges: Iterable[tuple[Hashable, Hashable, int]],
+    start: Hashable,
+    stop: Hashable,
+    *,
+    in_turn: bool = False,
 ) -> int | None:
     """Eliminate all vertices of a graph but two; return the matrix between those, or None where no path joins them.
 
     An edge is (source, target, matrix), such that ``edge(u, v) · edge(v, w)`` is the product along a path. The vertex
-    of the fewest multiply-adds goes first. Products and sums are added to the accumulation.
+    of the fewest multiply-adds goes first; on request, the vertices go in turn, as they are targets of the edges.
+    Products and sums are added to the accumulation.
     """
     after: dict[Hashable, dict[Hashable, list[int]]] = {}
     before: dict[Hashable, set[Hashable]] = {}
@@ -431,7 +437,7 @@ def eliminate(
 
     inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
     while inner:
-        vertex = min(inner, key=cost)
+        vertex = inner[0] if in_turn else min(inner, key=cost)
         inner.remove(vertex)
         for source in before.pop(vertex, set()):
             into = merged(source, vertex)

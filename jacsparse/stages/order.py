@@ -19,7 +19,7 @@ import numpy as np
 
 from ..runtime import cached_arrays
 from ..spgemm import KEYS, counts, fresh_keys, spread
-from .accumulation import Accumulation
+from .accumulation import Accumulation, eliminate
 from .stage import Edge, Stage
 
 #: The packages whose sources decide which order is the best.
@@ -265,21 +265,9 @@ def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
 
 def _multiply(accumulation: Accumulation, stage: Stage, order: Order, interval: int, leaf: Any) -> int | None:
     """Add the product of an interval's matrix and a stage's operators, multiplied one by one."""
-    backwards = order.how != "from"
-    first, last = (stage.stop, stage.start) if backwards else (stage.start, stage.stop)
-    terms: dict[Any, list[int]] = {first: [interval]}
-    sums: dict[Any, int] = {}
-
-    def at(vertex: Any) -> int | None:
-        if vertex not in sums and vertex in terms:
-            sums[vertex] = accumulation.add(terms[vertex])
-        return sums.get(vertex)
-
-    for edge in reversed(stage.edges) if backwards else stage.edges:
-        source, target = (edge.target, edge.source) if backwards else (edge.source, edge.target)
-        factor = at(source)
-        if factor is not None:
-            matrix = leaf(order.stage, edge)
-            product = accumulation.multiply(matrix, factor) if backwards else accumulation.multiply(factor, matrix)
-            terms.setdefault(target, []).append(product)
-    return at(last)
+    edges = [(edge.source, edge.target, leaf(order.stage, edge)) for edge in stage.edges]
+    # The interval leads to, or from, the vertex None.
+    if order.how == "from":
+        return eliminate(accumulation, [(None, stage.start, interval), *edges], None, stage.stop, in_turn=True)
+    before = [(stage.stop, None, interval), *reversed(edges)]
+    return eliminate(accumulation, before, stage.start, None, in_turn=True)

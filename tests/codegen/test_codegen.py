@@ -1,4 +1,4 @@
-"""Compiled programs against the same programs as PyTorch calls and kernels, and against autograd."""
+"""Fused loops, compiled and interpreted, against sums of what PyTorch computes, and against autograd."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ Function = Callable[..., torch.Tensor]
 
 def by_pytorch(f: Function, x: torch.Tensor, **options: Any) -> PreparedJacobian:
     """A prepared Jacobian whose local derivatives PyTorch computes."""
+    leaving = lambda *args, leaves: elements.CallsOfElements(*args, leaves=True)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("jacsparse.jacobians.products.INTERPRETED", -1)
+        patch.setattr("jacsparse.jacobians.fused_values.CallsOfElements", leaving)
         return prepare_jacobian(f, x, **options)
 
 
@@ -133,9 +134,23 @@ def test_several_dtypes_are_left_to_pytorch() -> None:
     f = lambda x: (x.double().sin() * x.roll(1)).float()  # noqa: E731
     x = drawn(8).float()
     prepared, compiled = (prepare_jacobian(f, x, batched=False, compile=flag) for flag in (False, True))
-    assert prepared._first.evaluator.fused is None
+    assert prepared._first.evaluator.fused._by_pytorch is not None  # type: ignore[union-attr]
     for jacobian in (prepared(x), compiled(x)):
         torch.testing.assert_close(jacobian.todense(), dense(f, x, batched=False)[0])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_expressions_of_many_steps(compile: bool) -> None:
+    def f(x: torch.Tensor, c: float) -> torch.Tensor:
+        y, weight = x, torch.linspace(0.5, 1.0, 5, dtype=x.dtype)
+        for _ in range(300):
+            weight, c = 0.99 * weight + 0.01, 0.9 * c + 0.1
+        for _ in range(30):
+            y = (y * 1.1).sin()
+        return x * y * weight * c
+
+    prepared = prepare_jacobian(f, drawn(5), 2.0, batched=False, compile=compile)
+    assert_equal(prepared(drawn(5, seed=1), 3.0), dense(f, drawn(5, seed=1), 3.0, batched=False))
 
 
 def test_takes_what_the_function_reads_now() -> None:

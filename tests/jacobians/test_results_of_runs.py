@@ -325,38 +325,33 @@ def drawing(x: torch.Tensor) -> torch.Tensor:
     return x * x * READ["drawn"]
 
 
-READING: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
-    "mask": (lambda x: torch.where(READ["mask"], x * x, x.sin()), True),
-    "mask as a factor": (lambda x: x * x * READ["mask"], True),
-    "whole numbers": (lambda x: x**3 / READ["count"], True),
-    "half precision": (lambda x: x.exp() * READ["half"].to(x.dtype), False),
-    "a number": (lambda x: (x * READ["number"]).sin(), True),
-    "a number that is compared": (lambda x: x * x if READ["number"] > 0.5 else x.cos(), True),
-    "a factor": (lambda x: x * x * READ["scale"] + x.roll(1) * READ["weight"], True),
-    "random numbers": (drawing, False),
-    "the state's own memory": (lambda x: x.data * x + x.roll(1) ** 2, True),
-    "a product of matrices": (lambda x: (x @ W) ** 2, False),
+READING: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mask": lambda x: torch.where(READ["mask"], x * x, x.sin()),
+    "mask as a factor": lambda x: x * x * READ["mask"],
+    "whole numbers": lambda x: x**3 / READ["count"],
+    "half precision": lambda x: x.exp() * READ["half"].to(x.dtype),
+    "a number": lambda x: (x * READ["number"]).sin(),
+    "a number as a factor of entries": lambda x: x * x * READ["number"] + READ["number"] * x.roll(1),
+    "a number that is compared": lambda x: x * x if READ["number"] > 0.5 else x.cos(),
+    "a factor": lambda x: x * x * READ["scale"] + x.roll(1) * READ["weight"],
+    "random numbers": drawing,
+    "the state's own memory": lambda x: x.data * x + x.roll(1) ** 2,
+    "a product of matrices": lambda x: (x @ W) ** 2,
 }
 
 
 @pytest.mark.parametrize("name", READING)
-def test_one_call_computes_what_the_function_computes_now(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    recent = importlib.import_module("jacsparse.jacobians.recent")
-    f, is_one_call = READING[name]
-    plans: list[Any] = []
-    plan_of = recent.plan_of
-    monkeypatch.setattr(
-        "jacsparse.jacobians.evaluation.plan_of", lambda *args: plans.append(plan_of(*args)) or plans[-1]
-    )
+@pytest.mark.parametrize("every", [1, 3, 6])
+def test_later_calls_compute_what_the_function_computes_now(name: str, every: int) -> None:
+    f = READING[name]
     for number in range(12):
-        if number % 3 == 0:
+        if number % every == 0:
             changed()
         x = drawn(6, seed=number)
         jacobian = jacsparse.jacobian(f, x)
         # Random numbers and data are constants to autograd.
         fixed = (lambda x: x * x * READ["drawn"]) if f is drawing else f
         assert_equal(jacobian, torch.func.jacrev(fixed)(x)[None])
-    assert any(plan._in_one_call is not None for plan in plans) == is_one_call
 
 
 def test_a_prepared_jacobian_reads_captures_of_half_precision() -> None:
@@ -365,3 +360,29 @@ def test_a_prepared_jacobian_reads_captures_of_half_precision() -> None:
     prepared = prepare_jacobian(f, drawn(6))
     factor.mul_(2)
     assert_equal(prepared(drawn(6)), dense(f, drawn(6), batched=False))
+
+
+@pytest.mark.parametrize("shape", [(1, 40, 50), (1, 3000), (3, 7, 11, 13)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("prepared", [False, True])
+def test_grids_of_several_dimensions(shape: tuple[int, ...], dtype: torch.dtype, prepared: bool) -> None:
+    """Equations on grids of one to three dimensions, in planes and interleaved, equal autograd's Jacobian."""
+
+    def f(u: torch.Tensor) -> torch.Tensor:
+        out = u**3
+        for axis in range(1, u.ndim):
+            size = u.shape[axis]
+            ahead, behind = u.narrow(axis, 1, size - 1), u.narrow(axis, 0, size - 1)
+            flux = (1 + ahead * behind) * (ahead - behind)
+            ends = torch.zeros_like(u.narrow(axis, 0, 1))
+            out = out + torch.cat([flux, ends], axis) - torch.cat([ends, flux], axis)
+        return torch.stack([out, out * u], -1)
+
+    u = torch.rand(shape, dtype=dtype, generator=torch.Generator().manual_seed(0)) + 0.5
+    of = functools.partial(jacsparse.jacobian, f, batched=True)
+    of = prepare_jacobian(f, u, method="products", batched=True) if prepared else of
+    v = torch.rand(shape, dtype=dtype)
+    _, expected = torch.func.jvp(f, (u,), (v,))
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for _ in range(4):
+        torch.testing.assert_close(of(u).jvp(v).reshape(expected.shape), expected, rtol=tolerance, atol=tolerance)

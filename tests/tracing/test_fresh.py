@@ -1051,7 +1051,8 @@ def test_what_torch_compile_was_given() -> None:
     for _ in range(2):
         Watched(module).check(samples())
         expected = jacsparse.jacobian(module, samples())
-        assert torch.equal(jacsparse.jacobian(compiled, samples()).values, expected.values)
+        # Later calls may go another way than first ones, with other roundings.
+        torch.testing.assert_close(jacsparse.jacobian(compiled, samples()).values, expected.values, rtol=1e-12, atol=0)
         compiled(samples())
     assert jacsparse.jacobian_pattern(compiled, (4,)) == expected.pattern
 
