@@ -1,10 +1,24 @@
-"""The CPU kernel of star colourings."""
+"""CPU kernels of compressed Jacobians: numbers at their places, and star colourings."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ..runtime import kernel
+
+
+@kernel
+def write_numbers(first, last, places, source, numbers, out):
+    for place in range(first, last):
+        out[places[place]] = numbers[source[place]]
+
+
+@kernel
+def write_numbers_batch(first, last, places, source, numbers, out):
+    for place in range(first, last):
+        row, number = places[place], source[place]
+        for sample in range(out.shape[1]):
+            out[row, sample] = numbers[number, sample]
 
 
 @kernel
