@@ -159,7 +159,7 @@ class Blocks:
     @property
     def pending(self) -> Sum | None:
         """What computes the blocks, where they are not computed yet and operators may become part of it."""
-        if isinstance(self._content, torch.Tensor) or self._content.with_gradients != torch.is_grad_enabled():
+        if isinstance(self._content, torch.Tensor) or self._content.with_gradients != records_gradients():
             return None
         self.was_read = True
         return self._content
@@ -342,6 +342,11 @@ def _is_apart(value: Any, tensor: torch.Tensor) -> bool:
             return True
         return value.untyped_storage()._cdata != tensor.untyped_storage()._cdata
     return value is None or type(value) in (bool, int, float, complex, str, torch.dtype, torch.device, torch.Size)
+
+
+def records_gradients() -> bool:
+    """Whether autograd sees what is computed; in inference mode it does not, whatever else enables gradients."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
 
 
 def _mode_of(inference: bool, gradients: bool) -> AbstractContextManager[Any]:

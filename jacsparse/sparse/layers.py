@@ -12,7 +12,7 @@ from torch.nn.utils import prune
 
 from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompiled
 from ..tracing import check_initialised, is_recording
-from .blocks import Blocks, Form, from_blocks, plain, reshaped, to_blocks
+from .blocks import Blocks, Form, from_blocks, plain, records_gradients, reshaped, to_blocks
 from .convolution import Convolution
 from .pooling import Pool, convolve_and_pool
 from .processor import lanes_for, tile_positions
@@ -170,7 +170,7 @@ class SparseLayer(nn.Module):
         """The layer's output for blocks, computed together with what follows."""
         blocks = x.blocks
         convolution = self._convolution((blocks.shape[2], blocks.shape[3]), blocks.shape[4])
-        return Blocks(_Output(convolution, blocks, self.values, self.bias, torch.is_grad_enabled()), x.form)
+        return Blocks(_Output(convolution, blocks, self.values, self.bias, records_gradients()), x.form)
 
     def _takes(self, x: Any) -> bool:
         """Whether an input is in blocks of this layer's dtype."""

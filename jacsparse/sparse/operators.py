@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from torch.utils._pytree import tree_leaves
 
-from .blocks import Blocks, Sum, TensorsNeededError, alike, operator
+from .blocks import Blocks, Sum, TensorsNeededError, alike, operator, records_gradients
 from .normalisation import Normalised, Statistics
 from .pooling import MOST_POSITIONS, Pool, max_pool
 
@@ -226,7 +226,7 @@ def _batch_norm(
     statistics = Statistics.of(data, batch)
     if running_mean is not None:
         statistics.update(running_mean, running_var, momentum)
-    return x.like(Normalised(data, weight, bias, None, eps, batch, statistics, torch.is_grad_enabled()))
+    return x.like(Normalised(data, weight, bias, None, eps, batch, statistics, records_gradients()))
 
 
 @operator(functional.max_pool2d, torch.max_pool2d)

@@ -284,6 +284,15 @@ def test_within_another_module() -> None:
 
 
 @pytest.mark.parametrize("training", [False, True])
+def test_gradients_enabled_within_inference_mode(training: bool) -> None:
+    model = pruned(MODELS["residual"]()).train(training)
+    x = torch.randn(3, 3, 7, 7, dtype=torch.float64)
+    sparse = sparsify(model, x, measure=False)
+    with torch.inference_mode(), torch.enable_grad():
+        close(sparse(x), model(x), 1e-12)
+
+
+@pytest.mark.parametrize("training", [False, True])
 def test_hooks_within_get_tensors(training: bool) -> None:
     model = pruned(MODELS["residual"]()).train(training)
     x = torch.randn(3, 3, 7, 7, dtype=torch.float64)
