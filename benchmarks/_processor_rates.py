@@ -49,11 +49,11 @@ class Cache(NamedTuple):
         for folder in sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
             names = ("level", "type", "size", "ways_of_associativity", "coherency_line_size")
             try:
-                found = ((folder / name).read_text(encoding="utf-8").strip() for name in names)
-                number, kind, size, ways, line = found
+                texts = [(folder / name).read_text(encoding="utf-8").strip() for name in names]
             except OSError:
                 # Not all firmware tells everything of a cache.
                 continue
+            number, kind, size, ways, line = texts
             if number == str(level) and kind != "Instruction" and size.endswith("K") and int(ways) and int(line):
                 return cls(1024 * int(size[:-1]), int(ways), int(line))
         return (cls(2**15, 8), cls(2**20, 8))[level - 1]
@@ -190,16 +190,17 @@ class Work(NamedTuple):
         """That of sums into blocks `y`, of which windows of `pool` leave one position, or of products with `y`.
 
         With `order`, the places of the sums' weights, it is that of both at once, as of `Correlation.with_products`.
-        The loads and stores of one block run through a cache whose sets replace the line that was used least recently.
+        Vectors are the samples of a block, of which there are at least two. The loads and stores of one block run
+        through a cache whose sets replace the line that was used least recently.
         """
         tiles = correlation._tiles if pool == (1, 1) else correlation._pooled_tiles(pool, winners=False)[0]
-        reading, along = correlation.reading, correlation._along
+        reading = correlation.reading
         table = tiles.table.copy()
         # The table has the groups' addresses.
         table[:, 2] = (table[:, 2] - tiles.groups.ctypes.data) // tiles.groups.strides[0]
         vectors, windows = (
             np.array([*itertools.product(range(0, tiles.rows, rows), range(0, tiles.columns, columns))])
-            for rows, columns in ((1, along), (pool[0], max(along, pool[1])))
+            for rows, columns in ((1, 1), pool)
         )
         in_steps = reading.in_step[0] * reading.in_size[1], tiles.step
         out_steps = reading.out_step[0] * y.shape[3], reading.out_step[1], y.shape[2] * y.shape[3]
@@ -208,8 +209,8 @@ class Work(NamedTuple):
         places = np.arange(len(correlation.entries.source)) if order is None else order.numpy()
         counted = _count(
             table, tiles.groups, np.array(tiles.rectangles, dtype=np.int64), correlation.entries.starts,
-            correlation._taps, correlation._offsets.numpy(), vectors, windows // pool, in_steps, out_steps, along,
-            position, along * position, places, order is not None, cache.line, lines,
+            correlation._taps, correlation._offsets.numpy(), vectors, windows // pool, in_steps, out_steps,
+            position, places, order is not None, cache.line, lines,
         )  # fmt: skip
         return cls(*(len(y) * count for count in counted))
 
@@ -219,17 +220,17 @@ def _touch(lines, clock, size, begin, nbytes):  # type: ignore[no-untyped-def]
     """Use bytes through a cache, and return how many of the bytes of their lines it lacked."""
     missed = 0
     for line in range(begin // size, (begin + nbytes - 1) // size + 1):
-        held, used = lines[0, line % lines.shape[1]], lines[1, line % lines.shape[1]]
+        lines_of_set, last_uses = lines[0, line % lines.shape[1]], lines[1, line % lines.shape[1]]
         way = 0
-        for other in range(len(held)):
-            if held[other] == line:
+        for other in range(len(lines_of_set)):
+            if lines_of_set[other] == line:
                 way = other
                 break
-            if used[other] < used[way]:
+            if last_uses[other] < last_uses[way]:
                 way = other
-        missed += size * (held[way] != line)
+        missed += size * (lines_of_set[way] != line)
         clock[0] += 1
-        held[way], used[way] = line, clock[0]
+        lines_of_set[way], last_uses[way] = line, clock[0]
     return missed
 
 
@@ -245,9 +246,7 @@ def _count(  # type: ignore[no-untyped-def]
     windows,
     in_steps,
     out_steps,
-    along,
     position,
-    width,
     places,
     with_products,
     size,
@@ -270,13 +269,13 @@ def _count(  # type: ignore[no-untyped-def]
                         missed += _touch(lines, clock, size, order + 4 * weight, 4)
                         missed += _touch(lines, clock, size, sums + 4 * weight, 4)
                     for row, column in vectors:
-                        if top <= row < bottom and column + along > left and column < right:
+                        if top <= row < bottom and left <= column < right:
                             place = table[tile, 0] + offsets[weight] + row * in_steps[0] + column * in_steps[1]
                             loads += 1
-                            missed += _touch(lines, clock, size, place * position, width)
+                            missed += _touch(lines, clock, size, place * position, position)
             for row, column in windows:
                 place = table[tile, 1] + row * out_steps[0] + column * out_steps[1] + channel * out_steps[2]
-                missed += _touch(lines, clock, size, y + place * position, width)
+                missed += _touch(lines, clock, size, y + place * position, position)
                 if with_products:
-                    missed += _touch(lines, clock, size, factors + place * position, width)
+                    missed += _touch(lines, clock, size, factors + place * position, position)
     return loads, weights, missed

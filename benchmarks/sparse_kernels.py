@@ -28,6 +28,8 @@ from ._workloads import pruned_vgg11
 #: What bounds a kernel.
 ARITHMETIC, FIRST, SECOND, MEMORY = "arithmetic", "first-level loads", "second-level loads", "memory"
 LIMITS = (ARITHMETIC, FIRST, SECOND, MEMORY)
+#: Before a limit's name, what a kernel reaches of it.
+_SHARE = "share of "
 
 
 class _Layer(NamedTuple):
@@ -158,10 +160,10 @@ class SparseKernels(Grid):
     def picture(self, rows: Sequence[Row]) -> Picture:
         """For each kernel and layer, the share of each rate that it reaches."""
         panels = []
-        drawn = [row for row in rows if ARITHMETIC in row.data.get("shares", {})]
+        drawn = [row for row in rows if _SHARE + ARITHMETIC in _ratios(row)]
         for group in dict.fromkeys(row.group for row in drawn):
             of_group = [row for row in drawn if row.group == group]
-            heights = {limit: [row.data["shares"][limit] for row in of_group] for limit in LIMITS}
+            heights = {limit: [_ratios(row)[_SHARE + limit] for row in of_group] for limit in LIMITS}
             # The number, the channels, and the plane below them.
             names = ["\n".join(row.label.split(", ")[:2]) for row in of_group]
             panels.append(Panel([Rule(1.0), Bars(names, heights)], group, "", "share of the rate", grid="y"))
@@ -190,6 +192,10 @@ def _layers(model: nn.Module, x: torch.Tensor, batch: int) -> list[_Layer]:
     return layers
 
 
+def _ratios(row: Row) -> dict[str, float]:
+    return {comparison.text: comparison.ratio for comparison in row.comparisons}
+
+
 def _rate_rows(rows: Group, rates: Rates) -> list[Row]:
     of_registers = "multiply-adds of registers"
     loops = {
@@ -214,14 +220,11 @@ def _add(rows: Group, label: str, kernel: _Kernel, rates: Rates, context: Contex
     if not (row.median and row.fastest) or timings[MEMORY].problem:
         return
     limits = {**kernel.limits(rates), MEMORY: min(timings[MEMORY].seconds)}
-    shares = [
-        Comparison(f"share of {limit}", least / row.median, least / row.fastest) for limit, least in limits.items()
-    ]
+    shares = [Comparison(_SHARE + limit, least / row.median, least / row.fastest) for limit, least in limits.items()]
     flop = 0.0 if kernel.work is None else kernel.factors * kernel.work.loads * rates.width / 2
     speed = [_speed("GFLOP/s a core", flop, row, rates)] if flop else []
     binds = max(limits, key=lambda limit: limits[limit])
-    data = {"flop": flop, "shares": {limit: least / row.median for limit, least in limits.items()}}
-    row = replace(row, floor=limits[binds], note=f"nearest limit: {binds}", data=data)
+    row = replace(row, floor=limits[binds], note=f"nearest limit: {binds}", data={"flop": flop})
     rows.add(row.beside(*speed, *shares))
 
 

@@ -181,10 +181,12 @@ def symmetric_part(pattern: Pattern) -> SymmetricPart:
 
     def symmetric() -> SymmetricPart:
         rows, columns = pattern.rows.astype(np.int64), pattern.indices.astype(np.int64)
-        found = part(pattern, np.isin(columns * pattern.shape[1] + rows, pattern.places, assume_unique=True))
-        rows, columns = found.rows.astype(np.int64), found.indices.astype(np.int64)
+        symmetric_pattern = part(
+            pattern, np.isin(columns * pattern.shape[1] + rows, pattern.places, assume_unique=True)
+        )
+        rows, columns = (each.astype(np.int64) for each in (symmetric_pattern.rows, symmetric_pattern.indices))
         lower = np.maximum(rows, columns) * pattern.shape[1] + np.minimum(rows, columns)
-        return SymmetricPart(found, np.searchsorted(pattern.places, lower))
+        return SymmetricPart(symmetric_pattern, np.searchsorted(pattern.places, lower))
 
     return PLAN_CACHE.get(("symmetric part", pattern.digest), symmetric)
 

@@ -196,9 +196,9 @@ def _evaluated(
         chain, (trace, records) = recent_graphs(f, pruned).of_run(function, x, connected=create_graph)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
-        if create_graph and chain.trained_zeros(trace):
-            pruned, (chain, records) = False, recent_graphs(f, False).of_trace(trace)
         if create_graph:
+            if chain.trained_zeros(trace):
+                pruned, (chain, records) = False, recent_graphs(f, False).of_trace(trace)
             _check_second_derivatives(f, trace, chain, records)
         jacobian = _of_run(plan_of(trace.graph, chain, pruned), trace, records, x)
         if create_graph:

@@ -381,16 +381,16 @@ def _by_blocks(steps: Sequence[_Step], outside: Sequence[torch.Tensor]) -> list[
             done += runs
             continue
         others = [each for step in steps if step not in runs for each in (*step.reads, *step.writes)]
-        kept = {_memory(each) for each in (*outside, *others)}
+        read_elsewhere = {_memory(each) for each in (*outside, *others)}
         for first in range(0, blocks, at_once):
-            done += _of_blocks(runs, slice(first, min(first + at_once, blocks)), kept)
+            done += _of_blocks(runs, slice(first, min(first + at_once, blocks)), read_elsewhere)
     return done
 
 
-def _of_blocks(steps: Sequence[_Step], part: slice, kept: set[int]) -> Iterator[_Step]:
+def _of_blocks(steps: Sequence[_Step], part: slice, read_elsewhere: set[int]) -> Iterator[_Step]:
     """Kernels' steps for some of their blocks; what these alone read has memory of as many blocks."""
     count, passed = part.stop - part.start, dict[int, torch.Tensor]()
-    written = {_memory(each) for step in steps for each in step.writes} - kept
+    written = {_memory(each) for step in steps for each in step.writes} - read_elsewhere
 
     def of_part(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim != BLOCK_DIMENSIONS:

@@ -281,9 +281,9 @@ class _Output(NamedTuple):
 
     def pooled(self, pool: Pool) -> torch.Tensor | None:
         _, rows, columns, _ = self.convolution.out_shape
-        if self.other is not None:
-            return None
-        if not (self.relu and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
+        # The kernel that pools adds nothing else.
+        alone = self.relu and self.other is None
+        if not (alone and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
             return None
         with torch.set_grad_enabled(self.with_gradients):
             return convolve_and_pool(self.x, self.values, self.bias, self.convolution, pool)

@@ -43,8 +43,8 @@ class Pool:
     def tiles(self, in_size: Pair) -> bool:
         """Whether the windows, which are more than one position, cover each position of a plane once."""
         whole = all(size % kernel == 0 for size, kernel in zip(in_size, self.kernel, strict=True))
-        whole = whole and math.prod(self.kernel) > 1
-        return whole and self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1)
+        several = math.prod(self.kernel) > 1
+        return whole and several and self.stride == self.kernel and self.padding == (0, 0) and self.dilation == (1, 1)
 
     def run(self, function: Any, x: torch.Tensor, y: torch.Tensor, winners: torch.Tensor) -> None:
         """Run a function of windows over the planes of blocks."""
