@@ -6,6 +6,7 @@ import doctest
 import importlib
 import pkgutil
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -105,6 +106,14 @@ def test_commands_exist(line: str) -> None:
         assert {word for word in words if word.startswith("--")} <= known
     else:
         raise AssertionError(f"no command of this project: {line}")
+
+
+@pytest.mark.parametrize("target", ["test-portable", "test-gpu"])
+def test_files_that_make_names_exist(target: str) -> None:
+    lines = subprocess.run(["make", "--dry-run", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = re.findall(r"tests/[\w/]+\.(?:py|ini)", lines)
+    assert files
+    assert [file for file in files if not (ROOT / file).exists()] == []
 
 
 def test_links_of_the_readme_lead_somewhere() -> None:
