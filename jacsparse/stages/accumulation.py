@@ -29,7 +29,7 @@ from ..spgemm import (
     spread,
     sum_pattern,
 )
-from .last_products import LastProducts, sample_of
+from .last_products import LastProducts, batch_of, sample_of
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
@@ -226,7 +226,7 @@ class Accumulation:
                 return by_strips
         if large and batch > 1 and on_cpu:
             samples = (compute(large, {n: sample_of(values[n], s) for n in read})[result] for s in range(batch))
-            values[result] = _batch_of(samples, batch)
+            values[result] = batch_of(samples, batch)
         else:
             compute(large, values)
         pattern, stored = alone.pattern, alone.stored
@@ -368,16 +368,6 @@ class Region:
         edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
         shadow.result = eliminate(shadow, edges, self.start, self.stop)
         return shadow.pattern, shadow.multiply_adds
-
-
-def _batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:
-    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made."""
-    values = torch.empty(0)
-    for number, sample in enumerate(samples):
-        if number == 0:
-            values = sample.new_empty((len(sample), batch))
-        values[:, number] = sample[:, 0]
-    return values
 
 
 def matrix_of(factor: Pattern | Region) -> Pattern:

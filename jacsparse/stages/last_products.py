@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,3 +65,13 @@ class LastProducts:
 def sample_of(values: torch.Tensor, sample: int) -> torch.Tensor:
     """One sample's values, ``(nnz, 1)``, in memory of their own; those that all samples share as they are."""
     return values if values.shape[1] == 1 else values[:, sample : sample + 1].contiguous()
+
+
+def batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:
+    """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made."""
+    values = torch.empty(0)
+    for number, sample in enumerate(samples):
+        if number == 0:
+            values = sample.new_empty((len(sample), batch))
+        values[:, number] = sample[:, 0]
+    return values

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import nn
 
 from jacsparse import PreparedJacobian, SparseJacobian, prepare_jacobian
-from jacsparse.codegen import elements, kernels
+from jacsparse.codegen import elements, kernels, operations
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 from tests.jacobians.test_prepared import FUNCTIONS, brusselator, heat
 
@@ -128,6 +130,14 @@ def test_elementwise_operators_are_pytorch_s(name: str, dtype: torch.dtype) -> N
         interpreted.values(at), expected, rtol=1e2 * torch.finfo(dtype).eps, atol=0, equal_nan=True
     )
     assert torch.equal(interpreted.values(at).isfinite(), expected.isfinite())
+
+
+@pytest.mark.parametrize("name", operations._EMITTERS)
+def test_each_function_that_is_called_is_an_instruction(name: str) -> None:
+    builder, emitter = Mock(), operations._EMITTERS[name]
+    emitter(builder, *(Mock() for _ in list(inspect.signature(emitter).parameters)[1:]))
+    called = [call.args[0].upper() for call in builder.call.call_args_list]
+    assert [name for name in called if not hasattr(kernels, name)] == []
 
 
 def test_several_dtypes_are_left_to_pytorch() -> None:
