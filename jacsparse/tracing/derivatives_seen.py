@@ -8,7 +8,6 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils.checkpoint import CheckpointFunction
 
 from ..patterns import UnsupportedOperatorError
 from .callers import caller
@@ -76,7 +75,7 @@ class SeenDerivatives:
             maker.hooked = True
         elif function.__module__ != "torch._library.autograd":
             remedy = "write it with operators, as x + (f(x) - x).detach(), or make it a custom operator with a rule"
-            if function is CheckpointFunction:
+            if function.__module__ == "torch.utils.checkpoint":
                 remedy = "pass use_reentrant=False to checkpoint"
             what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
             self.refuse(maker, what, remedy)
