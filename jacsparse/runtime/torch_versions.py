@@ -107,33 +107,33 @@ class DispatchMode(TorchDispatchMode):
         return self
 
 
-class _Uncompiled:
-    """Whether functions given to ``torch.compile`` run as they are written: PyTorch has one answer for all threads."""
+class _WithoutCompiling:
+    """A context in which functions given to ``torch.compile`` run as they are written, until the last thread leaves.
+
+    PyTorch has one answer for all threads.
+    """
 
     def __init__(self) -> None:
-        self.lock, self.callers, self.stance = threading.Lock(), 0, contextlib.ExitStack()
+        self._lock, self._callers, self._stance = threading.Lock(), 0, contextlib.nullcontext[Any]()
 
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._callers:
+                self._stance = torch.compiler.set_stance("force_eager")
+                self._stance.__enter__()
+            self._callers += 1
 
-_UNCOMPILED = _Uncompiled()
-
-
-@contextlib.contextmanager
-def without_compiling() -> Iterator[None]:
-    """Run functions given to ``torch.compile`` as they are written, until the last thread leaves."""
-    with _UNCOMPILED.lock:
-        if not _UNCOMPILED.callers:
-            _UNCOMPILED.stance.enter_context(torch.compiler.set_stance("force_eager"))
-        _UNCOMPILED.callers += 1
-    try:
-        yield
-    finally:
-        with _UNCOMPILED.lock:
-            _UNCOMPILED.callers -= 1
-            if not _UNCOMPILED.callers:
-                _UNCOMPILED.stance.close()
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._callers -= 1
+            if not self._callers:
+                self._stance.__exit__(None, None, None)
                 # It asks when it is made, at the beginning, and at the end.
                 for _ in range(3 if _BORROWS else 0):
                     _add_reference(compiler_of_frames())
+
+
+without_compiling = _WithoutCompiling()
 
 
 @functools.cache

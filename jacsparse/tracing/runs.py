@@ -78,7 +78,7 @@ def traced(
             copy = requiring_gradient(x if connected else x.detach()).clone()
             tracer = Tracer(Trace(module, copy), graphs, readable)
             # Functions given to torch.compile run as they are written, operator by operator.
-            as_written = without_compiling() if "torch._dynamo" in sys.modules else contextlib.nullcontext()
+            as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()
             unreadable = contextlib.nullcontext() if readable else _Unreadable(tracer, hidden)
             with observing(), tracer, as_written, unreadable:
                 output = module(copy)

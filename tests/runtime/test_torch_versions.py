@@ -75,7 +75,7 @@ def test_a_process_group_ends_while_its_last_call_is_freed() -> None:
 def test_asking_what_compiles_frames_takes_no_references() -> None:
     def ask() -> None:
         torch_versions.compiler_of_frames()
-        with torch_versions.without_compiling():
+        with torch_versions.without_compiling:
             pass
 
     # Imports the compiler.
@@ -95,7 +95,7 @@ def test_threads_that_run_uncompiled_leave_the_compiler_as_it_was() -> None:
 
     plus_one = torch.compile(lambda x: x + 1, backend=backend)
     # As two threads do: the one that begins first ends first.
-    first, second = torch_versions.without_compiling(), torch_versions.without_compiling()
+    first, second = torch_versions.without_compiling, torch_versions.without_compiling
     first.__enter__()
     second.__enter__()
     first.__exit__(None, None, None)
