@@ -246,7 +246,7 @@ class CallsOfElements:
             self._known[node] = target(*fx.map_arg(node.args, self._known.__getitem__), **node.kwargs)
         elif not all(each in self._known or each in self._numbers for each in node.all_input_nodes):
             self._leave(node)
-        elif _name_of(target) in _MOVES:
+        elif _name_of(target) in _MOVES and target is not aten.view.dtype:
             self._move(node)
         else:
             numbers = self._computed(node)
@@ -261,7 +261,9 @@ class CallsOfElements:
         """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
         target: Any = node.target
         name = target.overloadpacket.__name__
-        dtype = next(each.meta["val"].dtype for each in node.all_input_nodes if each in self._numbers)
+        value: Any = node.meta["val"]
+        # Those that are joined may have several dtypes; all are converted to the result's.
+        dtype = (value if isinstance(value, torch.Tensor) else value[0]).dtype
         if node.meta.get("written") and any(argument.alias_info for argument in target._schema.arguments):
             # A view, through which the numbers are written to.
             self._numbers[node] = target(*fx.map_arg(node.args, self._numbers.__getitem__), **node.kwargs)
@@ -275,6 +277,9 @@ class CallsOfElements:
         def moved(numbers: torch.Tensor) -> torch.Tensor:
             return torch.where(numbers == 0, filling, numbers - 1)
 
+        if name in ("view", "_unsafe_view"):
+            # The numbers may lie in memory otherwise than the elements.
+            target = aten.reshape.default
         args: Any = fx.map_arg(node.args, argument)
         filling = self.elements.constant(0.0, dtype)
         if target is aten.constant_pad_nd.default and len(args) > 2:

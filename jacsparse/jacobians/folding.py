@@ -156,22 +156,25 @@ class _Leaves:
 
         None where the entries are no elements of a weight.
         """
-        trace, local = self.function.trace, LocalJacobian(edge, self.function.trace)
-        call, names = local.call, edge.rule.pruned_arguments(edge.call)
+        trace, call = self.function.trace, LocalJacobian(edge, self.function.trace).call
+        names = edge.rule.pruned_arguments(edge.call)
         if not edge.shared or len(names) != 1 or names[0] in call.dependent:
             return None
         (name,) = names
         weight = call.arguments[name]
         if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
             return None
-        # The rule itself tells where the elements of a weight of consecutive numbers come to lie.
+
+        def values_of(weight: torch.Tensor) -> torch.Tensor:
+            of_weight = replace(call, arguments={**call.arguments, name: weight})
+            return edge.rule.transposed_values(of_weight, edge.transposed_pattern)[:, 0]
+
+        # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
+        # these from multiples and sums of elements.
         numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
-        of_numbers = replace(call, arguments={**call.arguments, name: numbered})
-        numbers = edge.rule.transposed_values(of_numbers, edge.transposed_pattern)[:, 0]
-        elements = numbers.long().clamp(0, max(0, weight.numel() - 1))
-        if not torch.equal(weight.reshape(-1)[elements], local.values[:, 0]):
-            return None
-        return (name, elements.numpy()) if torch.equal(elements.to(numbers), numbers) else None
+        elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), numbered.cos()
+        are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
+        return (name, elements.numpy()) if are_elements else None
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""

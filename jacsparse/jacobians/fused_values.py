@@ -177,11 +177,11 @@ class FusedValues:
         alive: list[torch.Tensor] = []
         for slot, value, stride in self._values:
             tensor = known[value]
-            if value and tensor.stride() != stride:
-                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())
-                alive.append(tensor)
             if tensor.is_neg():
                 tensor = tensor.detach().resolve_neg()
+                alive.append(tensor)
+            if value and tensor.stride() != stride:
+                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())
                 alive.append(tensor)
             table[slot] = tensor.data_ptr()
         if self._by_pytorch is not None:

@@ -43,6 +43,15 @@ class SeenDerivatives:
         node = tensor.grad_fn
         if node is None:
             # A leaf that the module made begins a graph of its own.
+            maker = trace.graph.infos[value].maker
+            # An operator copies a lazy negative, without autograd.
+            if (
+                maker is not None
+                and maker.name == "aten.clone"
+                and any(operand.active and trace.tensor(operand.value).is_neg() for operand in maker.operands)
+            ):
+                what = "a negative is not computed before an operator works on it, as a conjugate's imaginary part"
+                self.refuse(maker, what, "take real and imaginary parts before the conjugate")
             return False
         # A write in place may have made it the result of a torch.autograd.Function since.
         if value not in trace.edges or isinstance(node, BackwardCFunction):

@@ -140,6 +140,25 @@ def test_each_function_that_is_called_is_an_instruction(name: str) -> None:
     assert [name for name in called if not hasattr(kernels, name)] == []
 
 
+#: It is the imaginary part of a conjugate, and not computed yet.
+NEGATIVE = torch.view_as_complex(drawn(6, 2, seed=1)).conj().imag
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: (x.reshape(2, 3).t().sin() * 2.0).t().view(-1) * x,
+        lambda x: torch.where((x * x).view(torch.int64).view(FLOAT) > 1, x.exp(), x * x),
+        lambda x: x.sin() * NEGATIVE,
+    ],
+    ids=["view of other strides", "view as another dtype", "negative"],
+)
+def test_elements_that_move(f: Function, compile: bool) -> None:
+    prepared = prepare_jacobian(f, drawn(6), method="products", batched=False, compile=compile)
+    assert_equal(prepared(drawn(6, seed=2)), dense(f, drawn(6, seed=2), batched=False))
+
+
 def test_several_dtypes_are_left_to_pytorch() -> None:
     f = lambda x: (x.double().sin() * x.roll(1)).float()  # noqa: E731
     x = drawn(8).float()

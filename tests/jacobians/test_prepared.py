@@ -334,6 +334,19 @@ def test_elements_of_weights_fold(layer: nn.Module, batch: int) -> None:
     assert_equal(jacsparse.SparseJacobian(actual.pattern, actual.values.expand(-1, batch)), expected)
 
 
+@pytest.mark.parametrize("alpha", [0, 2])
+def test_multiples_of_weights_are_no_elements_of_them(alpha: int) -> None:
+    # Zeros are multiples of each other.
+    x, weight = drawn(2, 1), torch.zeros(1, 1, dtype=FLOAT)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(weight[0], x, weight, alpha=alpha).sin() + x
+
+    prepared = prepare_jacobian(f, x, method="products", pruned=False, batched=True)
+    weight += 3
+    assert_equal(prepared(x), dense(f, x, batched=True))
+
+
 def test_cross_products_fold() -> None:
     x, axis = drawn(2, 3), drawn(3, seed=1)
 

@@ -1078,6 +1078,10 @@ def test_what_is_no_plain_tensor() -> None:
         (nn.BatchNorm1d(4, track_running_stats=False).double().eval(), "without running .* track_running_stats=True"),
         (nn.BatchNorm1d(4).double(), r"in training mode .* call .eval\(\)"),
         (Net(lambda self, x: view_of_what_is_written_to(x * 2)), "take the view after the write"),
+        (
+            Net(lambda self, x: torch.complex(x, x * x).conj().imag * x),
+            "a conjugate's imaginary part .*; take real and imaginary parts before the conjugate",
+        ),
     ],
 )
 def test_remedies(module: nn.Module, remedy: str) -> None:
