@@ -13,8 +13,10 @@ from .elements import ElementGraph
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
 TILE, MOST_BYTES = 2**16, 2**18
-#: The least number of tiles that pay.
-FEWEST = 4
+#: The least number of tiles that pay, and of elements on average that a tile stores one after the other.
+FEWEST, FEWEST_TOGETHER = 4, 4
+#: What is stored for several tiles must be no more than one part in so many.
+SHARE = 4
 #: In place of the tile of elements that several tiles read, or that none reads.
 SHARED, UNREAD = -1, -2
 
@@ -74,7 +76,9 @@ class Tiles:
             sum(count * memory.dtype.itemsize for memory, count in self.scratch.items() if memory.of_tile == each)
             for each in (True, False)
         )
-        if of_tile <= MOST_BYTES and 2 * shared <= nbytes:
+        readers = [self.of_elements[those] for those in self._stored.values()]
+        scattered = sum(np.count_nonzero(np.diff(each)) * FEWEST_TOGETHER > len(each) for each in readers)
+        if of_tile <= MOST_BYTES and SHARE * shared <= nbytes and not scattered:
             self.of_entries = of_entries
         else:
             self.of_elements, self.places, self.scratch = untiled

@@ -247,3 +247,67 @@ def test_products_of_stages_are_not_compiled() -> None:
     network = nn.Sequential(nn.Linear(7, 7), nn.Softmax(1)).double()
     with pytest.raises(ValueError, match=r"Sequential: compile is True, and products of .* pass method='compressed'"):
         prepare_jacobian(network, drawn(2, 7), method="products", compile=True, batched=True)
+
+
+def observed(x: torch.Tensor) -> torch.Tensor:
+    """Two residuals of each observation, a row of seven numbers, by intermediate results that both read."""
+    angle = (x[:, :3] ** 2).sum(1, keepdim=True).sqrt()
+    turned = x[:, 3:6] * angle.cos() + x[:, :3] / angle * angle.sin() * (x[:, :3] * x[:, 3:6]).sum(1, keepdim=True)
+    return (x[:, 6:] * turned[:, :2] / (turned[:, 2:] + 9) + x[:1, :2].sin()).exp()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_loops_store_is_of_one_tile(dtype: torch.dtype, compile: bool, threads: int) -> None:
+    """The memory for it does not grow with the rows, and values are those of a few rows."""
+    few, many = 50, 20_011
+    x = drawn(many, 7).to(dtype)
+    prepared = prepare_jacobian(observed, x, batched=False, compile=compile)
+    fused = prepared._first.evaluator.fused
+    assert fused is not None and not fused._left
+    with of_threads(threads):
+        values = prepared(x)
+    # All read the first row's sines. The rest would take several times the memory of the values.
+    assert fused._bytes < values.values.nbytes // 20
+    matrix = values.to_scipy()
+    for first in (0, 3 * few, many - few):
+        rows = torch.cat([x[:1], x[first : first + few]])
+        expected = dense(observed, rows, batched=False)[0][2:]
+        actual = torch.from_numpy(matrix[2 * first : 2 * (first + few)].toarray())
+        blocks = actual[:, 7 * first : 7 * (first + few)]
+        others = actual[:, :7]
+        tolerance = 1e3 * torch.finfo(dtype).eps * expected.abs().amax()
+        if first:
+            assert (torch.cat([others, blocks], 1) - expected).abs().amax() <= tolerance
+        else:
+            merged = expected[:, 7:].clone()
+            merged[:, :7] += expected[:, :7]
+            assert (blocks - merged).abs().amax() <= tolerance
+
+
+def test_scattered_rows_are_in_no_tiles() -> None:
+    """Each tile would read what others store, or store single elements."""
+    order = torch.randperm(20_000, generator=torch.Generator().manual_seed(0))
+    f = lambda x: (x.sin() * x.roll(1))[order].reshape(-1, 2).prod(1) * x[:10_000]  # noqa: E731
+    x = drawn(20_000)
+    for compile in (False, True):
+        J = prepare_jacobian(f, x, batched=False, compile=compile)(x)
+        v = drawn(10_000, seed=1)
+        torch.testing.assert_close(J.vjp(v[None])[0], torch.func.vjp(f, x)[1](v)[0])
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_sums_along_axes(compile: bool) -> None:
+    functions: list[Function] = [
+        lambda x: (x * x).sum(1) * x[:, 0, 0, None], lambda x: (x.sin() * x).sum((0, -1), keepdim=True) * x,
+        lambda x: (x**3).sum() * x, lambda x: (x**2).sum(dim=[]) * x[0, 0], lambda x: (x[:, :0] * 2).sum(1) + x[:, 0] ** 2,
+        lambda x: (x.repeat(9, 1, 1) ** 2).sum() * x, lambda x: (x > 0).sum(1) * x[:, 0] ** 2,
+        lambda x: (x * x).sum(1, dtype=torch.float32).double() * x[:, 0],
+    ]  # fmt: skip
+    x = drawn(2, 3, 4)
+    for f in functions:
+        J = prepare_jacobian(f, x, batched=False, compile=compile)
+        at = drawn(2, 3, 4, seed=1)
+        tolerance = 1e-12 if f is not functions[-1] else 1e-5
+        torch.testing.assert_close(J(at).todense(), dense(f, at, batched=False)[0], rtol=tolerance, atol=tolerance)
