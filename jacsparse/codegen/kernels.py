@@ -76,8 +76,9 @@ def _store(memory, values, counts, starts, single, stride, distance):
 # begin in `counts` and places of the first sequence in `starts`, how far behind those of the next sequence begin,
 # whether each piece is one point, and the number of points. An instruction has its operator, its result's register, and
 # the registers of its operands, or a constant; or it has a register, a memory, a sequence of places, a distance from
-# these and a stride. Registers are offsets in bytes. A negative memory is one of a tile, which lies before the registers:
-# the complement of its offset in bytes. `ends` has the first block of each loop's blocks, or of each tile.
+# these and a stride. Registers are offsets in bytes. A negative memory is one of a tile, which lies before the
+# registers: the complement of its offset in bytes. Ranges are of blocks of a loop, or of tiles: `ends` has the first
+# block of each, and the end of the last one.
 
 
 @kernel

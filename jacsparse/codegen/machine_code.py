@@ -62,7 +62,9 @@ class MachineCode:
         builder.ret_void()
         self.work = sum(loop.work * loop.points for loop in loops)
         vectorize = self.work > MUCH * sum(len(loop.expressions) for loop in loops)
-        self._engine, addresses = compiled_module(module, [*(each.name for each in functions), run.name], vectorize=vectorize)
+        self._engine, addresses = compiled_module(
+            module, [*(each.name for each in functions), run.name], vectorize=vectorize
+        )
         each = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         self._parts = [each(address) for address in addresses[:-1]]
         self.run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(addresses[-1])
@@ -83,9 +85,7 @@ class MachineCode:
         self.memories += [each for each in memories if each not in self.memories and not _is_of_tile(each)]
         return memories
 
-    def _part(
-        self, module: ir.Module, name: str, calls: Sequence[tuple[Loop, ir.Function, list[Any]]]
-    ) -> ir.Function:
+    def _part(self, module: ir.Module, name: str, calls: Sequence[tuple[Loop, ir.Function, list[Any]]]) -> ir.Function:
         """A function that runs some rows of one loop, or some tiles of all loops that have tiles."""
         kind = ir.FunctionType(ir.VoidType(), [_INDEX, _INDEX, ir.PointerType(_BYTE.as_pointer())])
         function = ir.Function(module, kind, name)
