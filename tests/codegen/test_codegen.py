@@ -299,11 +299,15 @@ def assert_products_are_autograd_s(f: Function, jacobian: SparseJacobian, x: tor
 @pytest.mark.parametrize("compile", [False, True])
 def test_sums_along_axes(compile: bool) -> None:
     functions: list[Function] = [
-        lambda x: (x * x).sum(1) * x[:, 0, 0, None], lambda x: (x.sin() * x).sum((0, -1), keepdim=True) * x,
-        lambda x: (x**3).sum() * x, lambda x: (x**2).sum(dim=[]) * x[0, 0],
-        lambda x: (x[:, :0] * 2).sum(1) + x[:, 0] ** 2, lambda x: (x.repeat(9, 1, 1) ** 2).sum() * x, lambda x: (x > 0).sum(1) * x[:, 0] ** 2,
+        lambda x: (x * x).sum(1) * x[:, 0, 0, None],
+        lambda x: (x.sin() * x).sum((0, -1), keepdim=True) * x,
+        lambda x: (x**3).sum() * x,
+        lambda x: (x**2).sum(dim=[]) * x[0, 0],
+        lambda x: (x[:, :0] * 2).sum(1) + x[:, 0] ** 2,
+        lambda x: (x.repeat(9, 1, 1) ** 2).sum() * x,
+        lambda x: (x > 0).sum(1) * x[:, 0] ** 2,
         lambda x: (x * x).sum(1, dtype=torch.float32).double() * x[:, 0],
-    ]  # fmt: skip
+    ]
     x = drawn(2, 3, 4)
     for f in functions:
         J = prepare_jacobian(f, x, batched=False, compile=compile)
