@@ -309,9 +309,10 @@ class CallsOfElements:
         """The numbers of sums along some axes; None where they are long, or of another dtype than their elements."""
         operand: Any = node.args[0]
         value, dtype = node.meta["val"], operand.meta["val"].dtype
-        numbers, axes = self._numbers_of(operand, dtype), list(node.args[1] or () if len(node.args) > 1 else ())
-        axes = axes or list(range(numbers.ndim))
-        numbers = numbers.movedim(axes, list(range(-len(axes), 0))).reshape(value.numel(), -1 if value.numel() else 1)
+        numbers = self._numbers_of(operand, dtype)
+        axes: Any = (node.args[1] if len(node.args) > 1 else None) or range(numbers.ndim)
+        numbers = numbers.movedim(list(axes), list(range(-len(axes), 0)))
+        numbers = numbers.reshape(value.numel(), -1 if value.numel() else 1)
         rows, count = numbers.shape
         if dtype not in FLOATS or value.dtype != dtype or count > MOST_SUMMED:
             return None

@@ -49,7 +49,7 @@ class MachineCode:
         parts = [[call] for call in calls if call[0].tiles is None]
         tiled = [call for call in calls if call[0].tiles is not None]
         if tiled:
-            self.runs[BOUNDS] = np.stack([loop.tiles for loop, *_ in tiled])
+            self.runs[BOUNDS] = np.stack([loop.tiles for loop, *_ in tiled])  # type: ignore[misc]
             self.memories.append(BOUNDS)
             parts.append(tiled)
         functions = [self._part(module, f"{prefix}part_{number}", part) for number, part in enumerate(parts)]

@@ -65,23 +65,23 @@ class Tiles:
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
         self.count, self.of_entries = nbytes // TILE, None
         self.of_elements = np.full(graph.count, SHARED, np.int32)
-        self._place()
+        self.places, self.scratch = self._placed(self.of_elements)
         if not FEWEST <= self.count <= rows:
             return
-        untiled = self.of_elements, self.places, self.scratch
         of_entries = np.repeat(np.arange(rows) * self.count // rows, np.diff(indptr))
-        self.of_elements = self._readers(graph, needed, entries, of_entries)
-        self._place()
+        readers = self._readers(graph, needed, entries, of_entries)
+        places, scratch = self._placed(readers)
         of_tile, shared = (
-            sum(count * memory.dtype.itemsize for memory, count in self.scratch.items() if memory.of_tile == each)
+            sum(count * memory.dtype.itemsize for memory, count in scratch.items() if memory.of_tile == each)
             for each in (True, False)
         )
-        readers = [self.of_elements[those] for those in self._stored.values()]
-        scattered = sum(np.count_nonzero(np.diff(each)) * FEWEST_TOGETHER > len(each) for each in readers)
+        scattered = any(
+            np.count_nonzero(np.diff(readers[numbers])) * FEWEST_TOGETHER > len(numbers)
+            for numbers in self._stored.values()
+        )
         if of_tile <= MOST_BYTES and SHARE * shared <= nbytes and not scattered:
             self.of_entries = of_entries
-        else:
-            self.of_elements, self.places, self.scratch = untiled
+            self.of_elements, self.places, self.scratch = readers, places, scratch
 
     def _readers(
         self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, of_entries: np.ndarray
@@ -99,16 +99,16 @@ class Tiles:
                 np.maximum.at(last, operand, last[where])
         return np.where(first < last, SHARED, last)
 
-    def _place(self) -> None:
-        """Give each stored element a place, those of a tile one after the other."""
-        self.places = np.zeros(len(self.of_elements), np.int64)
-        self.scratch = dict[Scratch, int]()
+    def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
+        """The places of stored elements, those of a tile one after the other, and how many each memory holds."""
+        places, scratch = np.zeros(len(readers), np.int64), dict[Scratch, int]()
         for dtype, numbers in self._stored.items():
-            tiles = self.of_elements[numbers]
+            tiles = readers[numbers]
             shared, own = numbers[tiles == SHARED], numbers[tiles >= 0]
-            self.places[shared] = np.arange(len(shared))
+            places[shared] = np.arange(len(shared))
             counts = np.bincount(tiles[tiles >= 0], minlength=1)
-            order = np.argsort(self.of_elements[own], kind="stable")
-            self.places[own[order]] = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+            order = np.argsort(readers[own], kind="stable")
+            places[own[order]] = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
             sizes = {Scratch(dtype): len(shared), Scratch(dtype, of_tile=True): int(counts.max())}
-            self.scratch |= {memory: count for memory, count in sizes.items() if count}
+            scratch |= {memory: count for memory, count in sizes.items() if count}
+        return places, scratch
