@@ -2,9 +2,10 @@
 
 from .elements import CallsOfElements, ElementGraph, UnreadableWriteError, sums
 from .interpreter import Interpreted, MixedDtypesError
-from .loops import OUT, Fusion, Scratch
+from .loops import OUT, Fusion
 from .machine_code import MachineCode
 from .operations import FLOATS
+from .tiles import Scratch
 
 __all__ = [
     "FLOATS",

@@ -21,6 +21,8 @@ from .operations import FLOATS, OPERAND, ElementOperation, operation_of
 
 #: The most terms of a sum that is one operation; longer ones are sums of sums.
 MOST_TERMS = 8
+#: The most elements that a call may sum up to one: PyTorch computes longer sums as fast.
+MOST_SUMMED = 64
 #: The most distinct numbers, or kinds of sums, of which each has code of its own.
 MOST_KINDS = 16
 
@@ -249,7 +251,7 @@ class CallsOfElements:
         elif _name_of(target) in _MOVES and target is not aten.view.dtype:
             self._move(node)
         else:
-            numbers = self._computed(node)
+            numbers = self._summed(node) if _name_of(target) == "sum" else self._computed(node)
             if numbers is None:
                 self._leave(node)
             else:
@@ -307,6 +309,22 @@ class CallsOfElements:
             # A later write replaces the numbers of what is written to.
             operands.append((numbers.clone() if operand.meta.get("written") else numbers).numpy())
         return torch.from_numpy(self.elements.compute(operation, operands)).reshape(value.shape)
+
+    def _summed(self, node: fx.Node) -> torch.Tensor | None:
+        """The numbers of sums along some axes; None where they are long, or of another dtype than their elements."""
+        operand: Any = node.args[0]
+        value, dtype = node.meta["val"], operand.meta["val"].dtype
+        numbers = self._numbers_of(operand, dtype)
+        axes: Any = (node.args[1] if len(node.args) > 1 else None) or range(numbers.ndim)
+        numbers = numbers.movedim(list(axes), list(range(-len(axes), 0)))
+        numbers = numbers.reshape(value.numel(), -1 if value.numel() else 1)
+        rows, count = numbers.shape
+        if dtype not in FLOATS or value.dtype != dtype or count > MOST_SUMMED:
+            return None
+        weights = torch.ones(rows * count, dtype=dtype).numpy()
+        terms = numbers.reshape(-1, 1).numpy()
+        summed = sums(self.elements, np.arange(rows + 1) * count, [terms], weights, None, dtype)
+        return torch.from_numpy(summed).reshape(value.shape)
 
     def _write(self, node: fx.Node) -> None:
         """Write the numbers of elements over those of others, in the memory that views of these share."""

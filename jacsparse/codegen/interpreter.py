@@ -5,8 +5,8 @@ Each register holds the points of a block, so that what an instruction takes bes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +16,12 @@ from ..runtime import SIMD, row_starts, run_rows, within_rows
 from . import kernels
 from .loops import OUT, Loop, Place
 from .operations import is_number
+from .tiles import Scratch
 
 _RELATIONS = {"<": kernels.LESS, "<=": kernels.LESS_EQUAL, "==": kernels.EQUAL, "!=": kernels.NOT_EQUAL}
 _STORES = (kernels.STORE, kernels.STORE_TRUTH, kernels.STORE_CHECKED)
+#: Bytes at multiples of which the memories of a tile begin.
+_ALIGNMENT = 64
 #: The fields of an instruction; see `kernels.interpret`.
 _FIELDS = 6
 
@@ -36,18 +39,24 @@ class Interpreted:
         Where loops compute in other floating-point numbers than those of `dtype`.
     """
 
-    def __init__(self, loops: Sequence[Loop], dtype: torch.dtype) -> None:
+    def __init__(self, loops: Sequence[Loop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
         self.memories: list[Any] = []
+        #: Where the memories of a tile begin, behind each other, and their bytes.
+        offsets, nbytes = dict[Scratch, int](), 0
+        for memory, count in scratch.items():
+            if memory.of_tile:
+                offsets[memory] = nbytes
+                nbytes += -(-count * memory.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT
         #: Tables of places are no memories here.
         self.runs: dict[str, np.ndarray] = {}
         self.work = sum(loop.work * loop.points for loop in loops)
         constants, registers = list[float](), 1
-        blocks, counts, starts, program = (list[np.ndarray]() for _ in range(4))
+        blocks, tiles, counts, starts, program = (list[np.ndarray]() for _ in range(5))
         for loop in loops:
-            code = _Code(loop, dtype, self.memories, constants)
+            code = _Code(loop, dtype, self.memories, offsets, constants)
             instructions, count = code.program()
-            length, places = _pieces(loop)
-            begins = _blocks(length)
+            length, places, of_tiles = _pieces(loop)
+            begins = _blocks(length, of_tiles)
             first, of_counts, of_starts = [sum(map(np.size, arrays)) for arrays in (program, counts, starts)]
             first //= _FIELDS
             columns = np.broadcast_arrays(
@@ -55,21 +64,33 @@ class Interpreted:
                 *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
             )
             blocks.append(np.stack(columns, 1))
+            tiles.append(of_tiles[begins[:-1]])
             for arrays, array in ((counts, length), (starts, places.reshape(-1)), (program, instructions)):
                 arrays.append(array)
             registers = max(registers, count)
-        self._works = [
-            row_starts(rows[:, -1] * loop.work // SIMD, np.int64) for rows, loop in zip(blocks, loops, strict=True)
-        ]
+        works = [rows[:, -1] * loop.work // SIMD for rows, loop in zip(blocks, loops, strict=True)]
+        whole = sum(loop.tiles is None for loop in loops)
+        #: Running totals of the work of each loop's blocks.
+        self._works = [row_starts(each, np.int64) for each in works[:whole]]
+        ends = np.arange(1 + sum(map(len, works[:whole])))
+        if whole < len(loops):
+            # The blocks of one tile after those of the one before, and the work of tiles.
+            of_tiles = np.concatenate(tiles[whole:])
+            order = np.argsort(of_tiles, kind="stable")
+            bounds = np.searchsorted(of_tiles[order], np.arange(of_tiles.max() + 2))
+            blocks[whole:] = [np.concatenate(blocks[whole:])[order]]
+            self._works.append(row_starts(np.concatenate(works[whole:])[order], np.int64)[bounds])
+            ends = np.append(ends, ends[-1] + bounds[1:])
         with np.errstate(over="ignore"):
             numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype).numpy().dtype)
         tables = [np.concatenate(arrays).astype(np.int64, copy=False) for arrays in (blocks, counts, starts, program)]
-        self._arguments: tuple[Any, ...] = (*tables, numbers, registers, np.zeros(1, np.uint8))
+        sizes = registers, nbytes // dtype.itemsize
+        self._arguments: tuple[Any, ...] = (ends, *tables, numbers, *sizes, np.zeros(1, np.uint8))
 
     def run(self, table: Any) -> None:
         """Run the loops with a table of addresses."""
         addresses = np.frombuffer(table, np.int64)
-        kernels.interpret(0, len(self._arguments[0]), 0, *self._arguments, addresses)
+        kernels.interpret(0, len(self._arguments[0]) - 1, 0, *self._arguments, addresses)
 
     def run_on_threads(self, table: Any) -> None:
         """As `run`, on as many threads as a loop pays for."""
@@ -79,24 +100,27 @@ class Interpreted:
             begin += len(work) - 1
 
 
-def _pieces(loop: Loop) -> tuple[np.ndarray, np.ndarray]:
-    """The lengths of a loop's runs, cut where they are longer than a block, and their places in each sequence."""
+def _pieces(loop: Loop) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The lengths of a loop's runs, cut where they are longer than a block, their places by sequence, and tiles."""
     length, places = loop.runs[:, 0], loop.runs[:, 1:]
+    bounds = np.array([0, len(length)]) if loop.tiles is None else loop.tiles
+    tiles = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     if loop.strides is None:
-        return length, places.T
+        return length, places.T, tiles
     number = -(-length // kernels.BLOCK)
     run, before = np.repeat(np.arange(len(length)), number), within_rows(number) * kernels.BLOCK
     places = places[run] + before[:, None] * np.array(loop.strides, np.int64)
-    return np.minimum(kernels.BLOCK, length[run] - before), places.T
+    return np.minimum(kernels.BLOCK, length[run] - before), places.T, tiles[run]
 
 
-def _blocks(length: np.ndarray) -> np.ndarray:
+def _blocks(length: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """Where blocks of pieces begin, and the end of the last one."""
-    begins, points = [0], 0
-    for piece, count in enumerate(length.tolist()):
-        if points + count > kernels.BLOCK:
-            begins.append(piece)
-            points = 0
+    begins, points, before = [0], 0, 0
+    for piece, (count, tile) in enumerate(zip(length.tolist(), tiles.tolist(), strict=True)):
+        if points + count > kernels.BLOCK or tile != before:
+            if piece:
+                begins.append(piece)
+            points, before = 0, tile
         points += count
     return np.array([*begins, len(length)])
 
@@ -113,8 +137,16 @@ class _Instruction:
 class _Code:
     """The instructions of a loop, as an emitter of operations makes them; a truth value is 0 or 1."""
 
-    def __init__(self, loop: Loop, dtype: torch.dtype, memories: list[Any], constants: list[float]) -> None:
+    def __init__(
+        self,
+        loop: Loop,
+        dtype: torch.dtype,
+        memories: list[Any],
+        offsets: Mapping[Scratch, int],
+        constants: list[float],
+    ) -> None:
         self.builder, self._dtype, self._memories, self._constants = self, dtype, memories, constants
+        self._offsets = offsets
         self._strides = loop.strides or [0] * loop.runs.shape[1]
         #: Each instruction once, in order.
         self._instructions: dict[Any, _Instruction] = {}
@@ -141,9 +173,13 @@ class _Code:
 
     def _fields(self, place: Place) -> tuple[int, ...]:
         self._check(place.dtype)
-        if place.memory not in self._memories:
-            self._memories.append(place.memory)
-        return self._memories.index(place.memory), place.sequence, place.distance, self._strides[place.sequence]
+        memory, where = place.memory, (place.sequence, place.distance, self._strides[place.sequence])
+        if isinstance(memory, Scratch) and memory.of_tile:
+            # Negative: it is no memory of the table.
+            return ~self._offsets[replace(memory, writes=False)], *where
+        if memory not in self._memories:
+            self._memories.append(memory)
+        return self._memories.index(memory), *where
 
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
         self._check(dtype)

@@ -76,30 +76,34 @@ def _store(memory, values, counts, starts, single, stride, distance):
 # begin in `counts` and places of the first sequence in `starts`, how far behind those of the next sequence begin,
 # whether each piece is one point, and the number of points. An instruction has its operator, its result's register, and
 # the registers of its operands, or a constant; or it has a register, a memory, a sequence of places, a distance from
-# these and a stride. Registers are offsets in bytes.
+# these and a stride. Registers are offsets in bytes. A negative memory is one of a tile, which lies before the
+# registers: the complement of its offset in bytes. Ranges are of blocks of a loop, or of tiles: `ends` has the first
+# block of each, and the end of the last one.
 
 
 @kernel
-def interpret(first, last, begin, blocks, counts, starts, program, constants, registers, truth, table):
-    memory = np.empty(registers * BLOCK, constants.dtype)
-    base = memory.ctypes.data
+def interpret(first, last, begin, ends, blocks, counts, starts, program, constants, registers, stored, truth, table):
+    memory = np.empty(stored + registers * BLOCK, constants.dtype)
+    of_tile = memory.ctypes.data
+    base = of_tile + stored * constants.itemsize
     largest = np.finfo(constants.dtype).max
-    for block in range(begin + first, begin + last):
+    for block in range(ends[begin + first], ends[begin + last]):
         first_instruction, last_instruction, pieces, of_counts, of_starts, across, single, n = blocks[block]
         lengths = counts[of_counts : of_counts + pieces]
         for place in range(first_instruction, last_instruction):
             op, to, p, q, r, stride = program[place]
             if op <= STORE_CHECKED:
                 register = _at(base + to, constants, n)
+                address = table[p] if p >= 0 else of_tile + ~p
                 where = starts[of_starts + q * across : of_starts + q * across + pieces]
                 if op == LOAD:
-                    _load(register, _at(table[p], constants, 1), lengths, where, single, stride, r)
+                    _load(register, _at(address, constants, 1), lengths, where, single, stride, r)
                 elif op == LOAD_TRUTH:
-                    _load(register, _at(table[p], truth, 1), lengths, where, single, stride, r)
+                    _load(register, _at(address, truth, 1), lengths, where, single, stride, r)
                 elif op == STORE_TRUTH:
-                    _store(_at(table[p], truth, 1), register, lengths, where, single, stride, r)
+                    _store(_at(address, truth, 1), register, lengths, where, single, stride, r)
                 else:
-                    _store(_at(table[p], constants, 1), register, lengths, where, single, stride, r)
+                    _store(_at(address, constants, 1), register, lengths, where, single, stride, r)
                     if op == STORE_CHECKED:
                         others = 0
                         for k in range(n):

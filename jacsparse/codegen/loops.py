@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ import torch
 
 from .elements import ElementGraph, Elements, of_kinds
 from .operations import ElementOperation
+from .tiles import SHARED, UNREAD, Scratch, Tiles
 
 #: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
 MEMORY = 4
@@ -65,6 +66,8 @@ class Loop:
         How far the places of a sequence are apart along runs; None where all runs are single points.
     points : int
         The number of points.
+    tiles : ndarray of int, (tiles + 1,), or None
+        Where the runs of each tile begin; None where all tiles read what the loop stores.
     """
 
     expressions: list[Expression]
@@ -72,6 +75,7 @@ class Loop:
     runs: np.ndarray
     strides: list[int] | None
     points: int
+    tiles: np.ndarray | None = None
 
     @property
     def work(self) -> int:
@@ -80,20 +84,15 @@ class Loop:
         return sum(costs) + len(self.stores)
 
 
-@dataclass(frozen=True)
-class Scratch:
-    """The memory of a dtype for elements that are stored."""
-
-    dtype: torch.dtype
-    writes: bool = False
-
-
 #: The memory of the results.
 OUT = "out"
 
 
 class Fusion:
     """The loops that compute some elements.
+
+    Where much is stored for others, rows are computed in tiles: all loops of one tile, then those of the next, whose
+    elements take the same memory. Loops that store what several tiles read come before.
 
     Parameters
     ----------
@@ -107,8 +106,8 @@ class Fusion:
     Attributes
     ----------
     loops : list of Loop
-        The loops, in order; the last ones store the entries.
-    scratch : dict of dtype to int
+        The loops, in order, those of tiles last.
+    scratch : dict of Scratch to int
         How many elements are stored for other loops.
     reads : set of int
         The places of the nodes in memory that are read.
@@ -116,20 +115,14 @@ class Fusion:
 
     def __init__(self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype) -> None:
         self.graph, self.dtype = graph, dtype
-        self.firsts = np.array([node.first for node in graph.nodes] or [0])
         self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
         self._choose(graph.makers(entries))
-        self.scratch: dict[torch.dtype, int] = defaultdict(int)
-        self._bases = np.zeros(len(graph.nodes), np.int64)
-        for place in sorted(graph.stored & self._needed):
-            node = graph.nodes[place]
-            self._bases[place] = self.scratch[node.dtype]
-            self.scratch[node.dtype] += node.count
+        self._tiles = Tiles(graph, self._needed, entries, indptr)
+        self.scratch = self._tiles.scratch
         self._classify()
         self.reads = {place for place in self._needed if place in graph.tensors}
-        self.loops = list(self._of_stored())
-        self.inner = len(self.loops)
-        self.loops += self._of_entries(entries, indptr)
+        loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
+        self.loops = sorted(loops, key=lambda loop: loop.tiles is not None)
 
     def _choose(self, wanted: Sequence[int]) -> None:
         """Choose which nodes are needed, and which are stored."""
@@ -177,7 +170,8 @@ class Fusion:
         for place, node in enumerate(self.graph.nodes):
             where = slice(node.first, node.first + node.count)
             if place in self.graph.stored:
-                self._classes[where] = known.setdefault(node.dtype, len(known))
+                shared, own = (known.setdefault((node.dtype, of_tile), len(known)) for of_tile in (False, True))
+                self._classes[where] = np.where(self._tiles.of_elements[where] == SHARED, shared, own)
             elif node.operation is None:
                 self._classes[where] = known.setdefault(place, len(known))
             elif place in self._needed:
@@ -206,18 +200,22 @@ class Fusion:
         """The loops that store nodes of equal counts, together where their elements are alike in the same places."""
         together: dict[bytes, tuple[list[np.ndarray], list[int]]] = {}
         for place in places:
-            classes = np.stack([self._classes[operand] for operand in self.graph.nodes[place].operands], 1)
-            kinds = [those for _, those in of_kinds(classes)]
-            key = b"".join(those.tobytes() + b"," for those in kinds)
+            node = self.graph.nodes[place]
+            tiles = self._tiles.of_elements[node.first : node.first + node.count]
+            classes = np.stack([np.minimum(tiles, 0), *(self._classes[operand] for operand in node.operands)], 1)
+            kinds = [those for first, those in of_kinds(classes) if tiles[first] != UNREAD]
+            key = b"".join(those.tobytes() + b"," for those in kinds) + tiles.tobytes()
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():
+            tiles = self._tiles.of_elements[self.graph.nodes[places[0]].first :]
             for those in kinds:
-                body = _Body(self, len(those))
+                points = those[np.argsort(tiles[those], kind="stable")]
+                body = _Body(self, len(points), None if tiles[points[0]] == SHARED else tiles[points])
                 for place in places:
                     node = self.graph.nodes[place]
-                    value = body.computed(place, those)
-                    body.store(value, Scratch(node.dtype, writes=True), node.dtype, self._bases[place] + those)
-                yield body.loop()
+                    memory, _, at = self._in_scratch(place, node.first + points)
+                    body.store(body.computed(place, points), replace(memory, writes=True), node.dtype, at)
+                yield body.loop(self._tiles.count)
 
     def _of_entries(self, entries: np.ndarray, indptr: np.ndarray) -> Iterator[Loop]:
         """The loops that store the entries."""
@@ -247,19 +245,28 @@ class Fusion:
 
     def _storing(self, entries: np.ndarray, members: np.ndarray) -> Loop:
         """A loop that stores some entries of each point."""
-        body = _Body(self, len(members))
+        tiles = self._tiles.of_entries
+        if tiles is not None:
+            tiles = tiles[members[:, 0] // entries.shape[1]]
+            order = np.argsort(tiles, kind="stable")
+            members, tiles = members[order], tiles[order]
+        body = _Body(self, len(members), tiles)
         for each in members.T:
             body.store(body.value(entries.reshape(-1)[each]), OUT, self.dtype, each)
-        return body.loop()
+        return body.loop(self._tiles.count)
 
     def address(self, numbers: np.ndarray) -> tuple[Any, torch.dtype, np.ndarray] | None:
         """The memory of elements of a class, its dtype and their places there; None where they are not in memory."""
         place = int(self.graph.places(numbers[:1])[0])
         node = self.graph.nodes[place]
         if place in self.graph.stored:
-            places = self.graph.places(numbers)
-            return Scratch(node.dtype), node.dtype, numbers - self.firsts[places] + self._bases[places]
+            return self._in_scratch(place, numbers)
         return (place, node.dtype, numbers - node.first) if node.operation is None else None
+
+    def _in_scratch(self, place: int, numbers: np.ndarray) -> tuple[Scratch, torch.dtype, np.ndarray]:
+        """The memory of stored elements, of one tile each or of all, its dtype and their places there."""
+        dtype, of_tile = self.graph.nodes[place].dtype, self._tiles.of_elements[numbers[0]] != SHARED
+        return Scratch(dtype, bool(of_tile)), dtype, self._tiles.places[numbers]
 
 
 @dataclass
@@ -268,6 +275,8 @@ class _Body:
 
     fusion: Fusion
     points: int
+    #: The tile of each point, in order, where it is of one.
+    tiles: np.ndarray | None
     expressions: list[Expression] = field(default_factory=list)
     stores: list[tuple[int, Place]] = field(default_factory=list)
     #: By what identifies them but for rare cases, the elements and the expressions that compute them.
@@ -322,12 +331,14 @@ class _Body:
         self.steps.append(steps)
         return Place(memory, dtype, alike[-1], 0)
 
-    def loop(self) -> Loop:
-        """The loop, whose points are in runs where these are long."""
+    def loop(self, tiles: int) -> Loop:
+        """The loop, whose points are in runs where these are long, with so many tiles where they are of tiles."""
         steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
         count = steps.shape[1]
         strides = np.sort(steps, 1)[:, count // 2] if count else np.zeros(len(steps), np.int64)
         breaks = (steps != strides[:, None]).any(0)
+        if self.tiles is not None:
+            breaks |= self.tiles[1:] != self.tiles[:-1]
         begin = np.append(0, 1 + np.flatnonzero(breaks))
         single = self.points < SHORTEST * len(begin)
         if single:
@@ -337,6 +348,6 @@ class _Body:
             begin = np.flatnonzero(within % LONGEST == 0)
         places = np.concatenate([np.array(self.starts)[:, None], steps], 1).cumsum(1) if self.steps else steps[:, :0]
         runs = np.concatenate([np.diff(np.append(begin, self.points))[None], places[:, begin]]).T
-        return Loop(
-            self.expressions, self.stores, np.ascontiguousarray(runs), None if single else strides.tolist(), self.points
-        )
+        of_tiles = None if self.tiles is None else np.searchsorted(self.tiles[begin], np.arange(tiles + 1))
+        step = None if single else strides.tolist()
+        return Loop(self.expressions, self.stores, np.ascontiguousarray(runs), step, self.points, of_tiles)

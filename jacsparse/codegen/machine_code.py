@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,61 +15,64 @@ from llvmlite import ir
 from ..runtime import SIMD, compiled_module, run_rows
 from .loops import OUT, Loop, Place
 from .operations import FLOATS, TRUTH, Emitter, constant, converted
+from .tiles import Scratch
 
 _INDEX, _BYTE = ir.IntType(64), ir.IntType(8)
 _NUMBERS = itertools.count()
 #: Work of each expression from which vectorised loops are worth the time of their compilation.
 MUCH = 500
 _FAST = ("reassoc", "contract")
+#: The memory of where the runs of each tile begin, of each loop that has tiles.
+BOUNDS = "bounds of tiles"
 
 
 class MachineCode:
     """Machine code of loops.
 
     A call takes a table of addresses: those of `memories` in their order, and then a place for the answer, which is set
-    where a result is not finite.
+    where a result is not finite. The memory of a tile is on the stack of the thread that computes it.
     """
 
-    def __init__(self, loops: Sequence[Loop], dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, loops: Sequence[Loop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
+        self._dtype, self._scratch = dtype, scratch
         self.memories: list[Any] = []
         #: The tables of runs, which are memories too.
         self.runs: dict[str, np.ndarray] = {}
         module, prefix = ir.Module("jacsparse"), f"jacsparse_{next(_NUMBERS)}_"
         places = [self._places(number, loop) for number, loop in enumerate(loops)]
+        bodies = [
+            self._body(module, f"{prefix}body_{number}", loop, memories)
+            for number, (loop, memories) in enumerate(zip(loops, places, strict=True))
+        ]
+        calls = list(zip(loops, bodies, places, strict=True))
+        #: What runs by itself: a loop, or all loops of a tile; the work of what it counts.
+        parts = [[call] for call in calls if call[0].tiles is None]
+        tiled = [call for call in calls if call[0].tiles is not None]
+        if tiled:
+            self.runs[BOUNDS] = np.stack([loop.tiles for loop, *_ in tiled])  # type: ignore[misc]
+            self.memories.append(BOUNDS)
+            parts.append(tiled)
+        functions = [self._part(module, f"{prefix}part_{number}", part) for number, part in enumerate(parts)]
+        self._works = [np.sum([_work(loop) for loop, *_ in part], 0) for part in parts]
         table = ir.PointerType(_BYTE.as_pointer())
-        names = []
-        for number, (loop, memories) in enumerate(zip(loops, places, strict=True)):
-            body = self._body(module, f"{prefix}body_{number}", loop, memories)
-            names.append(f"{prefix}loop_{number}")
-            function = ir.Function(module, ir.FunctionType(ir.VoidType(), [_INDEX, _INDEX, table]), names[-1])
-            builder = ir.IRBuilder(function.append_basic_block())
-            first, last, addresses = function.args
-            pointers = [
-                builder.bitcast(builder.load(builder.gep(addresses, [_INDEX(self.memories.index(memory))])), kind)
-                for memory, kind in zip(memories, body.function_type.args[2:-1], strict=True)
-            ]
-            answer = builder.bitcast(builder.gep(addresses, [_INDEX(len(self.memories))]), _INDEX.as_pointer())
-            builder.call(body, [first, last, *pointers, answer])
-            builder.ret_void()
         run = ir.Function(module, ir.FunctionType(ir.VoidType(), [table]), f"{prefix}run")
         builder = ir.IRBuilder(run.append_basic_block())
-        self._rows = [_rows(loop) for loop in loops]
-        for name, rows in zip(names, self._rows, strict=True):
-            builder.call(module.globals[name], [_INDEX(0), _INDEX(rows), run.args[0]])
+        for function, work in zip(functions, self._works, strict=True):
+            builder.call(function, [_INDEX(0), _INDEX(len(work) - 1), run.args[0]])
         builder.ret_void()
         self.work = sum(loop.work * loop.points for loop in loops)
         vectorize = self.work > MUCH * sum(len(loop.expressions) for loop in loops)
-        self._engine, addresses = compiled_module(module, [*names, run.name], vectorize=vectorize)
+        self._engine, addresses = compiled_module(
+            module, [*(each.name for each in functions), run.name], vectorize=vectorize
+        )
         each = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
-        self._loops = [each(address) for address in addresses[:-1]]
+        self._parts = [each(address) for address in addresses[:-1]]
         self.run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(addresses[-1])
-        self._works = [_work(loop) for loop in loops]
 
     def run_on_threads(self, table: Any) -> None:
-        """As `run`, on as many threads as a loop pays for."""
-        for loop, work in zip(self._loops, self._works, strict=True):
-            run_rows(loop, work, table)
+        """As `run`, on as many threads as a loop pays for, or all tiles."""
+        for part, work in zip(self._parts, self._works, strict=True):
+            run_rows(part, work, table)
 
     def _places(self, number: int, loop: Loop) -> list[Any]:
         """The memories of a loop, which are added to all."""
@@ -78,8 +82,52 @@ class MachineCode:
             memories.append(f"runs of loop {number}")
             runs = loop.runs if loop.strides is not None else loop.runs[:, 1:].T
             self.runs[memories[-1]] = np.ascontiguousarray(runs)
-        self.memories += [memory for memory in memories if memory not in self.memories]
+        self.memories += [each for each in memories if each not in self.memories and not _is_of_tile(each)]
         return memories
+
+    def _part(self, module: ir.Module, name: str, calls: Sequence[tuple[Loop, ir.Function, list[Any]]]) -> ir.Function:
+        """A function that runs some rows of one loop, or some tiles of all loops that have tiles."""
+        kind = ir.FunctionType(ir.VoidType(), [_INDEX, _INDEX, ir.PointerType(_BYTE.as_pointer())])
+        function = ir.Function(module, kind, name)
+        builder = ir.IRBuilder(function.append_basic_block())
+        first, last, table = function.args
+        known = dict[Any, ir.Value]()
+
+        def address(memory: Any) -> ir.Value:
+            if _is_of_tile(memory):
+                memory = replace(memory, writes=False)
+            if memory not in known:
+                if _is_of_tile(memory):
+                    known[memory] = builder.alloca(_BYTE, _INDEX(self._scratch[memory] * memory.dtype.itemsize))
+                    known[memory].align = 64
+                else:
+                    known[memory] = builder.load(builder.gep(table, [_INDEX(self.memories.index(memory))]))
+            return known[memory]
+
+        answer = builder.bitcast(builder.gep(table, [_INDEX(len(self.memories))]), _INDEX.as_pointer())
+        pointers = [
+            [
+                *(builder.bitcast(address(each), kind) for each, kind in zip(memories, _kinds(body), strict=True)),
+                answer,
+            ]
+            for _, body, memories in calls
+        ]
+        tiles = calls[0][0].tiles
+        if tiles is None:
+            builder.call(calls[0][1], [first, last, *pointers[0]])
+        else:
+            bounds = builder.bitcast(address(BOUNDS), _INDEX.as_pointer())
+
+            def run(tile: ir.Value, value: ir.Value) -> ir.Value:
+                for number, (_, body, _) in enumerate(calls):
+                    at = builder.add(tile, _INDEX(number * len(tiles)))
+                    ends = [builder.load(builder.gep(bounds, [builder.add(at, _INDEX(k))])) for k in (0, 1)]
+                    builder.call(body, [*ends, *pointers[number]])
+                return value
+
+            _loop(builder, first, last, _INDEX(0), run)
+        builder.ret_void()
+        return function
 
     def _body(self, module: ir.Module, name: str, loop: Loop, memories: Sequence[Any]) -> ir.Function:
         """The function of a loop: its runs, or points, from a first one to before a last one."""
@@ -190,21 +238,26 @@ def _loop(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, start: ir.Valu
     return final
 
 
+def _kinds(body: ir.Function) -> list[ir.Type]:
+    """The types of the memories that a body takes."""
+    return [argument.type for argument in body.args[2:-1]]
+
+
+def _is_of_tile(memory: Any) -> bool:
+    return isinstance(memory, Scratch) and memory.of_tile
+
+
 def _in_memory(dtype: torch.dtype) -> ir.Type:
     return _BYTE if dtype == torch.bool else FLOATS[dtype]
 
 
 def _is_static(loop: Loop) -> bool:
     """Whether all points are one run."""
-    return loop.strides is not None and len(loop.runs) == 1
-
-
-def _rows(loop: Loop) -> int:
-    """What a loop counts: points or runs."""
-    return loop.points if _is_static(loop) else len(loop.runs)
+    return loop.strides is not None and len(loop.runs) == 1 and loop.tiles is None
 
 
 def _work(loop: Loop) -> np.ndarray:
-    """Running total of the work of what a loop counts."""
+    """Running total of the work of what a loop counts: points, runs or tiles."""
     counts = np.ones(loop.points, np.int64) if _is_static(loop) else loop.runs[:, 0]
-    return np.append(0, np.cumsum(counts)) * loop.work // SIMD
+    works = np.append(0, np.cumsum(counts)) * loop.work // SIMD
+    return works if loop.tiles is None else works[loop.tiles]

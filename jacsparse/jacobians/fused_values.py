@@ -112,16 +112,17 @@ class FusedValues:
         wanted = entries(graph, elements.results[: len(self._calls.outputs)])
         self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
-        self._code = (MachineCode if compile else Interpreted)(fusion.loops, self._dtype)
+        self._code = (MachineCode if compile else Interpreted)(fusion.loops, fusion.scratch, self._dtype)
         return fusion
 
     def _make_table(self, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
         """Decide where each call finds the memories of the machine code."""
         begin, graph = self._begin, fusion.graph
         offsets, self._bytes = dict[torch.dtype, int](), 0
-        for dtype, count in fusion.scratch.items():
-            offsets[dtype] = self._bytes
-            self._bytes += -(-count * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        for memory, count in fusion.scratch.items():
+            if not memory.of_tile:
+                offsets[memory.dtype] = self._bytes
+                self._bytes += -(-count * memory.dtype.itemsize // ALIGNMENT) * ALIGNMENT
         fixed, left, self._kept = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []

@@ -276,3 +276,70 @@ def test_products_of_stages_are_not_compiled() -> None:
     network = nn.Sequential(nn.Linear(7, 7), nn.Softmax(1)).double()
     with pytest.raises(ValueError, match=r"Sequential: compile is True, and products of .* pass method='compressed'"):
         prepare_jacobian(network, drawn(2, 7), method="products", compile=True, batched=True)
+
+
+def observed(x: torch.Tensor) -> torch.Tensor:
+    """Two residuals of each observation, a row of seven numbers, by intermediate results that both read."""
+    angle = (x[:, :3] ** 2).sum(1, keepdim=True).sqrt()
+    turned = x[:, 3:6] * angle.cos() + x[:, :3] / angle * angle.sin() * (x[:, :3] * x[:, 3:6]).sum(1, keepdim=True)
+    return (x[:, 6:] * turned[:, :2] / (turned[:, 2:] + 9) + x[:1, :2].sin()).exp()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_memory_between_loops_does_not_grow_with_the_rows(dtype: torch.dtype, compile: bool, threads: int) -> None:
+    x = drawn(20_011, 7).to(dtype)
+    prepared = prepare_jacobian(observed, x, batched=False, compile=compile)
+    fused = prepared._first.evaluator.fused
+    assert fused is not None
+    assert not fused._left
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        jacobian = prepared(x)
+    finally:
+        torch.set_num_threads(before)
+    # All rows read the sines of the first one. The rest would take several times the memory of the values.
+    assert fused._bytes < jacobian.values.nbytes // 20
+    assert_products_are_autograd_s(observed, jacobian, x)
+
+
+def test_scattered_rows_are_in_no_tiles() -> None:
+    """Each tile would store single elements here and there."""
+    order = torch.randperm(20_000, generator=torch.Generator().manual_seed(0))
+    f = lambda x: (x.sin() * x.roll(1))[order].reshape(-1, 2).prod(1) * x[:10_000]  # noqa: E731
+    x = drawn(20_000)
+    for compile in (False, True):
+        assert_products_are_autograd_s(f, prepare_jacobian(f, x, batched=False, compile=compile)(x), x)
+
+
+def assert_products_are_autograd_s(f: Function, jacobian: SparseJacobian, x: torch.Tensor) -> None:
+    """That the products with two random gradients are autograd's."""
+    y, pull_back = torch.func.vjp(f, x)
+    for seed in (1, 2):
+        gradient = drawn(*y.shape, seed=seed).to(x.dtype)
+        expected, actual = pull_back(gradient)[0], jacobian.vjp(gradient[None])[0]
+        assert (actual.reshape(x.shape) - expected).abs().amax() <= 1e4 * torch.finfo(
+            x.dtype
+        ).eps * expected.abs().amax()
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_sums_along_axes(compile: bool) -> None:
+    functions: list[Function] = [
+        lambda x: (x * x).sum(1) * x[:, 0, 0, None],
+        lambda x: (x.sin() * x).sum((0, -1), keepdim=True) * x,
+        lambda x: (x**3).sum() * x,
+        lambda x: (x**2).sum(dim=[]) * x[0, 0],
+        lambda x: (x[:, :0] * 2).sum(1) + x[:, 0] ** 2,
+        lambda x: (x.repeat(9, 1, 1) ** 2).sum() * x,
+        lambda x: (x > 0).sum(1) * x[:, 0] ** 2,
+        lambda x: (x * x).sum(1, dtype=torch.float32).double() * x[:, 0],
+    ]
+    x = drawn(2, 3, 4)
+    for f in functions:
+        J = prepare_jacobian(f, x, batched=False, compile=compile)
+        at = drawn(2, 3, 4, seed=1)
+        tolerance = 1e-12 if f is not functions[-1] else 1e-5
+        torch.testing.assert_close(J(at).todense(), dense(f, at, batched=False)[0], rtol=tolerance, atol=tolerance)

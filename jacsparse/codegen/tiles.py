@@ -1,0 +1,114 @@
+"""Where elements are stored for other loops, and the tiles of rows that take the same memory one after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Set
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from .elements import ElementGraph
+
+#: About how many bytes are stored for a tile, which caches shall hold; and at most.
+TILE, MOST_BYTES = 2**16, 2**18
+#: The least number of tiles that pay, and of elements on average that a tile stores one after the other.
+FEWEST, FEWEST_TOGETHER = 4, 4
+#: What is stored for several tiles must be no more than one part in so many.
+SHARE = 4
+#: In place of the tile of elements that several tiles read, or that none reads.
+SHARED, UNREAD = -1, -2
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """The memory of a dtype for elements that are stored: those of one tile at a time, or those that all read."""
+
+    dtype: torch.dtype
+    of_tile: bool = False
+    writes: bool = False
+
+
+class Tiles:
+    """Consecutive rows of entries, of which loops compute one tile after the other, where much is stored for them.
+
+    Parameters
+    ----------
+    graph : ElementGraph
+        The elements.
+    needed : set of int
+        The places of the nodes that the entries are computed of.
+    entries : ndarray of int, (entries, batch)
+        The numbers of the entries.
+    indptr : ndarray of int
+        Where the entries of each row begin.
+
+    Attributes
+    ----------
+    of_entries : ndarray of int, (entries,), or None
+        The tile of each entry; None where there are no tiles.
+    of_elements : ndarray of int
+        The one tile that reads an element, `SHARED` or `UNREAD`.
+    places : ndarray of int
+        The places of stored elements in their memories.
+    scratch : dict of Scratch to int
+        How many elements each memory holds.
+    """
+
+    def __init__(self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, indptr: np.ndarray) -> None:
+        stored = [graph.nodes[place] for place in sorted(graph.stored & needed)]
+        numbers: dict[torch.dtype, list[np.ndarray]] = defaultdict(list)
+        for node in stored:
+            numbers[node.dtype].append(node.numbers)
+        self._stored = {dtype: np.concatenate(those) for dtype, those in numbers.items()}
+        nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
+        self.count, self.of_entries = nbytes // TILE, None
+        self.of_elements = np.full(graph.count, SHARED, np.int32)
+        self.places, self.scratch = self._placed(self.of_elements)
+        if not FEWEST <= self.count <= rows:
+            return
+        of_entries = np.repeat(np.arange(rows) * self.count // rows, np.diff(indptr))
+        readers = self._readers(graph, needed, entries, of_entries)
+        places, scratch = self._placed(readers)
+        of_tile, shared = (
+            sum(count * memory.dtype.itemsize for memory, count in scratch.items() if memory.of_tile == each)
+            for each in (True, False)
+        )
+        scattered = any(
+            np.count_nonzero(np.diff(readers[numbers])) * FEWEST_TOGETHER > len(numbers)
+            for numbers in self._stored.values()
+        )
+        if of_tile <= MOST_BYTES and SHARE * shared <= nbytes and not scattered:
+            self.of_entries = of_entries
+            self.of_elements, self.places, self.scratch = readers, places, scratch
+
+    def _readers(
+        self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, of_entries: np.ndarray
+    ) -> np.ndarray:
+        """The tile of each element that one alone reads, itself or through others."""
+        first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
+        tiles = np.broadcast_to(of_entries[:, None], entries.shape)
+        np.minimum.at(first, entries, tiles)
+        np.maximum.at(last, entries, tiles)
+        for place in sorted(needed, reverse=True):
+            node = graph.nodes[place]
+            where = slice(node.first, node.first + node.count)
+            for operand in node.operands:
+                np.minimum.at(first, operand, first[where])
+                np.maximum.at(last, operand, last[where])
+        return np.where(first < last, SHARED, last)
+
+    def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
+        """The places of stored elements, those of a tile one after the other, and how many each memory holds."""
+        places, scratch = np.zeros(len(readers), np.int64), dict[Scratch, int]()
+        for dtype, numbers in self._stored.items():
+            tiles = readers[numbers]
+            shared, own = numbers[tiles == SHARED], numbers[tiles >= 0]
+            places[shared] = np.arange(len(shared))
+            counts = np.bincount(tiles[tiles >= 0], minlength=1)
+            order = np.argsort(readers[own], kind="stable")
+            places[own[order]] = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
+            sizes = {Scratch(dtype): len(shared), Scratch(dtype, of_tile=True): int(counts.max())}
+            scratch |= {memory: count for memory, count in sizes.items() if count}
+        return places, scratch
