@@ -17,7 +17,7 @@ from ..patterns import Identity, Pattern
 from ..runtime import row_starts
 from ..stages import Accumulation, Edge, LocalJacobian, eliminate
 from ..tracing import Operation, Scalar, Value, Values
-from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, joined, merged, terms_at
+from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
 
@@ -65,16 +65,18 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     """
     leaves = _Leaves(function, weights=most is not None, replays=replays)
     terms, algebra, pattern = leaves.product(most), leaves.algebra, function.pattern
-    constant = terms.variable == NONE
-    constants, others = terms[constant], merged(terms[~constant])
-    of_entries = np.bincount(np.searchsorted(pattern.places, constants.place), constants.coefficient, pattern.nnz)
-    counts = np.bincount(np.searchsorted(pattern.places, others.place), minlength=pattern.nnz)
-    last = Step(algebra.variables, row_starts(counts, np.int64), others.variable, None, others.coefficient)
+    # The term of an entry that has no variable comes first.
+    begins = terms.begins
+    constant, varies = terms.variable[begins] == NONE, terms.variable != NONE
+    of_entries = np.where(constant, terms.coefficient[begins], 0.0)
+    indptr = row_starts(np.diff(begins, append=len(terms)) - constant, np.int64)
+    others = terms[varies]
+    last = Step(algebra.variables, indptr, others.variable, None, others.coefficient)
     return Folded(pattern, of_entries, leaves.computed, (*algebra.steps, last))
 
 
 class _Leaves:
-    """The local Jacobians of a function as matrices of terms, transposed as the edges' patterns are."""
+    """The local Jacobians of a function as matrices of terms."""
 
     def __init__(self, function: TracedFunction, *, weights: bool, replays: bool) -> None:
         self.function, self.weights, self.replays = function, weights, replays
@@ -103,21 +105,23 @@ class _Leaves:
         graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
         result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
         if result is None:
-            return terms_at((rows, columns), np.zeros(0), np.zeros(0))
+            return terms_at((rows, columns), np.zeros(0, np.int64), np.zeros(0))
+        multiply = self.algebra.multiply
         try:
-            return accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined).T
+            # The accumulation multiplies the transposed matrices.
+            return accumulation.evaluate(result, matrices.__getitem__, lambda b, a: multiply(a, b), self.algebra.sum)
         except TooManyTermsError:
             raise NotFoldableError("its paths meet in too many terms") from None
 
     def matrices(self) -> dict[Edge, Terms]:
-        """The transposed local Jacobians of all edges; their variables come before those of products."""
+        """The local Jacobians of all edges; their variables come before those of products."""
         constants = {edge: self._constant(edge) for edge in self.function.chain.edges}
         return {edge: terms for edge, terms in constants.items() if terms is not None} | self._of_derivatives()
 
     def _constant(self, edge: Edge) -> Terms | None:
-        """The transposed local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
+        """The local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
         pattern = edge.transposed_pattern
-        entries = (pattern.shape, pattern.rows, pattern.indices)
+        entries = (pattern.shape[::-1], pattern.indices, pattern.rows)
         if isinstance(pattern.structure, Identity):
             return terms_at(*entries)
         operation, coefficient = edge.operation, self._coefficient(edge)
@@ -174,12 +178,12 @@ class _Leaves:
         return (name, elements.numpy()) if torch.equal(elements.to(numbers), numbers) else None
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
-        """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
+        """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
             pattern, variable = edge.transposed_pattern, first + self.selections[edge][1]
-            return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=variable)
+            return terms_at(pattern.shape[::-1], pattern.indices, pattern.rows, variable=variable)
         pattern = edge.pattern
-        return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=first + np.arange(pattern.nnz)).T
+        return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=first + np.arange(pattern.nnz))
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
