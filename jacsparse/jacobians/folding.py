@@ -6,6 +6,7 @@ Vertex elimination multiplies their local Jacobians along paths; here it multipl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,7 +65,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         are variables, or there are too many paths.
     """
     leaves = _Leaves(function, weights=most is not None, replays=replays)
-    terms, algebra, pattern = leaves.product(most), leaves.algebra, function.pattern
+    (terms, pattern), algebra = leaves.product(most), leaves.algebra
     # The term of an entry that has no variable comes first.
     begins = terms.begins
     constant, varies = terms.variable[begins] == NONE, terms.variable != NONE
@@ -89,27 +90,31 @@ class _Leaves:
         #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
 
-    def product(self, most: int | None) -> Terms:
-        """The function's Jacobian as terms, of which all products may have so many."""
-        chain, (rows, columns) = self.function.chain, self.function.pattern.shape
+    def product(self, most: int | None) -> tuple[Terms, Pattern]:
+        """The function's Jacobian as terms, of which all products may have so many, and its pattern."""
+        chain, algebra = self.function.chain, self.algebra
+        rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
-        # Before the limit, so that what does not fold costs no pattern.
+        # Before the pattern, so that what does not fold costs none.
         matrices = self.matrices()
-        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + rows + columns)
-        self.algebra.limit = limit if most is None else min(limit, int(most))
         if not len(chain):
-            diagonal = np.arange(rows)
-            return terms_at((rows, columns), diagonal, diagonal)
-        accumulation = Accumulation(patterns_only=True)
+            return terms_at((rows, columns), np.arange(rows), np.arange(rows)), chain.pattern
+        accumulation = Accumulation((columns, rows), patterns_only=True)
         graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
-        result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
-        if result is None:
-            return terms_at((rows, columns), np.zeros(0, np.int64), np.zeros(0))
-        multiply = self.algebra.multiply
+        accumulation.result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
+        pattern = accumulation.pattern.T
+        if accumulation.result is None:
+            return terms_at((rows, columns), np.zeros(0, np.int64), np.zeros(0)), pattern
+        limit = TERMS_PER_ENTRY * (pattern.nnz + rows + columns)
+        algebra.limit = limit if most is None else min(limit, int(most))
+
+        # The accumulation multiplies the transposed matrices.
+        def multiply(left: Terms, right: Terms) -> Terms:
+            return algebra.multiply(right, left)
+
         try:
-            # The accumulation multiplies the transposed matrices.
-            return accumulation.evaluate(result, matrices.__getitem__, lambda b, a: multiply(a, b), self.algebra.sum)
+            return accumulation.evaluate(accumulation.result, matrices.__getitem__, multiply, algebra.sum), pattern
         except TooManyTermsError:
             raise NotFoldableError("its paths meet in too many terms") from None
 
