@@ -110,8 +110,10 @@ class Algebra:
     def multiply(self, a: Terms, b: Terms) -> Terms:
         """The product of two matrices."""
         varies, others_vary = a.variable != NONE, b.variable != NONE
-        if not varies.any() or not others_vary.any():
-            return self._product(a, b)[0]
+        if not varies.any():
+            return self._product(a, self._summed_if_used(b, np.bincount(a.column, minlength=b.shape[0])[b.row]))[0]
+        if not others_vary.any():
+            return self._product(self._summed_if_used(a, np.diff(b.indptr)[a.column]), b)[0]
         products, right = self._product(self._summed(a[varies]), self._summed(b[others_vary]), of_variables=True)
         parts = [self._product(a, b)[0], self._step(products, right)]
         return self.sum([part for part in parts if len(part)] or parts[:1])
@@ -154,10 +156,18 @@ class Algebra:
         return Terms((a.shape[0], b.shape[1]), indptr, *arrays), right
 
     def _summed(self, terms: Terms) -> Terms:
-        """The same matrix, whose terms all have variables, with one term for each entry."""
-        counts = np.diff(terms.begins, append=len(terms))
+        """The same matrix with one variable for each entry that has several."""
+        varies = terms.variable != NONE
+        variables = terms[varies]
+        counts = np.diff(variables.begins, append=len(variables))
         several = np.repeat(counts > 1, counts)
-        return self.sum([terms[~several], self._step(terms[several], None)]) if several.any() else terms
+        if not several.any():
+            return terms
+        return self.sum([terms[~varies], variables[~several], self._step(variables[several], None)])
+
+    def _summed_if_used(self, terms: Terms, uses: np.ndarray) -> Terms:
+        """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
+        return self._summed(terms) if uses.sum() > len(terms) + uses[terms.begins].sum() else terms
 
     def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
