@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern
+from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import row_starts
 from ..stages import Accumulation, Edge, LocalJacobian, eliminate
 from ..tracing import Operation, Scalar, Value, Values
@@ -99,13 +99,13 @@ class _Leaves:
         # Before the pattern, so that what does not fold costs none.
         matrices = self.matrices()
         if not len(chain):
-            return terms_at((rows, columns), np.arange(rows), np.arange(rows)), chain.pattern
+            return terms_at(chain.pattern), chain.pattern
         accumulation = Accumulation((columns, rows), patterns_only=True)
         graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
         accumulation.result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
         pattern = accumulation.pattern.T
         if accumulation.result is None:
-            return terms_at((rows, columns), np.zeros(0, np.int64), np.zeros(0)), pattern
+            return terms_at(pattern), pattern
         limit = TERMS_PER_ENTRY * (pattern.nnz + rows + columns)
         algebra.limit = limit if most is None else min(limit, int(most))
 
@@ -125,21 +125,20 @@ class _Leaves:
 
     def _constant(self, edge: Edge) -> Terms | None:
         """The local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
-        pattern = edge.transposed_pattern
-        entries = (pattern.shape[::-1], pattern.indices, pattern.rows)
-        if isinstance(pattern.structure, Identity):
-            return terms_at(*entries)
+        if isinstance(edge.transposed_pattern.structure, Identity):
+            return terms_at(edge.pattern)
         operation, coefficient = edge.operation, self._coefficient(edge)
         if coefficient is not None:
-            return terms_at(*entries, coefficient=coefficient)
+            return terms_at(edge.pattern, coefficient=coefficient)
         if _power(edge) is not None and self._is_number(operation.referenced["other"]):
             self.derivatives.append(edge)
-            self.selections[edge] = "other", np.zeros(pattern.nnz, np.int64)
+            self.selections[edge] = "other", np.zeros(edge.pattern.nnz, np.int64)
             return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or not self._varies(edge, operation)):
-            return terms_at(*entries, coefficient=LocalJacobian(edge, self.function.trace).values[:, 0].numpy())
+            values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
+            return terms_at(edge.pattern, coefficient=_transposed(edge, values))
         # An operator may work on places in one overload alone, as `aten.max` does.
         overload: Any = operation.overload
         if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
@@ -185,10 +184,8 @@ class _Leaves:
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
-            pattern, variable = edge.transposed_pattern, first + self.selections[edge][1]
-            return terms_at(pattern.shape[::-1], pattern.indices, pattern.rows, variable=variable)
-        pattern = edge.pattern
-        return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=first + np.arange(pattern.nnz))
+            return terms_at(edge.pattern, variable=_transposed(edge, first + self.selections[edge][1]))
+        return terms_at(edge.pattern, variable=np.arange(first, first + edge.pattern.nnz))
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
@@ -256,6 +253,12 @@ class _Leaves:
             return type(argument) is Scalar
         tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
         return not tensor.ndim and tensor.is_floating_point() and not info.dependent
+
+
+def _transposed(edge: Edge, values: np.ndarray) -> np.ndarray:
+    """Values of the transposed Jacobian of an edge, in the order of the Jacobian's entries."""
+    pattern = edge.transposed_pattern
+    return values if isinstance(pattern.structure, Diagonal) else values[pattern.transposition]
 
 
 def _power(edge: Edge) -> int | None:

@@ -7,11 +7,13 @@ variable of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from ..patterns import Pattern
 from ..runtime import kernel, row_starts, run_rows, within_rows
 
 #: The variable of a term that has none.
@@ -47,7 +49,7 @@ class Terms:
         """The row of each term."""
         return np.repeat(np.arange(self.shape[0]), np.diff(self.indptr))
 
-    @property
+    @functools.cached_property
     def begins(self) -> np.ndarray:
         """The first term of each entry."""
         differ = np.empty(len(self), np.bool_)
@@ -57,21 +59,12 @@ class Terms:
 
 
 def terms_at(
-    shape: tuple[int, int],
-    row: np.ndarray,
-    column: np.ndarray,
-    *,
-    variable: int | np.ndarray = NONE,
-    coefficient: float | np.ndarray = 1.0,
+    pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0
 ) -> Terms:
-    """A matrix of one term for each entry, whose columns come in order within each row."""
-    arrays = [column.astype(np.int64)]
-    for each, dtype in ((variable, np.int64), (coefficient, np.float64)):
-        arrays.append(np.ascontiguousarray(np.broadcast_to(np.asarray(each, dtype=dtype), (len(row),))))
-    if (row[1:] < row[:-1]).any():
-        order = np.argsort(row, kind="stable")
-        arrays = [array[order] for array in arrays]
-    return Terms(shape, row_starts(np.bincount(row, minlength=shape[0]), np.int64), *arrays)
+    """A matrix of one term for each entry."""
+    arrays = ((pattern.indices, np.int64), (variable, np.int64), (coefficient, np.float64))
+    columns = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
+    return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns)
 
 
 @dataclass(frozen=True)
@@ -111,35 +104,34 @@ class Algebra:
         """The product of two matrices."""
         varies, others_vary = a.variable != NONE, b.variable != NONE
         if not varies.any():
-            return self._product(a, self._summed_if_used(b, np.bincount(a.column, minlength=b.shape[0])[b.row]))[0]
+            b = self._summed_if_used(b, lambda: np.bincount(a.column, minlength=b.shape[0])[b.row])
+            return self._product(a, b)[0]
         if not others_vary.any():
-            return self._product(self._summed_if_used(a, np.diff(b.indptr)[a.column]), b)[0]
+            return self._product(self._summed_if_used(a, lambda: np.diff(b.indptr)[a.column]), b)[0]
         products, right = self._product(self._summed(a[varies]), self._summed(b[others_vary]), of_variables=True)
-        parts = [self._product(a, b)[0], self._step(products, right)]
-        return self.sum([part for part in parts if len(part)] or parts[:1])
+        pairs = ((a[~varies], b), (a[varies], b[~others_vary]))
+        parts = [self._product(*pair)[0] for pair in pairs if len(pair[0]) and len(pair[1])]
+        return self.sum([*parts, self._step(products, right)])
 
     def sum(self, parts: Sequence[Terms]) -> Terms:
         """The sum of matrices of one shape."""
         if len(parts) == 1:
             return parts[0]
         # The product of [I I ...] and the matrices, one below the other.
-        rows, columns = parts[0].shape
+        (rows, columns), count = parts[0].shape, len(parts)
         arrays = zip(*((t.column, t.variable, t.coefficient) for t in parts), strict=True)
-        counts = np.concatenate([np.diff(part.indptr) for part in parts])
-        stacked = Terms((len(counts), columns), row_starts(counts, np.int64), *(np.concatenate(each) for each in arrays))
-        picks = np.arange(len(counts)).reshape(len(parts), rows).T.reshape(-1)
+        indptr = row_starts(np.concatenate([np.diff(part.indptr) for part in parts]), np.int64)
+        stacked = Terms((rows * count, columns), indptr, *(np.concatenate(each) for each in arrays))
+        picks = np.arange(rows * count).reshape(count, rows).T.ravel()
+        starts, none = np.arange(0, rows * count + 1, count), np.full(rows * count, NONE)
         before = self.terms
-        total = self._product(terms_at((rows, len(counts)), np.repeat(np.arange(rows), len(parts)), picks), stacked)[0]
+        total = self._product(Terms((rows, rows * count), starts, picks, none, np.ones(rows * count)), stacked)[0]
         self.terms = before
         return total
 
     def _product(self, a: Terms, b: Terms, *, of_variables: bool = False) -> tuple[Terms, np.ndarray]:
-        """The product of two matrices but for pairs of variables; or of these all pairs, and their second factors."""
-        counts = np.diff(b.indptr)[a.column]
-        if not of_variables:
-            constants = np.diff(row_starts(b.variable == NONE, np.int64)[b.indptr])
-            counts = np.where(a.variable == NONE, counts, constants[a.column])
-        starts = row_starts(counts, np.int64)[a.indptr]
+        """The product of two matrices of which one has no variables; or all pairs of these, and their second factors."""
+        starts = row_starts(np.diff(b.indptr)[a.column], np.int64)[a.indptr]
         total = int(starts[-1])
         self.terms += total
         if self.terms > self.limit:
@@ -165,26 +157,30 @@ class Algebra:
             return terms
         return self.sum([terms[~varies], variables[~several], self._step(variables[several], None)])
 
-    def _summed_if_used(self, terms: Terms, uses: np.ndarray) -> Terms:
+    def _summed_if_used(self, terms: Terms, uses: Callable[[], np.ndarray]) -> Terms:
         """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
-        return self._summed(terms) if uses.sum() > len(terms) + uses[terms.begins].sum() else terms
+        if len(terms.begins) == len(terms):
+            return terms
+        times = uses()
+        return self._summed(terms) if times.sum() > len(terms) + times[terms.begins].sum() else terms
 
     def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
-        begins, row = terms.begins, terms.row
-        counts, row = np.diff(begins, append=len(terms)), row[begins]
+        begins = terms.begins
+        indptr, counts = np.searchsorted(begins, terms.indptr), np.diff(begins, append=len(terms))
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        place_in_row = np.arange(len(row)) - np.searchsorted(row, row)
-        sequence = np.argsort(place_in_row, kind="stable")
-        variables = np.empty(len(row), np.int64)
-        variables[sequence] = self.variables + np.arange(len(row))
-        counts = counts[sequence]
-        order = np.repeat(begins[sequence], counts) + within_rows(counts)
+        place_in_row = within_rows(np.diff(indptr))
+        # NumPy sorts small types in linear time.
+        small = np.min_scalar_type(place_in_row.max(initial=0))
+        sequence = np.argsort(place_in_row.astype(small), kind="stable")
+        variables = np.empty(len(begins), np.int64)
+        variables[sequence] = np.arange(self.variables, self.variables + len(begins))
+        starts = row_starts(counts[sequence], np.int64)
+        order = np.arange(len(terms)) + np.repeat(begins[sequence] - starts[:-1], counts[sequence])
         factors = terms.variable[order], None if right is None else right[order]
-        self.steps.append(Step(self.variables, row_starts(counts, np.int64), *factors, terms.coefficient[order]))
-        self.variables += len(row)
-        indptr = np.searchsorted(begins, terms.indptr)
-        return Terms(terms.shape, indptr, terms.column[begins], variables, np.ones(len(row)))
+        self.steps.append(Step(self.variables, starts, *factors, terms.coefficient[order]))
+        self.variables += len(begins)
+        return Terms(terms.shape, indptr, terms.column[begins], variables, np.ones(len(begins)))
 
 
 @kernel
@@ -203,8 +199,6 @@ def _multiply(
             for q in range(b_indptr[k], b_indptr[k + 1]):
                 y, key = b_variable[q], b_column[q]
                 if variables:
-                    if x >= 0 and y >= 0:
-                        continue
                     key = key * variables + max(x, y) + 1
                 at = end
                 if is_short:
