@@ -16,14 +16,11 @@ from torch import fx
 
 from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import row_starts
-from ..stages import Accumulation, Edge, LocalJacobian, eliminate
+from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Value, Values
-from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, terms_at
+from .terms import NONE, TERMS_PER_ENTRY, Algebra, Step, Terms, TooManyTermsError, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
-
-#: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
-TERMS_PER_ENTRY = 64
 
 
 class NotFoldableError(Exception):
@@ -65,7 +62,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         are variables, or there are too many paths.
     """
     leaves = _Leaves(function, weights=most is not None, replays=replays)
-    (terms, pattern), algebra = leaves.product(most), leaves.algebra
+    terms, algebra = leaves.product(most), leaves.algebra
     # The term of an entry that has no variable comes first.
     begins = terms.begins
     constant, varies = terms.variable[begins] == NONE, terms.variable != NONE
@@ -73,7 +70,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     indptr = row_starts(np.diff(begins, append=len(terms)) - constant, np.int64)
     others = terms[varies]
     last = Step(algebra.variables, indptr, others.variable, None, others.coefficient)
-    return Folded(pattern, of_entries, leaves.computed, (*algebra.steps, last))
+    return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))
 
 
 class _Leaves:
@@ -90,33 +87,25 @@ class _Leaves:
         #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
 
-    def product(self, most: int | None) -> tuple[Terms, Pattern]:
-        """The function's Jacobian as terms, of which all products may have so many, and its pattern."""
+    def product(self, most: int | None) -> Terms:
+        """The function's Jacobian as terms, of which all products may have so many."""
         chain, algebra = self.function.chain, self.algebra
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
-        # Before the pattern, so that what does not fold costs none.
         matrices = self.matrices()
         if not len(chain):
-            return terms_at(chain.pattern), chain.pattern
-        accumulation = Accumulation((columns, rows), patterns_only=True)
-        graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
-        accumulation.result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
-        pattern = accumulation.pattern.T
-        if accumulation.result is None:
-            return terms_at(pattern), pattern
-        limit = TERMS_PER_ENTRY * (pattern.nnz + rows + columns)
-        algebra.limit = limit if most is None else min(limit, int(most))
-
-        # The accumulation multiplies the transposed matrices.
-        def multiply(left: Terms, right: Terms) -> Terms:
-            return algebra.multiply(right, left)
-
+            return terms_at(chain.pattern)
+        largest = max(edge.transposed_pattern.nnz for edge in chain.edges)
+        algebra.grows = most is None
+        algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
+        # From the output to the input.
+        edges = [(edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges]
         try:
-            return accumulation.evaluate(accumulation.result, matrices.__getitem__, multiply, algebra.sum), pattern
+            result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         except TooManyTermsError:
             raise NotFoldableError("its paths meet in too many terms") from None
+        return terms_at(empty_pattern(rows, columns)) if result is None else result
 
     def matrices(self) -> dict[Edge, Terms]:
         """The local Jacobians of all edges; their variables come before those of products."""

@@ -13,11 +13,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..patterns import Pattern
-from ..runtime import kernel, row_starts, run_rows, within_rows
+from ..patterns import Csr, Diagonal, Full, Identity, Pattern
+from ..runtime import frozen, index_dtype, kernel, row_starts, run_rows, within_rows
+from ..spgemm import product_pattern
 
 #: The variable of a term that has none.
 NONE = -1
+#: Terms of all products, for each entry of a matrix, beyond which they are too many.
+TERMS_PER_ENTRY = 64
 #: Terms of a row up to which each is put in its place as it comes.
 SHORT = 64
 
@@ -58,13 +61,29 @@ class Terms:
         return np.flatnonzero(differ)
 
 
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The positions of the entries."""
+        (rows, columns), entries = self.shape, self.begins
+        if len(entries) == rows * columns:
+            return Pattern.of(Full(rows, columns))
+        dtype = index_dtype(len(entries), rows, columns)
+        indptr, indices = np.searchsorted(entries, self.indptr), self.column[entries]
+        return Pattern.of(Csr(rows, columns, frozen(indptr.astype(dtype)), frozen(indices.astype(dtype))))
+
+    def at(self, pattern: Pattern) -> Terms:
+        """The same matrix, whose pattern is known."""
+        self.__dict__["pattern"] = pattern
+        return self
+
+
 def terms_at(
     pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0
 ) -> Terms:
     """A matrix of one term for each entry."""
     arrays = ((pattern.indices, np.int64), (variable, np.int64), (coefficient, np.float64))
     columns = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
-    return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns)
+    return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns).at(pattern)
 
 
 @dataclass(frozen=True)
@@ -86,7 +105,7 @@ class Step:
 
 
 class TooManyTermsError(Exception):
-    """A product has more terms than it pays to plan."""
+    """Products have more terms than it pays to plan."""
 
 
 @dataclass
@@ -95,13 +114,26 @@ class Algebra:
 
     #: The number of variables.
     variables: int = 0
-    #: The most terms of all products together.
+    #: The most terms of all products together, and whether a product with many entries may go beyond.
     limit: int = 0
+    grows: bool = False
     steps: list[Step] = field(default_factory=list)
     terms: int = 0
 
+    def pattern_of(self, matrix: Terms) -> Pattern:
+        """The pattern of a matrix."""
+        return matrix.pattern
+
     def multiply(self, a: Terms, b: Terms) -> Terms:
         """The product of two matrices."""
+        for factor, other in ((a, b), (b, a)):
+            if isinstance(factor.pattern.structure, Identity):
+                return other
+            if isinstance(factor.pattern.structure, Diagonal):
+                return self._multiplied(a, b).at(other.pattern.scaled())
+        return self._multiplied(a, b)
+
+    def _multiplied(self, a: Terms, b: Terms) -> Terms:
         varies, others_vary = a.variable != NONE, b.variable != NONE
         if not varies.any():
             b = self._summed_if_used(b, lambda: np.bincount(a.column, minlength=b.shape[0])[b.row])
@@ -111,10 +143,14 @@ class Algebra:
         products, right = self._product(self._summed(a[varies]), self._summed(b[others_vary]), of_variables=True)
         pairs = ((a[~varies], b), (a[varies], b[~others_vary]))
         parts = [self._product(*pair)[0] for pair in pairs if len(pair[0]) and len(pair[1])]
-        return self.sum([*parts, self._step(products, right)])
+        return self._sum([*parts, self._step(products, right)])
 
-    def sum(self, parts: Sequence[Terms]) -> Terms:
+    def add(self, terms: Sequence[Terms]) -> Terms:
         """The sum of matrices of one shape."""
+        total, pattern = self._sum(terms), terms[0].pattern
+        return total.at(pattern.scaled()) if all(pattern == each.pattern for each in terms) else total
+
+    def _sum(self, parts: Sequence[Terms]) -> Terms:
         if len(parts) == 1:
             return parts[0]
         # The product of [I I ...] and the matrices, one below the other.
@@ -135,7 +171,9 @@ class Algebra:
         total = int(starts[-1])
         self.terms += total
         if self.terms > self.limit:
-            raise TooManyTermsError
+            entries = product_pattern(a.pattern, b.pattern).nnz + sum(a.shape) + sum(b.shape) if self.grows else 0
+            if self.terms > TERMS_PER_ENTRY * entries:
+                raise TooManyTermsError
         column, variable = np.empty((2, total), np.int64)
         right, coefficient = np.empty(total if of_variables else 0, np.int64), np.empty(total)
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
@@ -155,7 +193,7 @@ class Algebra:
         several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
-        return self.sum([terms[~varies], variables[~several], self._step(variables[several], None)])
+        return self._sum([terms[~varies], variables[~several], self._step(variables[several], None)])
 
     def _summed_if_used(self, terms: Terms, uses: Callable[[], np.ndarray]) -> Terms:
         """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
