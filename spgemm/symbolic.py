@@ -22,6 +22,8 @@ from ..runtime import cached_arrays, frozen, index_dtype, inlined, kernel, row_s
 SLOW_WORK = 1_000_000
 #: Columns for each entry of B up to which its rows are merged as packed words.
 PACKED = 32
+#: Columns of a row up to which each is put in its place: fewer than a call of a sort takes the time for.
+SHORT = 32
 
 
 @intrinsic
@@ -93,7 +95,15 @@ def _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indic
                 c_indices[entry] = (word << 6) + np.int64(_lowest(left))
                 entry += 1
                 left &= left - one
-    c_indices[begin:entry].sort()
+    if entry - begin > SHORT:
+        c_indices[begin:entry].sort()
+        return
+    for place in range(begin + 1, entry):
+        column = c_indices[place]
+        while place > begin and c_indices[place - 1] > column:
+            c_indices[place] = c_indices[place - 1]
+            place -= 1
+        c_indices[place] = column
 
 
 @kernel

@@ -81,7 +81,7 @@ class ElementGraph:
     def _add(self, count: int, dtype: torch.dtype, **fields: Any) -> Elements:
         node, self.count = Elements(self.count, count, dtype, **fields), self.count + count
         if self.count > len(self._places):
-            self._places = np.concatenate([self._places[: node.first], np.zeros(self.count, np.int32)])
+            self._places = np.concatenate([self._places[: node.first], np.zeros(2 * self.count, np.int32)])
         self._places[node.first : self.count] = len(self.nodes)
         self.nodes.append(node)
         return node
@@ -407,17 +407,18 @@ def sums(
         of_weights = np.zeros(len(weights), np.int64)
         if weights.dtype.kind != "i":
             weights = elements.array(torch.from_numpy(weights).to(dtype))
-    for count in np.unique(counts[counts > 0]):
+    for count in np.flatnonzero(np.bincount(counts)[1:]) + 1:
         rows = np.flatnonzero(counts == count)
         terms = indptr[rows, None] + np.arange(count)
         makers = np.zeros(terms.shape, np.int64)
         for factor in factors:
             makers = makers * len(elements.nodes) + elements.places(factor[:, 0])[terms]
         of_terms = makers * max(1, len(distinct)) + of_weights[terms]
-        if kinds_of(np.sort(of_terms, 1), MOST_KINDS)[1] is None:
+        in_order = bool((of_terms[:, 1:] >= of_terms[:, :-1]).all())
+        if kinds_of(of_terms if in_order else np.sort(of_terms, 1), MOST_KINDS)[1] is None:
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            of_terms = of_weights[terms]
-        if (of_terms[:, 1:] < of_terms[:, :-1]).any():
+            of_terms, in_order = of_weights[terms], False
+        if not in_order:
             terms = np.take_along_axis(terms, np.argsort(of_terms, 1, kind="stable"), 1)
         rows_of_kinds = list(of_kinds(of_weights[terms]))
         weighted = [OPERAND] * count if not fixed else []
@@ -438,13 +439,15 @@ def sums(
 
 def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
     """The first row of each kind, and the kind of each row; None where there are more kinds than that."""
-    firsts, kinds = list[int](), np.full(len(matrix), -1)
-    rest = np.arange(len(matrix))
+    firsts, kinds, rest = list[int](), np.zeros(len(matrix), np.int64), np.arange(len(matrix))
     while len(rest) and len(firsts) < most:
-        others = (matrix[rest] != matrix[rest[0]]).any(1) if len(firsts) else (matrix != matrix[0]).any(1)
-        kinds[rest[~others]] = len(firsts)
+        others = np.zeros(len(rest), np.bool_)
+        # Columns are few: NumPy takes several times as long for all in one.
+        for column in (matrix[rest] if firsts else matrix).T:
+            others |= column != column[0]
         firsts.append(int(rest[0]))
         rest = rest[others]
+        kinds[rest] = len(firsts)
     return np.array(firsts, dtype=np.int64), None if len(rest) else kinds
 
 

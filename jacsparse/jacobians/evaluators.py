@@ -74,9 +74,12 @@ def evaluator_of(
             if not colors.counts[0] or coloring is not cheapest_coloring:
                 raise
             return compressed(row_coloring(function.pattern))
-    terms, products = folded_products(), ChainProducts(function, replays=replays)
-    if terms is not None or not products.pattern.nnz:
-        return terms or products
+    terms = folded_products()
+    if terms is not None:
+        return terms
+    products = ChainProducts(function, replays=replays)
+    if not products.pattern.nnz:
+        return products
     cost = _cost_of_products(function)
     if method == "products" or any(call.overload in INEXACT for call in function.calls):
         return folded_products(cost) or products

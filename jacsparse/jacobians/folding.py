@@ -6,6 +6,7 @@ Vertex elimination multiplies their local Jacobians along paths; here it multipl
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,16 +14,13 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Identity, Pattern
+from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import row_starts
-from ..stages import Accumulation, Edge, LocalJacobian, eliminate
+from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Value, Values
-from .terms import NONE, Algebra, Step, Terms, TooManyTermsError, joined, merged, terms_at
+from .terms import NONE, TERMS_PER_ENTRY, Algebra, Step, Terms, TooManyTermsError, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
-
-#: Terms of all products, for each entry of the Jacobian, beyond which its products are not folded.
-TERMS_PER_ENTRY = 64
 
 
 class NotFoldableError(Exception):
@@ -64,17 +62,19 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         are variables, or there are too many paths.
     """
     leaves = _Leaves(function, weights=most is not None, replays=replays)
-    terms, algebra, pattern = leaves.product(most), leaves.algebra, function.pattern
-    constant = terms.variable == NONE
-    constants, others = terms[constant], merged(terms[~constant])
-    of_entries = np.bincount(np.searchsorted(pattern.places, constants.place), constants.coefficient, pattern.nnz)
-    counts = np.bincount(np.searchsorted(pattern.places, others.place), minlength=pattern.nnz)
-    last = Step(algebra.variables, row_starts(counts, np.int64), others.variable, None, others.coefficient)
-    return Folded(pattern, of_entries, leaves.computed, (*algebra.steps, last))
+    terms, algebra = leaves.product(most), leaves.algebra
+    # The term of an entry that has no variable comes first.
+    begins = terms.begins
+    constant, varies = terms.variable[begins] == NONE, terms.variable != NONE
+    of_entries = np.where(constant, terms.coefficient[begins], 0.0)
+    indptr = row_starts(np.diff(begins, append=len(terms)) - constant, np.int64)
+    others = terms[varies]
+    last = Step(algebra.variables, indptr, others.variable, None, others.coefficient)
+    return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))
 
 
 class _Leaves:
-    """The local Jacobians of a function as matrices of terms, transposed as the edges' patterns are."""
+    """The local Jacobians of a function as matrices of terms."""
 
     def __init__(self, function: TracedFunction, *, weights: bool, replays: bool) -> None:
         self.function, self.weights, self.replays = function, weights, replays
@@ -89,48 +89,45 @@ class _Leaves:
 
     def product(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        chain, (rows, columns) = self.function.chain, self.function.pattern.shape
+        chain, algebra = self.function.chain, self.algebra
+        rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
-        # Before the limit, so that what does not fold costs no pattern.
         matrices = self.matrices()
-        limit = TERMS_PER_ENTRY * (self.function.pattern.nnz + rows + columns)
-        self.algebra.limit = limit if most is None else min(limit, int(most))
         if not len(chain):
-            diagonal = np.arange(rows)
-            return terms_at((rows, columns), diagonal, diagonal)
-        accumulation = Accumulation(patterns_only=True)
-        graph = [(e.source, e.target, accumulation.leaf(e, e.transposed_pattern)) for e in chain.edges]
-        result = eliminate(accumulation, graph, chain.stages[0].start, chain.stages[-1].stop)
-        if result is None:
-            return terms_at((rows, columns), np.zeros(0), np.zeros(0))
+            return terms_at(chain.pattern)
+        largest = max(edge.transposed_pattern.nnz for edge in chain.edges)
+        algebra.grows = most is None
+        algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
+        # From the output to the input.
+        edges = [(edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges]
         try:
-            return accumulation.evaluate(result, matrices.__getitem__, self.algebra.multiply, joined).T
+            result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         except TooManyTermsError:
             raise NotFoldableError("its paths meet in too many terms") from None
+        return terms_at(empty_pattern(rows, columns)) if result is None else result
 
     def matrices(self) -> dict[Edge, Terms]:
-        """The transposed local Jacobians of all edges; their variables come before those of products."""
+        """The local Jacobians of all edges; their variables come before those of products."""
         constants = {edge: self._constant(edge) for edge in self.function.chain.edges}
         return {edge: terms for edge, terms in constants.items() if terms is not None} | self._of_derivatives()
 
     def _constant(self, edge: Edge) -> Terms | None:
-        """The transposed local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
-        pattern = edge.transposed_pattern
-        entries = (pattern.shape, pattern.rows, pattern.indices)
-        if isinstance(pattern.structure, Identity):
-            return terms_at(*entries)
+        """The local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
+        if isinstance(edge.transposed_pattern.structure, Identity):
+            return terms_at(edge.pattern)
         operation, coefficient = edge.operation, self._coefficient(edge)
         if coefficient is not None:
-            return terms_at(*entries, coefficient=coefficient)
+            return terms_at(edge.pattern, coefficient=coefficient)
         if _power(edge) is not None and self._is_number(operation.referenced["other"]):
             self.derivatives.append(edge)
-            self.selections[edge] = "other", np.zeros(pattern.nnz, np.int64)
+            self.selections[edge] = "other", np.zeros(edge.pattern.nnz, np.int64)
             return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or not self._varies(edge, operation)):
-            return terms_at(*entries, coefficient=LocalJacobian(edge, self.function.trace).values[:, 0].numpy())
+            values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
+            return terms_at(edge.pattern, coefficient=_transposed(edge, values))
         # An operator may work on places in one overload alone, as `aten.max` does.
         overload: Any = operation.overload
         if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
@@ -177,12 +174,10 @@ class _Leaves:
         return (name, elements.numpy()) if are_elements else None
 
     def _of_derivative(self, edge: Edge, first: int) -> Terms:
-        """The transposed local Jacobian of an edge, whose entries are variables from the first one on."""
+        """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
-            pattern, variable = edge.transposed_pattern, first + self.selections[edge][1]
-            return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=variable)
-        pattern = edge.pattern
-        return terms_at(pattern.shape, pattern.rows, pattern.indices, variable=first + np.arange(pattern.nnz)).T
+            return terms_at(edge.pattern, variable=_transposed(edge, first + self.selections[edge][1]))
+        return terms_at(edge.pattern, variable=np.arange(first, first + edge.pattern.nnz))
 
     def _of_derivatives(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
@@ -250,6 +245,12 @@ class _Leaves:
             return type(argument) is Scalar
         tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
         return not tensor.ndim and tensor.is_floating_point() and not info.dependent
+
+
+def _transposed(edge: Edge, values: np.ndarray) -> np.ndarray:
+    """Values of the transposed Jacobian of an edge, in the order of the Jacobian's entries."""
+    pattern = edge.transposed_pattern
+    return values if isinstance(pattern.structure, Diagonal) else values[pattern.transposition]
 
 
 def _power(edge: Edge) -> int | None:

@@ -67,13 +67,16 @@ def _entries(
     folded: Folded, batch: int, dtype: torch.dtype, graph: ElementGraph, parts: list[np.ndarray]
 ) -> np.ndarray:
     """The numbers of the entries, from those of the local derivatives."""
-    variables = np.concatenate([np.broadcast_to(part.T, (part.shape[1], batch)) for part in parts])
+    variables = np.empty((folded.steps[-1].first, batch), np.int64)
+    of_derivatives = [np.broadcast_to(part.T, (part.shape[1], batch)) for part in parts]
+    np.concatenate(of_derivatives, out=variables[: folded.steps[0].first])
     constants = graph.array(torch.from_numpy(folded.constants).to(dtype))[:, None]
     for step in folded.steps:
         start = constants if step is folded.steps[-1] else None
         weights = torch.from_numpy(step.coefficient).to(dtype).numpy()
         computed = sums(graph, step.indptr, [variables[factor] for factor in step.factors], weights, start, dtype)
-        variables = np.concatenate([variables, computed])
+        # Those of the last step are the entries.
+        variables[step.first : step.first + len(computed)] = computed[: len(variables) - step.first]
     return computed
 
 

@@ -7,67 +7,83 @@ variable of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..runtime import row_starts, within_rows
+from ..patterns import Csr, Diagonal, Full, Identity, Pattern
+from ..runtime import frozen, index_dtype, kernel, row_starts, run_rows, within_rows
+from ..spgemm import product_pattern
 
 #: The variable of a term that has none.
 NONE = -1
+#: Terms of all products, for each entry of a matrix, beyond which they are too many.
+TERMS_PER_ENTRY = 64
+#: Terms of a row up to which each is moved to its place step by step.
+SHORT = 64
 
 
 @dataclass(frozen=True)
 class Terms:
-    """A matrix as terms: for each its row, column, variable or `NONE`, and coefficient."""
+    """A matrix as terms, in the order of their rows, columns and variables; an entry has each variable at most once."""
 
     shape: tuple[int, int]
-    row: np.ndarray
+    #: Where the terms of each row begin; for each term its column, variable or `NONE`, and coefficient.
+    indptr: np.ndarray
     column: np.ndarray
     variable: np.ndarray
     coefficient: np.ndarray
 
     def __len__(self) -> int:
-        return len(self.row)
+        return len(self.column)
 
-    def __getitem__(self, places: np.ndarray) -> Terms:
-        if places.dtype == np.bool_:
-            if places.all():
-                return self
-            places = np.flatnonzero(places)
-        arrays = (self.row, self.column, self.variable, self.coefficient)
-        return Terms(self.shape, *(array[places] for array in arrays))
-
-    @property
-    def T(self) -> Terms:
-        """The transposed matrix."""
-        return replace(self, shape=self.shape[::-1], row=self.column, column=self.row)
+    def __getitem__(self, selected: np.ndarray) -> Terms:
+        """The matrix of the terms where a mask is true."""
+        if selected.all():
+            return self
+        places = np.flatnonzero(selected)
+        arrays = (self.column, self.variable, self.coefficient)
+        return Terms(self.shape, np.searchsorted(places, self.indptr), *(array[places] for array in arrays))
 
     @property
-    def place(self) -> np.ndarray:
-        """The place of each term's entry among all the matrix' elements in C order."""
-        return self.row * np.int64(self.shape[1]) + self.column
+    def row(self) -> np.ndarray:
+        """The row of each term."""
+        return np.repeat(np.arange(self.shape[0]), np.diff(self.indptr))
+
+    @functools.cached_property
+    def begins(self) -> np.ndarray:
+        """The first term of each entry."""
+        differ = np.empty(len(self), np.bool_)
+        differ[:1], differ[1:] = True, self.column[1:] != self.column[:-1]
+        differ[self.indptr[:-1][np.diff(self.indptr) > 0]] = True
+        return np.flatnonzero(differ)
+
+
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The positions of the entries."""
+        (rows, columns), entries = self.shape, self.begins
+        if len(entries) == rows * columns:
+            return Pattern.of(Full(rows, columns))
+        dtype = index_dtype(len(entries), rows, columns)
+        indptr, indices = np.searchsorted(entries, self.indptr), self.column[entries]
+        return Pattern.of(Csr(rows, columns, frozen(indptr.astype(dtype)), frozen(indices.astype(dtype))))
+
+    def at(self, pattern: Pattern) -> Terms:
+        """The same matrix, whose pattern is known."""
+        self.__dict__["pattern"] = pattern
+        return self
 
 
 def terms_at(
-    shape: tuple[int, int],
-    row: np.ndarray,
-    column: np.ndarray,
-    *,
-    variable: int | np.ndarray = NONE,
-    coefficient: float | np.ndarray = 1.0,
+    pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0
 ) -> Terms:
     """A matrix of one term for each entry."""
-    variables = np.broadcast_to(np.asarray(variable, dtype=np.int64), (len(row),))
-    coefficients = np.broadcast_to(np.asarray(coefficient, dtype=np.float64), (len(row),))
-    return Terms(shape, row.astype(np.int64), column.astype(np.int64), variables, coefficients)
-
-
-def joined(parts: Sequence[Terms]) -> Terms:
-    """The sum of matrices."""
-    columns = zip(*((t.row, t.column, t.variable, t.coefficient) for t in parts), strict=True)
-    return Terms(parts[0].shape, *(np.concatenate(arrays) for arrays in columns))
+    arrays = ((pattern.indices, np.int64), (variable, np.int64), (coefficient, np.float64))
+    columns = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
+    return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns).at(pattern)
 
 
 @dataclass(frozen=True)
@@ -89,119 +105,174 @@ class Step:
 
 
 class TooManyTermsError(Exception):
-    """A product has more terms than it pays to plan."""
+    """Products have more terms than it pays to plan."""
 
 
 @dataclass
 class Algebra:
-    """Products of matrices of terms, with the variables and the steps that they need."""
+    """Products and sums of matrices of terms, with the variables and the steps that they need."""
 
     #: The number of variables.
     variables: int = 0
-    #: The most terms of all products together.
+    #: The most terms of all products together, and whether a product with many entries may go beyond.
     limit: int = 0
+    grows: bool = False
     steps: list[Step] = field(default_factory=list)
     terms: int = 0
 
+    def pattern_of(self, matrix: Terms) -> Pattern:
+        """The pattern of a matrix."""
+        return matrix.pattern
+
     def multiply(self, a: Terms, b: Terms) -> Terms:
         """The product of two matrices."""
-        shape = (a.shape[0], b.shape[1])
-        a_constant, b_constant = a.variable == NONE, b.variable == NONE
-        parts = []
-        for left, right in ((a[a_constant], b), (a[~a_constant], b[b_constant])):
-            i, j = self._pairs(left, right)
-            parts.append(
-                Terms(
-                    shape,
-                    left.row[i],
-                    right.column[j],
-                    np.maximum(left.variable[i], right.variable[j]),
-                    left.coefficient[i] * right.coefficient[j],
-                )
-            )
-        if not a_constant.all() and not b_constant.all():
-            parts.append(self._of_variables(shape, self._summed(a[~a_constant]), self._summed(b[~b_constant])))
-        product = joined(parts)
-        return merged(product) if len(product) > max(len(a), len(b)) else product
+        for factor, other in ((a, b), (b, a)):
+            if isinstance(factor.pattern.structure, Identity):
+                return other
+            if isinstance(factor.pattern.structure, Diagonal):
+                return self._multiplied(a, b).at(other.pattern.scaled())
+        return self._multiplied(a, b)
 
-    def _pairs(self, a: Terms, b: Terms) -> tuple[np.ndarray, np.ndarray]:
-        """The terms of two matrices that meet, pair by pair."""
-        order = sorted_order(b.row)
-        counts = np.bincount(b.row, minlength=b.shape[0])
-        starts, repeats = np.cumsum(counts) - counts, counts[a.column]
-        self.terms += int(repeats.sum())
+    def _multiplied(self, a: Terms, b: Terms) -> Terms:
+        varies, others_vary = a.variable != NONE, b.variable != NONE
+        if not varies.any():
+            b = self._summed_if_used(b, lambda: np.bincount(a.column, minlength=b.shape[0])[b.row])
+            return self._product(a, b)[0]
+        if not others_vary.any():
+            return self._product(self._summed_if_used(a, lambda: np.diff(b.indptr)[a.column]), b)[0]
+        products, right = self._product(self._summed(a[varies]), self._summed(b[others_vary]), of_variables=True)
+        pairs = ((a[~varies], b), (a[varies], b[~others_vary]))
+        parts = [self._product(*pair)[0] for pair in pairs if len(pair[0]) and len(pair[1])]
+        return self._sum([*parts, self._step(products, right)])
+
+    def add(self, terms: Sequence[Terms]) -> Terms:
+        """The sum of matrices of one shape."""
+        total, pattern = self._sum(terms), terms[0].pattern
+        return total.at(pattern.scaled()) if all(pattern == each.pattern for each in terms) else total
+
+    def _sum(self, parts: Sequence[Terms]) -> Terms:
+        if len(parts) == 1:
+            return parts[0]
+        # The product of [I I ...] and the matrices, one below the other.
+        (rows, columns), count = parts[0].shape, len(parts)
+        arrays = zip(*((t.column, t.variable, t.coefficient) for t in parts), strict=True)
+        indptr = row_starts(np.concatenate([np.diff(part.indptr) for part in parts]), np.int64)
+        stacked = Terms((rows * count, columns), indptr, *(np.concatenate(each) for each in arrays))
+        picks = np.arange(rows * count).reshape(count, rows).T.ravel()
+        starts, none = np.arange(0, rows * count + 1, count), np.full(rows * count, NONE)
+        before = self.terms
+        total = self._product(Terms((rows, rows * count), starts, picks, none, np.ones(rows * count)), stacked)[0]
+        self.terms = before
+        return total
+
+    def _product(self, a: Terms, b: Terms, *, of_variables: bool = False) -> tuple[Terms, np.ndarray]:
+        """The product of two matrices of which one has no variables; or all pairs of these, and their second factors."""
+        starts = row_starts(np.diff(b.indptr)[a.column], np.int64)[a.indptr]
+        total = int(starts[-1])
+        self.terms += total
         if self.terms > self.limit:
-            raise TooManyTermsError
-        i = np.repeat(np.arange(len(a)), repeats)
-        return i, order[starts[a.column[i]] + within_rows(repeats)]
-
-    def _of_variables(self, shape: tuple[int, int], a: Terms, b: Terms) -> Terms:
-        """The product of two matrices whose terms all have variables: each of its entries is a new variable."""
-        i, j = self._pairs(a, b)
-        place = a.row[i] * np.int64(shape[1]) + b.column[j]
-        return self._step(shape, place, a.variable[i], b.variable[j], a.coefficient[i] * b.coefficient[j])
+            entries = product_pattern(a.pattern, b.pattern).nnz + sum(a.shape) + sum(b.shape) if self.grows else 0
+            if self.terms > TERMS_PER_ENTRY * entries:
+                raise TooManyTermsError
+        column, variable = np.empty((2, total), np.int64)
+        right, coefficient = np.empty(total if of_variables else 0, np.int64), np.empty(total)
+        factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
+        counts, variables = np.empty(a.shape[0], np.int64), 0 if of_variables else self.variables + 1
+        run_rows(_multiply, starts, *factors, variables, starts, column, variable, right, coefficient, counts)
+        indptr, arrays = row_starts(counts, np.int64), [column, variable, coefficient]
+        if indptr[-1] < total:
+            places = np.arange(indptr[-1]) + np.repeat(starts[:-1] - indptr[:-1], counts)
+            arrays = [array[places] for array in arrays]
+        return Terms((a.shape[0], b.shape[1]), indptr, *arrays), right
 
     def _summed(self, terms: Terms) -> Terms:
-        """The same matrix with at most one term for each entry."""
-        terms = merged(terms)
-        _, entry, counts = distinct(terms.place)
-        several = counts[entry] > 1
+        """The same matrix with one variable for each entry that has several."""
+        varies = terms.variable != NONE
+        variables = terms[varies]
+        counts = np.diff(variables.begins, append=len(variables))
+        several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
-        t = terms[several]
-        return joined([terms[~several], self._step(t.shape, t.place, t.variable, None, t.coefficient)])
+        return self._sum([terms[~varies], variables[~several], self._step(variables[several], None)])
 
-    def _step(
-        self,
-        shape: tuple[int, int],
-        place: np.ndarray,
-        left: np.ndarray,
-        right: np.ndarray | None,
-        coefficient: np.ndarray,
-    ) -> Terms:
-        """Add a step whose variables are the entries at distinct places, and return their matrix."""
-        places, entry, counts = distinct(place)
-        row, column = divmod(places, np.int64(max(1, shape[1])))
+    def _summed_if_used(self, terms: Terms, uses: Callable[[], np.ndarray]) -> Terms:
+        """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
+        if len(terms.begins) == len(terms):
+            return terms
+        times = uses()
+        return self._summed(terms) if times.sum() > len(terms) + times[terms.begins].sum() else terms
+
+    def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
+        """Add a step whose variables are the entries of a matrix, and return it with these."""
+        begins = terms.begins
+        indptr, counts = np.searchsorted(begins, terms.indptr), np.diff(begins, append=len(terms))
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        place_in_row = np.arange(len(row)) - np.searchsorted(row, row)
-        sequence = np.argsort(place_in_row, kind="stable")
-        variable = np.empty(len(row), dtype=np.int64)
-        variable[sequence] = np.arange(len(row))
-        order = np.argsort(variable[entry], kind="stable")
-        factors = (left[order], None if right is None else right[order])
-        indptr = row_starts(counts[sequence], np.int64)
-        self.steps.append(Step(self.variables, indptr, *factors, coefficient[order]))
-        variables = np.arange(self.variables, self.variables + len(places))
-        self.variables += len(places)
-        return terms_at(shape, row[sequence], column[sequence], variable=variables)
+        place_in_row = within_rows(np.diff(indptr))
+        # NumPy sorts small types in linear time.
+        small = np.min_scalar_type(place_in_row.max(initial=0))
+        sequence = np.argsort(place_in_row.astype(small), kind="stable")
+        variables = np.empty(len(begins), np.int64)
+        variables[sequence] = np.arange(self.variables, self.variables + len(begins))
+        starts = row_starts(counts[sequence], np.int64)
+        order = np.arange(len(terms)) + np.repeat(begins[sequence] - starts[:-1], counts[sequence])
+        factors = terms.variable[order], None if right is None else right[order]
+        self.steps.append(Step(self.variables, starts, *factors, terms.coefficient[order]))
+        self.variables += len(begins)
+        return Terms(terms.shape, indptr, terms.column[begins], variables, np.ones(len(begins)))
 
 
-def distinct(array: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The distinct elements in order, the place among these of each element, and how often each occurs."""
-    order = sorted_order(array)
-    ordered = array[order]
-    begins = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))[: len(array)]
-    counts = np.diff(np.append(begins, len(array)))
-    places = np.empty(len(array), dtype=np.int64)
-    places[order] = np.repeat(np.arange(len(begins)), counts)
-    return ordered[begins], places, counts
-
-
-def sorted_order(array: np.ndarray) -> np.ndarray:
-    """The order that sorts an array, of equal elements as they come; it may be sorted already."""
-    return np.arange(len(array)) if (array[1:] >= array[:-1]).all() else np.argsort(array, kind="stable")
-
-
-def merged(terms: Terms) -> Terms:
-    """The same matrix with at most one term for each entry and variable."""
-    variables = int(terms.variable.max(initial=0)) + 2
-    if terms.shape[0] * terms.shape[1] * variables < 2**63:
-        keys = (terms.place * variables + terms.variable + 1)[None]
-        order = sorted_order(keys[0])
-    else:
-        keys = np.stack((terms.place, terms.variable))
-        order = np.lexsort(keys[::-1])
-    terms, keys = terms[order], keys[:, order]
-    begins = np.flatnonzero(np.append(True, (keys[:, 1:] != keys[:, :-1]).any(0)))[: len(terms)]
-    sums = np.add.reduceat(terms.coefficient, begins) if len(terms) else terms.coefficient
-    return replace(terms[begins], coefficient=sums)
+@kernel
+def _multiply(
+    first, last,
+    a_indptr, a_column, a_variable, a_coefficient,
+    b_indptr, b_column, b_variable, b_coefficient,
+    variables, starts, column, left, right, coefficient, counts,
+):  # fmt: skip
+    """The terms of rows of a product; where `variables` is 0, all pairs in the order of their columns."""
+    for row in range(first, last):
+        begin = end = starts[row]
+        for p in range(a_indptr[row], a_indptr[row + 1]):
+            k, x = a_column[p], a_variable[p]
+            for q in range(b_indptr[k], b_indptr[k + 1]):
+                y, key = b_variable[q], b_column[q]
+                if variables:
+                    key = key * variables + max(x, y) + 1
+                else:
+                    left[end], right[end] = x, y
+                column[end], coefficient[end] = key, a_coefficient[p] * b_coefficient[q]
+                end += 1
+        # Shell's sort: that of NumPy takes a process 0.1 s to load.
+        gap = 1
+        while SHORT * gap < end - begin:
+            gap = 3 * gap + 1
+        while gap:
+            for p in range(begin + gap, end):
+                key, factor = column[p], coefficient[p]
+                if column[p - gap] <= key:
+                    continue
+                if not variables:
+                    x, y = left[p], right[p]
+                at = p
+                while at - gap >= begin and column[at - gap] > key:
+                    column[at], coefficient[at] = column[at - gap], coefficient[at - gap]
+                    if not variables:
+                        left[at], right[at] = left[at - gap], right[at - gap]
+                    at -= gap
+                column[at], coefficient[at] = key, factor
+                if not variables:
+                    left[at], right[at] = x, y
+            gap //= 3
+        if variables:
+            # Equal terms are added where they come next to each other.
+            total, before = begin, np.int64(-1)
+            for p in range(begin, end):
+                key = column[p]
+                if key == before:
+                    coefficient[total - 1] += coefficient[p]
+                    continue
+                before = key
+                column[total], coefficient[total] = key // variables, coefficient[p]
+                left[total] = key - column[total] * variables - 1
+                total += 1
+            end = total
+        counts[row] = end - begin

@@ -8,10 +8,11 @@ sparse matrix products*). After the last inner vertex, the edge from input to ou
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -38,8 +39,8 @@ FASTER = 12
 #: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
 LARGE = 500_000
 
-#: A representation of the entries of a matrix.
-Entries = TypeVar("Entries")
+#: A matrix by its number in an `Accumulation`, or in another representation.
+Matrix = TypeVar("Matrix")
 
 
 @dataclass
@@ -174,6 +175,10 @@ class Accumulation:
             right = self.add([right], full=True)
         return self._append(Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key))
 
+    def pattern_of(self, matrix: int) -> Pattern:
+        """The pattern of a matrix."""
+        return self.matrices[matrix].pattern
+
     def _append(self, matrix: _Leaf | _Product | _Sum | Pulled) -> int:
         self.matrices.append(matrix)
         return len(self.matrices) - 1
@@ -240,11 +245,11 @@ class Accumulation:
     def _computed(
         self,
         numbers: Iterable[int],
-        values: dict[int, Entries],
-        value: Callable[[Any, list[Entries]], Entries],
+        values: dict[int, torch.Tensor],
+        value: Callable[[Any, list[torch.Tensor]], torch.Tensor],
         last_use: Mapping[int, Sequence[int]],
         needed: Collection[int] = (),
-    ) -> dict[int, Entries]:
+    ) -> dict[int, torch.Tensor]:
         """The values of some matrices beside those of others.
 
         Those that were used for the last time are let go of, unless they are `needed`.
@@ -279,23 +284,6 @@ class Accumulation:
             if number not in large:
                 others.update(matrix.operands)
         return sorted(large)
-
-    def evaluate(
-        self,
-        result: int,
-        leaf: Callable[[Any], Entries],
-        multiply: Callable[[Entries, Entries], Entries],
-        add: Callable[[Sequence[Entries]], Entries],
-    ) -> Entries:
-        """A matrix in another representation of matrices, which comes with its own products and sums."""
-        order, last_use = self._order(result)
-
-        def value(matrix: Any, operands: list[Entries]) -> Entries:
-            if isinstance(matrix, _Leaf):
-                return leaf(matrix.key)
-            return multiply(*operands) if isinstance(matrix, _Product) else add(operands)
-
-        return self._computed(order, {}, value, last_use)[result]
 
     @property
     def moved(self) -> int:
@@ -385,44 +373,52 @@ def is_light(pattern: Pattern) -> bool:
     return bool(pattern.structure.row_counts().max(initial=0) <= 1)
 
 
+class Arithmetic(Protocol[Matrix]):
+    """Products and sums of matrices in some representation, and their patterns."""
+
+    def multiply(self, left: Matrix, right: Matrix, /) -> Matrix: ...
+
+    def add(self, terms: Sequence[Matrix], /) -> Matrix: ...
+
+    def pattern_of(self, matrix: Matrix, /) -> Pattern: ...
+
+
 def eliminate(
-    accumulation: Accumulation,
-    edges: Iterable[tuple[Hashable, Hashable, int]],
+    arithmetic: Arithmetic[Matrix],
+    edges: Iterable[tuple[Hashable, Hashable, Matrix]],
     start: Hashable,
     stop: Hashable,
     *,
     in_turn: bool = False,
-) -> int | None:
+) -> Matrix | None:
     """Eliminate all vertices of a graph but two; return the matrix between those, or None where no path joins them.
 
     An edge is (source, target, matrix), such that ``edge(u, v) · edge(v, w)`` is the product along a path. The vertex
     of the fewest multiply-adds goes first; on request, the vertices go in turn, as they are targets of the edges.
-    Products and sums are added to the accumulation.
     """
-    after: dict[Hashable, dict[Hashable, list[int]]] = {}
+    after: dict[Hashable, dict[Hashable, list[Matrix]]] = {}
     before: dict[Hashable, set[Hashable]] = {}
     for source, target, matrix in edges:
         after.setdefault(source, {}).setdefault(target, []).append(matrix)
         before.setdefault(target, set()).add(source)
 
-    def merged(source: Hashable, target: Hashable) -> int:
+    def merged(source: Hashable, target: Hashable) -> Matrix:
         terms = after[source][target]
         if len(terms) > 1:
-            after[source][target] = [accumulation.add(terms)]
-        return after[source][target][0]
+            after[source][target] = terms = [arithmetic.add(terms)]
+        return terms[0]
 
-    costs: dict[tuple[int, int], int] = {}
+    #: The multiply-adds of an edge into a vertex and one out of it, beside the patterns that they hold for.
+    costs: dict[Hashable, tuple[Pattern, Pattern, int]] = {}
 
     def cost(vertex: Hashable) -> int:
         total = 0
-        for source in before.get(vertex, ()):
-            for target in after.get(vertex, {}):
-                pair = (merged(source, vertex), merged(vertex, target))
-                if pair not in costs:
-                    factors = [accumulation.matrices[matrix].pattern for matrix in pair]
-                    trivial = any(isinstance(factor.structure, Identity) for factor in factors)
-                    costs[pair] = 0 if trivial else multiply_adds(*factors)
-                total += costs[pair]
+        for path in itertools.product(before.get(vertex, ()), [vertex], after.get(vertex, {})):
+            left, right = (arithmetic.pattern_of(merged(*edge)) for edge in itertools.pairwise(path))
+            if path not in costs or costs[path][0] is not left or costs[path][1] is not right:
+                trivial = any(isinstance(factor.structure, Identity) for factor in (left, right))
+                costs[path] = left, right, 0 if trivial else multiply_adds(left, right)
+            total += costs[path][2]
         return total
 
     inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
@@ -433,7 +429,7 @@ def eliminate(
             into = merged(source, vertex)
             del after[source][vertex]
             for target in after.get(vertex, {}):
-                product = accumulation.multiply(into, merged(vertex, target))
+                product = arithmetic.multiply(into, merged(vertex, target))
                 after[source].setdefault(target, []).append(product)
                 before.setdefault(target, set()).add(source)
         for target in after.pop(vertex, {}):
