@@ -7,6 +7,7 @@ new elements from those of its operands. Sums of products of local derivatives a
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -263,9 +264,9 @@ class CallsOfElements:
         """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
         target: Any = node.target
         name = target.overloadpacket.__name__
-        value: Any = node.meta["val"]
-        # Those that are joined may have several dtypes; all are converted to the result's.
-        dtype = (value if isinstance(value, torch.Tensor) else value[0]).dtype
+        # Those that are joined may have several dtypes.
+        dtypes = [each.meta["val"].dtype for each in node.all_input_nodes if each in self._numbers]
+        dtype = functools.reduce(torch.promote_types, dtypes)
         if node.meta.get("written") and any(argument.alias_info for argument in target._schema.arguments):
             # A view, through which the numbers are written to.
             self._numbers[node] = target(*fx.map_arg(node.args, self._numbers.__getitem__), **node.kwargs)
