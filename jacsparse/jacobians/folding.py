@@ -96,7 +96,7 @@ class _Leaves:
         matrices = self.matrices()
         if not len(chain):
             return terms_at(chain.pattern)
-        largest = max(edge.transposed_pattern.nnz for edge in chain.edges)
+        largest = max((edge.transposed_pattern.nnz for edge in chain.edges), default=0)
         algebra.grows = most is None
         algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
         # From the output to the input.

@@ -166,7 +166,7 @@ class Algebra:
         return total
 
     def _product(self, a: Terms, b: Terms, *, of_variables: bool = False) -> tuple[Terms, np.ndarray]:
-        """The product of two matrices of which one has no variables; or all pairs of these, and their second factors."""
+        """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
         starts = row_starts(np.diff(b.indptr)[a.column], np.int64)[a.indptr]
         total = int(starts[-1])
         self.terms += total
