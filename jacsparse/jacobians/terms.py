@@ -60,7 +60,6 @@ class Terms:
         differ[self.indptr[:-1][np.diff(self.indptr) > 0]] = True
         return np.flatnonzero(differ)
 
-
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The positions of the entries."""
@@ -77,9 +76,7 @@ class Terms:
         return self
 
 
-def terms_at(
-    pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0
-) -> Terms:
+def terms_at(pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0) -> Terms:
     """A matrix of one term for each entry."""
     arrays = ((pattern.indices, np.int64), (variable, np.int64), (coefficient, np.float64))
     columns = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
