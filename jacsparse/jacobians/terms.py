@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
-from ..runtime import frozen, index_dtype, kernel, row_starts, run_rows, within_rows
+from ..runtime import frozen, index_dtype, row_starts, run_rows, within_rows
 from ..spgemm import product_pattern
+from .kernels import multiply_terms
 
 #: The variable of a term that has none.
 NONE = -1
 #: Terms of all products, for each entry of a matrix, beyond which they are too many.
 TERMS_PER_ENTRY = 64
-#: Terms of a row up to which each is moved to its place step by step.
-SHORT = 64
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ class Algebra:
         right, coefficient = np.empty(total if of_variables else 0, np.int64), np.empty(total)
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
         counts, variables = np.empty(a.shape[0], np.int64), 0 if of_variables else self.variables + 1
-        run_rows(_multiply, starts, *factors, variables, starts, column, variable, right, coefficient, counts)
+        run_rows(multiply_terms, starts, *factors, variables, starts, column, variable, right, coefficient, counts)
         indptr, arrays = row_starts(counts, np.int64), [column, variable, coefficient]
         if indptr[-1] < total:
             places = np.arange(indptr[-1]) + np.repeat(starts[:-1] - indptr[:-1], counts)
@@ -216,60 +215,3 @@ class Algebra:
         self.steps.append(Step(self.variables, starts, *factors, terms.coefficient[order]))
         self.variables += len(begins)
         return Terms(terms.shape, indptr, terms.column[begins], variables, np.ones(len(begins)))
-
-
-@kernel
-def _multiply(
-    first, last,
-    a_indptr, a_column, a_variable, a_coefficient,
-    b_indptr, b_column, b_variable, b_coefficient,
-    variables, starts, column, left, right, coefficient, counts,
-):  # fmt: skip
-    """The terms of rows of a product; where `variables` is 0, all pairs in the order of their columns."""
-    for row in range(first, last):
-        begin = end = starts[row]
-        for p in range(a_indptr[row], a_indptr[row + 1]):
-            k, x = a_column[p], a_variable[p]
-            for q in range(b_indptr[k], b_indptr[k + 1]):
-                y, key = b_variable[q], b_column[q]
-                if variables:
-                    key = key * variables + max(x, y) + 1
-                else:
-                    left[end], right[end] = x, y
-                column[end], coefficient[end] = key, a_coefficient[p] * b_coefficient[q]
-                end += 1
-        # Shell's sort: that of NumPy takes a process 0.1 s to load.
-        gap = 1
-        while SHORT * gap < end - begin:
-            gap = 3 * gap + 1
-        while gap:
-            for p in range(begin + gap, end):
-                key, factor = column[p], coefficient[p]
-                if column[p - gap] <= key:
-                    continue
-                if not variables:
-                    x, y = left[p], right[p]
-                at = p
-                while at - gap >= begin and column[at - gap] > key:
-                    column[at], coefficient[at] = column[at - gap], coefficient[at - gap]
-                    if not variables:
-                        left[at], right[at] = left[at - gap], right[at - gap]
-                    at -= gap
-                column[at], coefficient[at] = key, factor
-                if not variables:
-                    left[at], right[at] = x, y
-            gap //= 3
-        if variables:
-            # Equal terms are added where they come next to each other.
-            total, before = begin, np.int64(-1)
-            for p in range(begin, end):
-                key = column[p]
-                if key == before:
-                    coefficient[total - 1] += coefficient[p]
-                    continue
-                before = key
-                column[total], coefficient[total] = key // variables, coefficient[p]
-                left[total] = key - column[total] * variables - 1
-                total += 1
-            end = total
-        counts[row] = end - begin
