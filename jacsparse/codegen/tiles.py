@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from .elements import ElementGraph
+from .kernels import widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
 TILE, MOST_BYTES = 2**16, 2**18
@@ -65,38 +66,37 @@ class Tiles:
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
         self.count, self.of_entries = nbytes // TILE, None
         self.of_elements = np.full(graph.count, SHARED, np.int32)
+        if FEWEST <= self.count <= rows:
+            of_entries = np.repeat(np.arange(rows) * self.count // rows, np.diff(indptr))
+            readers = self._readers(graph, needed, entries, of_entries)
+            if self._pays(readers, nbytes):
+                self.of_entries, self.of_elements = of_entries, readers
         self.places, self.scratch = self._placed(self.of_elements)
-        if not FEWEST <= self.count <= rows:
-            return
-        of_entries = np.repeat(np.arange(rows) * self.count // rows, np.diff(indptr))
-        readers = self._readers(graph, needed, entries, of_entries)
-        places, scratch = self._placed(readers)
-        of_tile, shared = (
-            sum(count * memory.dtype.itemsize for memory, count in scratch.items() if memory.of_tile == each)
-            for each in (True, False)
-        )
-        scattered = any(
-            np.count_nonzero(np.diff(readers[numbers])) * FEWEST_TOGETHER > len(numbers)
-            for numbers in self._stored.values()
-        )
-        if of_tile <= MOST_BYTES and SHARE * shared <= nbytes and not scattered:
-            self.of_entries = of_entries
-            self.of_elements, self.places, self.scratch = readers, places, scratch
+
+    def _pays(self, readers: np.ndarray, nbytes: int) -> bool:
+        """Whether neighbours are mostly of one tile, few elements are of several, and what a tile stores is little."""
+        of_tile = shared = 0
+        for dtype, numbers in self._stored.items():
+            tiles = readers[numbers]
+            if np.count_nonzero(tiles[1:] != tiles[:-1]) * FEWEST_TOGETHER > len(tiles):
+                return False
+            of_tile += dtype.itemsize * int(np.bincount(tiles[tiles >= 0], minlength=1).max())
+            shared += dtype.itemsize * np.count_nonzero(tiles == SHARED)
+        return of_tile <= MOST_BYTES and SHARE * shared <= nbytes
 
     def _readers(
         self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, of_entries: np.ndarray
     ) -> np.ndarray:
         """The tile of each element that one alone reads, itself or through others."""
         first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
-        tiles = np.broadcast_to(of_entries[:, None], entries.shape)
-        np.minimum.at(first, entries, tiles)
-        np.maximum.at(last, entries, tiles)
+        tiles = np.repeat(of_entries.astype(np.int32), entries.shape[1])
+        widen_ranges(0, entries.size, np.ascontiguousarray(entries, np.int64).reshape(-1), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
             where = slice(node.first, node.first + node.count)
             for operand in node.operands:
-                np.minimum.at(first, operand, first[where])
-                np.maximum.at(last, operand, last[where])
+                numbers = np.ascontiguousarray(operand, np.int64)
+                widen_ranges(0, node.count, numbers, first[where], last[where], first, last)
         return np.where(first < last, SHARED, last)
 
     def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
