@@ -81,7 +81,7 @@ class Tiles:
             if np.count_nonzero(tiles[1:] != tiles[:-1]) * FEWEST_TOGETHER > len(tiles):
                 return False
             of_tile += dtype.itemsize * int(np.bincount(tiles[tiles >= 0], minlength=1).max())
-            shared += dtype.itemsize * np.count_nonzero(tiles == SHARED)
+            shared += dtype.itemsize * int(np.count_nonzero(tiles == SHARED))
         return of_tile <= MOST_BYTES and SHARE * shared <= nbytes
 
     def _readers(
