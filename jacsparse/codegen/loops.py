@@ -109,8 +109,6 @@ class Fusion:
         The loops, in order, those of tiles last.
     scratch : dict of Scratch to int
         How many elements are stored for other loops.
-    reads : set of int
-        The places of the nodes in memory that are read.
     """
 
     def __init__(self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype) -> None:
@@ -120,7 +118,6 @@ class Fusion:
         self._tiles = Tiles(graph, self._needed, entries, indptr)
         self.scratch = self._tiles.scratch
         self._classify()
-        self.reads = {place for place in self._needed if place in graph.tensors}
         loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
         self.loops = sorted(loops, key=lambda loop: loop.tiles is not None)
 

@@ -200,7 +200,7 @@ def _evaluated(
             if chain.trained_zeros(trace):
                 pruned, (chain, records) = False, recent_graphs(f, False).of_trace(trace)
             _check_second_derivatives(f, trace, chain, records)
-        jacobian = _of_run(plan_of(trace.graph, chain, pruned), trace, records, x)
+        jacobian = _jacobian_of_run(plan_of(trace.graph, chain, pruned), trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
             every = recent_graphs(f, False).of_trace(trace)[0] if chain.pruned_weights else chain
@@ -212,10 +212,10 @@ def _evaluated(
         return result, *_returned(trace.output, returned, value, create_graph)
 
 
-def _of_run(plan: Plan, trace: Trace, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+def _jacobian_of_run(plan: Plan, trace: Trace, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
     """The Jacobian in a run, in memory of its own."""
     with torch.no_grad(), without_autocast(x.device):
-        planned = plan.values(trace)
+        planned = plan.jacobian(trace)
         if planned is not None:
             refuse_hooks(records)
             return planned

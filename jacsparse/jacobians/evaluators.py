@@ -13,7 +13,7 @@ from .compressed import Coloring, Compressed, row_coloring
 from .compressed import coloring as cheapest_coloring
 from .evaluator import Evaluator
 from .folding import NotFoldableError, folded
-from .products import ChainProducts, Products
+from .products import ChainProducts, FoldedProducts
 from .products_with_vectors import INEXACT, WRONG_TANGENTS
 from .traced_function import TracedFunction
 
@@ -42,7 +42,7 @@ def evaluator_of(
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, replays=replays, compile=compile)
 
-    def folded_products(cost: float | None = None) -> Products | None:
+    def folded_products(cost: float | None = None) -> FoldedProducts | None:
         """Sums of products of local derivatives and, up to a cost, elements of weights; None where there are none."""
         most = None
         if cost is not None:
@@ -51,7 +51,7 @@ def evaluator_of(
             terms = folded(function, replays=replays, most=most)
         except NotFoldableError:
             return None
-        return Products(function, terms, compile=compile)
+        return FoldedProducts(function, terms, compile=compile)
 
     registered = function.chain.registered_values
     if registered and method == "compressed":

@@ -82,7 +82,7 @@ class _Leaves:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
         #: The edges whose local derivatives are variables, in the order of these; and what computes them.
-        self.derivatives: list[Edge] = []
+        self.varying: list[Edge] = []
         self.computed: ValueFunction | None = None
         #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
@@ -110,7 +110,7 @@ class _Leaves:
     def matrices(self) -> dict[Edge, Terms]:
         """The local Jacobians of all edges; their variables come before those of products."""
         constants = {edge: self._constant(edge) for edge in self.function.chain.edges}
-        return {edge: terms for edge, terms in constants.items() if terms is not None} | self._of_derivatives()
+        return {edge: terms for edge, terms in constants.items() if terms is not None} | self._varying_matrices()
 
     def _constant(self, edge: Edge) -> Terms | None:
         """The local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
@@ -120,7 +120,7 @@ class _Leaves:
         if coefficient is not None:
             return terms_at(edge.pattern, coefficient=coefficient)
         if _power(edge) is not None and self._is_number(operation.referenced["other"]):
-            self.derivatives.append(edge)
+            self.varying.append(edge)
             self.selections[edge] = "other", np.zeros(edge.pattern.nnz, np.int64)
             return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
@@ -135,7 +135,7 @@ class _Leaves:
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
             self.selections[edge] = selection
-        self.derivatives.append(edge)
+        self.varying.append(edge)
         return None
 
     def _varies(self, edge: Edge, operation: Operation) -> bool:
@@ -173,17 +173,17 @@ class _Leaves:
         are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
         return (name, elements.numpy()) if are_elements else None
 
-    def _of_derivative(self, edge: Edge, first: int) -> Terms:
+    def _terms_of(self, edge: Edge, first: int) -> Terms:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
             return terms_at(edge.pattern, variable=_transposed(edge, first + self.selections[edge][1]))
         return terms_at(edge.pattern, variable=np.arange(first, first + edge.pattern.nnz))
 
-    def _of_derivatives(self) -> dict[Edge, Terms]:
+    def _varying_matrices(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""
-        if not self.derivatives:
+        if not self.varying:
             return {}
-        references = (value for edge in self.derivatives for value in edge.operation.referenced.values())
+        references = (value for edge in self.varying for value in edge.operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
         computed = self.computed = ValueFunction(self.function, self._derivatives, reads, replays=self.replays)
         parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
@@ -192,14 +192,12 @@ class _Leaves:
             first += part.meta["val"].shape[1]
         computed.keep(list(firsts))
         self.algebra.variables = first
-        return {
-            edge: self._of_derivative(edge, firsts[part]) for edge, part in zip(self.derivatives, parts, strict=True)
-        }
+        return {edge: self._terms_of(edge, firsts[part]) for edge, part in zip(self.varying, parts, strict=True)}
 
     def _derivatives(self, values: Values) -> list[torch.Tensor]:
         """The local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
         function, batch, parts = self.function, self.function.batch, []
-        for edge in self.derivatives:
+        for edge in self.varying:
             arguments = values.arguments(edge.operation.referenced)
             if edge in self.selections:
                 weight = arguments[self.selections[edge][0]].reshape(1, -1)

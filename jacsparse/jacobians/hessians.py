@@ -16,7 +16,7 @@ from .evaluation import Keywords, jacobian_and_returned, with_parts
 from .gradients import Gradient
 from .preparation import PreparationKeywords
 from .prepared import PreparedJacobian, Result
-from .prepared_program import Evaluation
+from .prepared_program import CallResult
 from .tracing_for_replays import Options
 
 
@@ -31,16 +31,16 @@ class PreparedHessian(PreparedJacobian[Result]):
         self._symmetric = symmetric_part(self.pattern)
         self.pattern = self._symmetric.pattern
 
-    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluation:
-        evaluation = super()._evaluated(args, returns)
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> CallResult:
+        result = super()._evaluated(args, returns)
         # A star colouring takes both entries of a pair from one place.
         if self.method == "compressed":
-            return evaluation
-        return replace(evaluation, values=_gathered(evaluation.values, self._symmetric))
+            return result
+        return replace(result, values=_gathered(result.values, self._symmetric))
 
-    def _parts(self, evaluation: Evaluation) -> Sequence[tuple[bool, Any]]:
-        options, (value, aux) = self._options, evaluation.aux or (None, None)
-        return (options.gradient, evaluation.result), (options.value, value), (options.has_aux, aux)
+    def _parts(self, result: CallResult) -> Sequence[tuple[bool, Any]]:
+        options, (value, aux) = self._options, result.aux or (None, None)
+        return (options.gradient, result.result), (options.value, value), (options.has_aux, aux)
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:

@@ -22,7 +22,7 @@ from .evaluation import jacobian_and_returned, with_parts
 from .evaluator import Evaluator
 from .evaluators import METHODS, evaluator_of
 from .flat_function import FlatFunction, run_once
-from .prepared_program import Evaluation, FilledWeightError, PreparedProgram
+from .prepared_program import CallResult, FilledWeightError, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import Options, TracedProgram, traced_program
 from .verification import (
@@ -121,14 +121,14 @@ class PreparedJacobian(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         """The Jacobian at these arguments; a tuple where it was prepared with `value` or `has_aux`."""
-        evaluation = self._evaluated(args, returns=self._options.returns)
+        result = self._evaluated(args, returns=self._options.returns)
         shapes = self._arguments.in_shape, self._out_shape
-        jacobian = unchecked_jacobian(self.pattern, evaluation.values, *shapes)
-        return with_parts(jacobian, *self._parts(evaluation))  # type: ignore[return-value]
+        jacobian = unchecked_jacobian(self.pattern, result.values, *shapes)
+        return with_parts(jacobian, *self._parts(result))  # type: ignore[return-value]
 
-    def _parts(self, evaluation: Evaluation) -> Sequence[tuple[bool, Any]]:
+    def _parts(self, result: CallResult) -> Sequence[tuple[bool, Any]]:
         """What may be returned beside the Jacobian, and whether it is."""
-        return (self._options.value, evaluation.result), (self._options.has_aux, evaluation.aux)
+        return (self._options.value, result.result), (self._options.has_aux, result.aux)
 
     def values(self, *args: Any) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
@@ -142,12 +142,12 @@ class PreparedJacobian(Generic[Result]):
         """
         return self._evaluated(args, returns=False).values
 
-    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluation:
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> CallResult:
         if self._first.evaluator.fused is not None and not returns:
             memory = self._arguments.memory_of(args)
             values = None if memory is None else self._first.values_of_memory(memory, args)
             if values is not None:
-                return Evaluation(values)
+                return CallResult(values)
         arguments = self._checked(args)
         try:
             return self._program(arguments)(arguments, returns)

@@ -19,7 +19,7 @@ from .arguments import Arguments
 from .differentiable import with_gradients
 from .evaluator import Evaluator
 from .fused_values import FusedValues
-from .replays import jacobian_values, of_replay, replayed
+from .replays import connected_output, jacobian_values, pull_back_of_replay
 from .tracing_for_replays import TracedProgram, contents_of
 
 
@@ -32,8 +32,8 @@ class FilledWeightError(RuntimeError):
 
 
 @dataclass(slots=True)
-class Evaluation:
-    """A prepared Jacobian at some arguments: its values, the function's result, and what that returned beside it."""
+class CallResult:
+    """What a call of a prepared Jacobian gives: values, the function's result, and what that returned beside it."""
 
     values: torch.Tensor
     result: Any = None
@@ -49,18 +49,18 @@ class PreparedProgram:
     #: The pruned weights that may differ between calls, without truth values that select: their elements are compared.
     watched: Sequence[tuple[Edge, PrunedWeight]]
     #: All entries, those of pruned weights too, where values are to have gradients.
-    entries: Pattern | None
+    unpruned_pattern: Pattern | None
 
     @classmethod
     def of(cls, traced: TracedProgram, evaluator: Evaluator, create_graph: bool) -> PreparedProgram:
         """Decide the rest, and let go of the elements of the run."""
         function = traced.function
-        entries = None
+        every = None
         if create_graph:
             check_gradients(function.trace)
-            entries = function.pattern
+            every = function.pattern
             if function.chain.pruned_weights:
-                entries = chain_of(function.trace, pruned=False).pattern
+                every = chain_of(function.trace, pruned=False).pattern
         infos = function.graph.infos
         watched = [
             (edge, weight)
@@ -69,9 +69,9 @@ class PreparedProgram:
             if weight.floating and not infos[edge.operation.number_of(weight.name)].fixed
         ]
         function.forget()
-        return cls(traced, evaluator, watched, entries)
+        return cls(traced, evaluator, watched, every)
 
-    def __call__(self, arguments: Arguments, returns: bool) -> Evaluation:
+    def __call__(self, arguments: Arguments, returns: bool) -> CallResult:
         """The Jacobian at arguments of the same form, and what the function returned where that is asked for.
 
         Raises
@@ -83,34 +83,34 @@ class PreparedProgram:
         """
         arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
-        entries = self.entries if torch.is_grad_enabled() else None
-        if entries is not None and not any(t.requires_grad for t in (*arguments.tensors, *captures.values())):
-            entries = None
-        if self._in_one_call is not None and not returns and entries is None:
+        read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
+        connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
+        if self._in_one_call is not None and not returns and not connected:
             values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
             if are_finite:
-                return Evaluation(values)
-        function, x = self.traced.function, arguments.flat(connected=entries is not None)
-        x = x if entries is None else requiring_gradient(x)
-        before, traced_input = function.trace, x if entries is None else x.view_as(x)
+                return CallResult(values)
+        function, x = self.traced.function, arguments.flat(connected=connected)
+        x = requiring_gradient(x) if connected else x
+        before, traced_input = function.trace, x.view_as(x) if connected else x
         trace = Trace.replayed(function.graph, before.module, traced_input, captures, before.scalars)
-        with torch.set_grad_enabled(entries is not None), without_autocast(x.device):
-            if entries is not None:
+        with torch.set_grad_enabled(connected), without_autocast(x.device):
+            if connected:
                 trace.edges[0] = get_gradient_edge(trace.input)
-                trace.output = replayed(function, trace, {value: trace.value(value) for value in function.inputs})
+                known = {value: trace.elements(value) for value in function.inputs}
+                trace.output = connected_output(function, trace, known)
             with torch.no_grad():
                 self._check_weights(trace)
-                values = jacobian_values(function, self.evaluator, trace, of_replay)
-            if entries is not None:
-                values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, entries).values
-            return self._returned(trace, values, entries is not None) if returns else Evaluation(values)
+                values = jacobian_values(function, self.evaluator, trace, pull_back_of_replay)
+            if connected and every is not None:
+                values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, every).values
+            return self._returned(trace, values, connected) if returns else CallResult(values)
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
         """The values where they take no trace; None where they do, or one is not finite.
 
         `memory` holds the elements of what the function is differentiated by, and no leaf is a number.
         """
-        if self._in_one_call is None or self.entries is not None:
+        if self._in_one_call is None or self.unpruned_pattern is not None:
             return None
         captures = self._captures(leaves) if self.traced.captures else {}
         values, are_finite = self._in_one_call({**captures, 0: memory})
@@ -126,7 +126,12 @@ class PreparedProgram:
             form, has_gradient = graph.captures[value]
             if form_of(tensor) != form:
                 tensor = _in_form(tensor, form)
-            if self.entries is not None and tensor.requires_grad and not has_gradient and torch.is_grad_enabled():
+            if (
+                self.unpruned_pattern is not None
+                and tensor.requires_grad
+                and not has_gradient
+                and torch.is_grad_enabled()
+            ):
                 raise ValueError(
                     f"a tensor of shape {tuple(tensor.shape)} that the function reads requires a gradient, and did not "
                     "when this Jacobian was prepared: prepare it again"
@@ -140,19 +145,19 @@ class PreparedProgram:
                 )
         return captures
 
-    def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluation:
-        """The evaluation with what the function returned, whose tensors may have gradients where values may."""
+    def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> CallResult:
+        """The values with what the function returned, whose tensors may have gradients where values may."""
         output = self.traced.function.graph.last
         assert output is not None
-        y = trace.output if connected else trace.value(output.value)
+        y = trace.output if connected else trace.elements(output.value)
 
         def of_this_call(leaf: Any) -> Any:
-            leaf = trace.value(leaf.number) if isinstance(leaf, Value) else leaf
+            leaf = trace.elements(leaf.number) if isinstance(leaf, Value) else leaf
             # It may share memory with an argument.
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
         returned = self.traced.returned
-        return Evaluation(values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux))
+        return CallResult(values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux))
 
     def _check_weights(self, trace: Trace) -> None:
         """Raise FilledWeightError where an element that the pattern leaves out is not zero in a call."""

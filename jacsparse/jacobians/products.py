@@ -19,7 +19,7 @@ from .fused_values import FusedValues
 from .traced_function import TracedFunction
 
 
-class Products(Evaluator):
+class FoldedProducts(Evaluator):
     """The values of a function's Jacobian from local derivatives of elementwise operators and elements of weights.
 
     Parameters

@@ -18,7 +18,7 @@ from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
 from .products import ChainProducts
-from .replays import jacobian_values, of_run
+from .replays import jacobian_values, pull_back_of_run
 from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
@@ -42,7 +42,7 @@ class Plan:
         self._numbers_vary = False
         self._chosen: tuple[TracedFunction, Evaluator] | None = None
 
-    def values(self, trace: Trace) -> SparseJacobian | None:
+    def jacobian(self, trace: Trace) -> SparseJacobian | None:
         """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
         # Other threads may replace it meanwhile.
         chosen = self._chosen
@@ -53,7 +53,7 @@ class Plan:
             if not function.numbers_vary:
                 self._chosen, self._runs = None, self._before
             return None
-        return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, of_run))
+        return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, pull_back_of_run))
 
     def choose(self, trace: Trace, expected: SparseJacobian) -> None:
         """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
@@ -68,7 +68,7 @@ class Plan:
             evaluator = evaluator_of(function, replays=False)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
                 return
-            actual = jacobian_values(function, evaluator, trace, of_run)
+            actual = jacobian_values(function, evaluator, trace, pull_back_of_run)
         except UnsupportedOperatorError:
             return
         # PyTorch's derivatives of many vectors at once may be wrong.

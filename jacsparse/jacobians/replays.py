@@ -38,22 +38,22 @@ def jacobian_values(
     return with_backward_passes(values, evaluator.pattern, len(x), by_autograd(function, trace))
 
 
-def of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
+def pull_back_of_run(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
     """The pull-back of a run, by autograd's graph of it."""
     return pulled_by_autograd(function.chain.adapted(trace).records(trace), len(trace.input))
 
 
-def of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
+def pull_back_of_replay(function: TracedFunction, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
     """The pull-back of a replay, by autograd of another one."""
     x = trace.input.detach().requires_grad_()
-    known = {value: trace.value(value).detach() for value in function.inputs}
+    known = {value: trace.elements(value).detach() for value in function.inputs}
     with torch.enable_grad():
-        y = replayed(function, trace, known | {0: x})
+        y = connected_output(function, trace, known | {0: x})
 
     return lambda gradient: gradient_of(y, x, gradient, retain_graph=True).reshape(len(x), -1)
 
 
-def replayed(function: TracedFunction, trace: Trace, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
+def connected_output(function: TracedFunction, trace: Trace, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """The output, computed from the input and captures with the derivatives of the run; so are the values to keep."""
     output = function.graph.last
     assert output is not None

@@ -101,7 +101,7 @@ class ValueFunction:
         numbers = self._numbers
         if numbers is None or not same_numbers(numbers[0], trace.scalars):
             numbers = self._numbers = list(trace.scalars), self._function.scalars(trace)
-        return {each: trace.value(each) if each >= 0 else numbers[1][~each] for each in sources}
+        return {each: trace.elements(each) if each >= 0 else numbers[1][~each] for each in sources}
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors of a run."""

@@ -166,7 +166,7 @@ def _stored(record: Record) -> int:
 
 def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     """Seconds of a stage's forward pass, of the gradient of its input, and of those of its weights."""
-    leaf = record.trace.value(record.stage.start).detach().requires_grad_()
+    leaf = record.trace.elements(record.stage.start).detach().requires_grad_()
     with torch.enable_grad():
         forward = shortest_time(lambda: record.output_for(leaf), seconds)
         y = record.output_for(leaf)

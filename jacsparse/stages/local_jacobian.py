@@ -84,7 +84,7 @@ class LocalJacobian:
     def _elements(self, value: int, what: str, *, read: bool = True) -> torch.Tensor:
         """The elements that a value had in the run or, where they are not read, any; an error names what it is."""
         try:
-            return self.trace.value(value) if read else self.trace.tensor(value)
+            return self.trace.elements(value) if read else self.trace.tensor(value)
         except StaleError:
             raise RuntimeError(
                 f"{what} was changed in place between forward and backward; run the forward again"

@@ -83,7 +83,7 @@ class Edge:
 
     def weight(self, name: str, trace: Trace) -> torch.Tensor:
         """A constant argument in a run as a weight, whose zeros the pattern may omit."""
-        constant = trace.value(self.operation.number_of(name))
+        constant = trace.elements(self.operation.number_of(name))
         return self.rule.as_weight(self.call, name, self.operation.of_sample(name, constant))
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:

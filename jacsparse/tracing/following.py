@@ -182,7 +182,7 @@ class Followed:
             trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
         for call in (node, *node.parts):
             for name, copy in call.contents.items():
-                if not torch.equal(trace.value(call.arguments[name].number), copy):
+                if not torch.equal(trace.elements(call.arguments[name].number), copy):
                     # These numbers are those of other values in another graph.
                     for value in trace.copies.keys() - known:
                         del trace.copies[value]

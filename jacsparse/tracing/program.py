@@ -260,7 +260,7 @@ def _operation(
         written = [operand for operand in operands if node.writes_to(operand.name)]
         overload, number = _SAME, 0
         operands = [operand._replace(name="self") for operand in written]
-        arguments = {"self": trace.value(operands[0].value)} if operands else {}
+        arguments = {"self": trace.elements(operands[0].value)} if operands else {}
     active = {operand.name: operand.value for operand in operands}
     name, where = operator_name(overload), node.path
     dependent = frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands)

@@ -72,7 +72,7 @@ def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
     for argument in ("self", "other"):
         mask, other = (node.arguments[name] for name in (argument, "other" if argument == "self" else "self"))
         if type(mask) is Value and type(other) is Value and _is_mask(trace, mask.number):
-            return trace.value(mask.number).detach().expand(trace.tensor(value).shape)
+            return trace.elements(mask.number).detach().expand(trace.tensor(value).shape)
     return None
 
 
@@ -82,5 +82,5 @@ _VIEWS = frozenset(
 
 
 def _is_mask(trace: Trace, value: int) -> bool:
-    mask = trace.value(value)
+    mask = trace.elements(value)
     return not mask.requires_grad and not trace.graph.infos[value].drawn and bool(((mask != 0) == mask).all())

@@ -86,9 +86,9 @@ class Trace:
         return frozenset(numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers)
 
     def tensor(self, value: int) -> torch.Tensor:
-        """The tensor of a value, which may have been overwritten since."""
+        """The tensor of a value, for its form: it may have been overwritten since, unlike `elements`."""
         tensor = self.tensors[value]
-        return self.value(value) if tensor is None else tensor
+        return self.elements(value) if tensor is None else tensor
 
     def is_stale(self, value: int) -> bool:
         """Whether the elements of a value were overwritten and cannot be computed anew."""
@@ -110,7 +110,7 @@ class Trace:
         except LookupError:
             return None
 
-    def value(self, value: int) -> torch.Tensor:
+    def elements(self, value: int) -> torch.Tensor:
         """The elements that a value had in the run.
 
         Raises

@@ -48,7 +48,7 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
     """
     trace = record.trace
     with torch.enable_grad():
-        leaf = trace.value(record.stage.start).detach().requires_grad_()
+        leaf = trace.elements(record.stage.start).detach().requires_grad_()
         values = {record.stage.start: leaf}
         for operation in record.stage.operations:
             arguments = {name: _constant(trace.read(argument)) for name, argument in operation.referenced.items()}
@@ -57,7 +57,7 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
                 result = operation.evaluate(arguments)
             if trace.graph.infos[operation.value].whole is not None:
                 # The parts of a call have its derivative, but not always its elements.
-                result = result + (trace.value(operation.value) - result).detach()
+                result = result + (trace.elements(operation.value) - result).detach()
             values[operation.value] = result
         output = values[record.stage.stop]
     if not output.requires_grad:
@@ -82,7 +82,7 @@ class _Results(DispatchMode):
         node = self.operation.node
         if overload is not self.operation.overload or self.operation.overload is not node.overload:
             return overload(*args, **(kwargs or {}))
-        results = [self.trace.value(value).detach() for value in node.results]
+        results = [self.trace.elements(value).detach() for value in node.results]
         returns = overload._schema.returns
         if node.writes and torch.Tag.inplace_view not in overload.tags:
             # An operator that works in place returns the argument that it writes to, a copy here.

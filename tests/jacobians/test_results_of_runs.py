@@ -18,7 +18,7 @@ from torch import nn
 import jacsparse
 from jacsparse import prepare_jacobian
 from jacsparse.jacobians.evaluators import evaluator_of
-from jacsparse.jacobians.replays import jacobian_values, of_run
+from jacsparse.jacobians.replays import jacobian_values, pull_back_of_run
 from jacsparse.jacobians.traced_function import TracedFunction
 from jacsparse.stages import chain_of
 from jacsparse.tracing import traced
@@ -97,7 +97,7 @@ def test_values_are_those_of_autograd(name: str, method: str) -> None:
         x = drawn(3, *shape, seed=seed)
         trace = traced(_Function(f), x, [function.graph])
         assert trace.graph is function.graph
-        values = jacobian_values(function, evaluator, trace, of_run)
+        values = jacobian_values(function, evaluator, trace, pull_back_of_run)
         assert_equal(jacsparse.SparseJacobian(evaluator.pattern, values.detach()), dense(f, x))
 
 
