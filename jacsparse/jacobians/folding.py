@@ -18,7 +18,7 @@ from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Value, Values
-from .terms import NONE, TERMS_PER_ENTRY, Algebra, Step, Terms, TooManyTermsError, terms_at
+from .terms import NONE, TERMS_PER_ENTRY, Algebra, Terms, TooManyTermsError, WeightedSums, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
 
@@ -40,14 +40,14 @@ class Folded:
     derivatives : ValueFunction or None
         What computes the local derivatives, and the numbers that scale others, each ``(batch, elements)``: the first
         variables. None where there are none.
-    steps : tuple of Step
+    steps : tuple of WeightedSums
         The sums and products of variables, in the order in which they run; the last one computes the entries.
     """
 
     pattern: Pattern
     constants: np.ndarray
     derivatives: ValueFunction | None
-    steps: tuple[Step, ...]
+    steps: tuple[WeightedSums, ...]
 
 
 def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> Folded:
@@ -69,7 +69,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     of_entries = np.where(constant, terms.coefficient[begins], 0.0)
     indptr = row_starts(np.diff(begins, append=len(terms)) - constant, np.int64)
     others = terms[varies]
-    last = Step(algebra.variables, indptr, others.variable, None, others.coefficient)
+    last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
     return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))
 
 

@@ -83,7 +83,7 @@ def terms_at(pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient
 
 
 @dataclass(frozen=True)
-class Step:
+class WeightedSums:
     """Variables that each call computes from others: sums of weighted variables, or of weighted products of two."""
 
     #: The first of the consecutive variables.
@@ -113,7 +113,7 @@ class Algebra:
     #: The most terms of all products together, and whether a product with many entries may go beyond.
     limit: int = 0
     grows: bool = False
-    steps: list[Step] = field(default_factory=list)
+    steps: list[WeightedSums] = field(default_factory=list)
     terms: int = 0
 
     def pattern_of(self, matrix: Terms) -> Pattern:
@@ -212,6 +212,6 @@ class Algebra:
         starts = row_starts(counts[sequence], np.int64)
         order = np.arange(len(terms)) + np.repeat(begins[sequence] - starts[:-1], counts[sequence])
         factors = terms.variable[order], None if right is None else right[order]
-        self.steps.append(Step(self.variables, starts, *factors, terms.coefficient[order]))
+        self.steps.append(WeightedSums(self.variables, starts, *factors, terms.coefficient[order]))
         self.variables += len(begins)
         return Terms(terms.shape, indptr, terms.column[begins], variables, np.ones(len(begins)))

@@ -139,7 +139,7 @@ class Trace:
         """
         if others and type(argument) is Value and argument.number in others:
             return others[argument.number]
-        return referred(argument, self.value, self.scalars)
+        return referred(argument, self.elements, self.scalars)
 
     def in_own_memory(self, values: torch.Tensor) -> torch.Tensor:
         """Values, copied where they lie in the memory of a tensor of the run, which may change later."""
