@@ -99,7 +99,8 @@ def _write_sums_of_scaled(
             value = _load(context, builder, values_type, args[3], term.index, 1)
             start = _load(context, builder, starts_type, args[4], term.index, 1)
             spread = builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), order)
-            place = builder.add(builder.extract_element(start, context.get_constant(types.int32, 0)), args[8])
+            start = builder.extract_element(start, context.get_constant(types.int32, 0))
+            place = builder.add(context.cast(builder, start, starts_type.dtype, types.intp), args[8])
             for total in sums:
                 right = _load(context, builder, b_type, args[7], place, width)
                 builder.store(builder.fadd(builder.load(total), builder.fmul(spread, right)), total)

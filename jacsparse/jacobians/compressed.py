@@ -234,10 +234,10 @@ class Compressed(Evaluator):
         directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
         count = sum(len(of_colors) for of_colors, *_ in directions)
         # What does not depend on the input is computed once for all seeds.
-        width = max(1, x.element_size() * sum(map(function.elements, function.calls)))
+        width = max(1, x.element_size() * sum(map(function.elements, function.nodes)))
         part = PART
         if not (compile or x.is_cuda):
-            part = min(PART, max(CALL_BYTES * len(function.calls), x.element_size() * math.prod(self._shape) // 2))
+            part = min(PART, max(CALL_BYTES * len(function.nodes), x.element_size() * math.prod(self._shape) // 2))
         # Two small parts would not pay.
         together = count * width <= min(PART, 2 * part)
         most = count if together else max(1, part // width)
@@ -335,7 +335,7 @@ class _Pass:
             ]
             return [(part.permute(0, 2, 1) if batch > 1 else part).reshape(-1, batch) for part in parts]
 
-        reads = [value for call in function.calls for _, value in call.tensors]
+        reads = [value for node in function.nodes for _, value in node.tensors]
         try:
             self.computed = ValueFunction(function, compute, reads, self.parts[0], replays=replays)
         except torch.OutOfMemoryError:

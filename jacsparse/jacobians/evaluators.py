@@ -63,7 +63,7 @@ def evaluator_of(
     if registered:
         # The other ways take PyTorch's derivatives too.
         return ChainProducts(function, replays=replays)
-    if coloring is cheapest_coloring and any(call.overload in WRONG_TANGENTS for call in function.calls):
+    if coloring is cheapest_coloring and any(node.overload in WRONG_TANGENTS for node in function.nodes):
         coloring = row_coloring
     if method == "compressed" or function.given is not None:
         colors = coloring(function.pattern)
@@ -81,7 +81,7 @@ def evaluator_of(
     if not products.pattern.nnz:
         return products
     cost = _cost_of_products(function)
-    if method == "products" or any(call.overload in INEXACT for call in function.calls):
+    if method == "products" or any(node.overload in INEXACT for node in function.nodes):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
     cost_of_colors = _cost_of_colors(function, colors)
@@ -107,7 +107,7 @@ def _cost_of_products(function: TracedFunction) -> float:
 
 def _cost_of_colors(function: TracedFunction, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
-    computed = [function.elements(call) for call in function.calls]
+    computed = [function.elements(node) for node in function.nodes]
     value = VALUE * function.x.element_size() / 8
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)

@@ -128,7 +128,7 @@ def _attention(
 
 def registered_in(trace: Trace) -> Node | None:
     """The first call in a run of an operator whose values were registered; None without one."""
-    for node in trace.graph.calls:
+    for node in trace.graph.differentiated:
         rule = node.facts.rule
         if rule is not None and rule.has_registered_values and node.operands:
             return node

@@ -182,7 +182,7 @@ class PreparedProgram:
 def check_gradients(trace: Trace) -> None:
     """Raise where a replay's gradients by what the function reads would not be the function's."""
     graph = trace.graph
-    for node in graph.calls:
+    for node in graph.differentiated:
         if any(node.behind.values()):
             raise UnsupportedOperatorError(
                 f"{node.path}: {node.name} works on what a torch.autograd.Function makes of a parameter{node.source}, "

@@ -41,15 +41,15 @@ Vectors = dict[int, torch.Tensor]
 
 def push_forward(function: TracedFunction, values: Values, tangents: torch.Tensor) -> torch.Tensor:
     """The products with columns, ``(many, batch, columns)`` to ``(many, batch, rows)``."""
-    calls = [_call_at(function, call, values) for call in function.calls]
+    derivatives = [_derivative_at(function, node, values) for node in function.nodes]
     output, y = _output(function)
 
     def pushed(tangent: torch.Tensor) -> torch.Tensor:
         vectors = {0: tangent.reshape(function.x.shape)}
-        for call in calls:
-            operands = [operand for operand in call.operands if operand.value in vectors]
+        for derivative in derivatives:
+            operands = [operand for operand in derivative.operands if operand.value in vectors]
             if operands:
-                vectors |= zip(call.results.values(), call.push(operands, vectors), strict=True)
+                vectors |= zip(derivative.results.values(), derivative.push(operands, vectors), strict=True)
         result = vectors.get(output.value) if output.active else None
         return (tangent.new_zeros(y.shape) if result is None else result).reshape(function.batch, -1)
 
@@ -58,16 +58,16 @@ def push_forward(function: TracedFunction, values: Values, tangents: torch.Tenso
 
 def pull_back(function: TracedFunction, values: Values, cotangents: torch.Tensor) -> torch.Tensor:
     """The products with rows, ``(many, batch, rows)`` to ``(many, batch, columns)``."""
-    calls = [_call_at(function, call, values) for call in reversed(function.calls)]
-    for call in calls:
-        call.run()
+    derivatives = [_derivative_at(function, node, values) for node in reversed(function.nodes)]
+    for derivative in derivatives:
+        derivative.run()
     output, y = _output(function)
 
     def pulled(cotangent: torch.Tensor) -> torch.Tensor:
         vectors = {output.value: cotangent.reshape(y.shape).to(y.dtype)} if output.active else {}
-        for call in calls:
-            if not vectors.keys().isdisjoint(call.results.values()):
-                for operand, part in zip(call.operands, call.pull(vectors), strict=True):
+        for derivative in derivatives:
+            if not vectors.keys().isdisjoint(derivative.results.values()):
+                for operand, part in zip(derivative.operands, derivative.pull(vectors), strict=True):
                     total = vectors.get(operand.value)
                     vectors[operand.value] = part if total is None else total + part
         result = vectors.get(0)
@@ -82,20 +82,20 @@ def _output(function: TracedFunction) -> tuple[Operand, torch.Tensor]:
     return output, function.trace.tensor(output.value)
 
 
-class _Call:
-    """A call at the values of a run, by PyTorch's derivatives."""
+class _Derivative:
+    """The derivative of a call at the values of a run, by PyTorch."""
 
-    def __init__(self, function: TracedFunction, call: Node, arguments: dict[str, Any]) -> None:
-        self.call, self.arguments = call, arguments
-        self.operands = [operand for operand in call.operands if operand.active]
-        results = enumerate(call.results)
+    def __init__(self, function: TracedFunction, node: Node, arguments: dict[str, Any]) -> None:
+        self.node, self.arguments = node, arguments
+        self.operands = [operand for operand in node.operands if operand.active]
+        results = enumerate(node.results)
         #: By their places, the results that may have derivatives.
         self.results = {place: n for place, n in results if function.trace.tensor(n).is_floating_point()}
 
     def _results(self, operands: Sequence[Operand], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results for some operands."""
         named = {operand.name: tensor for operand, tensor in zip(operands, tensors, strict=True)}
-        results = self.call.computed(self.arguments | named)
+        results = self.node.computed(self.arguments | named)
         return tuple([results[place] for place in self.results])
 
     def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
@@ -106,8 +106,8 @@ class _Call:
 
     def run(self) -> None:
         """Run the call for `pull`, which PyTorch's transforms do not let make a graph of autograd."""
-        if self.call.draws:
-            raise RuntimeError(f"{self.call.name} draws random numbers")
+        if self.node.draws:
+            raise RuntimeError(f"{self.node.name} draws random numbers")
         with torch.enable_grad():
             primals = [self.arguments[operand.name].detach().requires_grad_() for operand in self.operands]
             self._run = primals, self._results(self.operands, primals)
@@ -151,12 +151,12 @@ class _InputGradients(torch.autograd.Function):
         return _InputGradients.apply(many.flatten(0, 1), arguments).unflatten(0, many.shape[:2]), 0
 
 
-class _Convolution(_Call):
+class _Convolution(_Derivative):
     """A convolution of what is differentiated, by a constant weight: PyTorch's tangents are sums with zeros."""
 
     def push(self, operands: Sequence[Operand], tangents: Vectors) -> Sequence[torch.Tensor]:
         (operand,) = operands
-        return self.call.computed({**self.arguments, "input": tangents[operand.value], "bias": None})
+        return self.node.computed({**self.arguments, "input": tangents[operand.value], "bias": None})
 
     @property
     def _has_kernels(self) -> bool:
@@ -173,17 +173,17 @@ class _Convolution(_Call):
         return [_InputGradients.apply(cotangents[self.results[0]], self.arguments)]
 
 
-class _Diagonal(_Call):
-    """A call whose result depends on each operand at its own place alone, by given derivatives."""
+class _Diagonal(_Derivative):
+    """The derivative of a call whose result depends on each operand at its own place alone, by given derivatives."""
 
     def __init__(
-        self, function: TracedFunction, call: Node, arguments: dict[str, Any], derivatives: Mapping[str, Any]
+        self, function: TracedFunction, node: Node, arguments: dict[str, Any], derivatives: Mapping[str, Any]
     ) -> None:
-        super().__init__(function, call, arguments)
+        super().__init__(function, node, arguments)
         self.operands = [operand for operand in self.operands if operand.name in derivatives]
         # A normalisation has further results, which nothing differentiable reads.
-        self.results = {0: call.results[0]}
-        self.derivatives, self.dtype = derivatives, function.trace.tensor(call.results[0]).dtype
+        self.results = {0: node.results[0]}
+        self.derivatives, self.dtype = derivatives, function.trace.tensor(node.results[0]).dtype
 
     def run(self) -> None:
         """Do nothing: the derivatives are known."""
@@ -202,24 +202,24 @@ class _Diagonal(_Call):
         return gradient.sum_to_size(operand.shape).to(operand.dtype)
 
 
-def _call_at(function: TracedFunction, call: Node, values: Values) -> _Call:
-    arguments = values.arguments(call.arguments)
-    active = [operand.name for operand in call.operands if operand.active]
-    if call.changes_unseen:
-        derivatives: dict[str, Any] = {name: 1.0 for name in active if call.writes_to(name)}
-        return _Diagonal(function, call, arguments, derivatives)
-    if call.overload in _NORMALISATIONS and active == ["input"] and not arguments["training"]:
+def _derivative_at(function: TracedFunction, node: Node, values: Values) -> _Derivative:
+    arguments = values.arguments(node.arguments)
+    active = [operand.name for operand in node.operands if operand.active]
+    if node.changes_unseen:
+        derivatives: dict[str, Any] = {name: 1.0 for name in active if node.writes_to(name)}
+        return _Diagonal(function, node, arguments, derivatives)
+    if node.overload in _NORMALISATIONS and active == ["input"] and not arguments["training"]:
         # A scaling of each channel. PyTorch's derivative of it copies the input for each of many vectors.
-        return _Diagonal(function, call, arguments, {"input": _scale(arguments)})
-    if call.overload is aten.convolution.default and active == ["input"]:
-        return _Convolution(function, call, arguments)
-    if call.overload in _ELEMENTWISE:
+        return _Diagonal(function, node, arguments, {"input": _scale(arguments)})
+    if node.overload is aten.convolution.default and active == ["input"]:
+        return _Convolution(function, node, arguments)
+    if node.overload in _ELEMENTWISE:
         names = [n for n, a in arguments.items() if isinstance(a, torch.Tensor) and a.is_floating_point()]
         shape = torch.broadcast_shapes(*(arguments[name].shape for name in names))
         return _Diagonal(
-            function, call, arguments, elementwise_derivatives(lambda of: call.computed(of)[0], arguments, names, shape)
+            function, node, arguments, elementwise_derivatives(lambda of: node.computed(of)[0], arguments, names, shape)
         )
-    return _Call(function, call, arguments)
+    return _Derivative(function, node, arguments)
 
 
 def _scale(arguments: Mapping[str, Any]) -> torch.Tensor:

@@ -66,17 +66,17 @@ def connected_output(function: TracedFunction, trace: Trace, known: Mapping[int,
 class _Connected(Values):
     """Values with the derivatives that autograd saw in the run, if captures had some."""
 
-    def results(self, call: Node) -> list[torch.Tensor]:
-        arguments = self.arguments(call.arguments)
-        active = {operand.name: operand.active for operand in call.operands}
+    def results(self, node: Node) -> list[torch.Tensor]:
+        arguments = self.arguments(node.arguments)
+        active = {operand.name: operand.active for operand in node.operands}
         # An overwrite has the kind of one argument alone.
-        kinds = itertools.chain(call.kinds, itertools.repeat(None))
-        for (name, _), kind in zip(call.tensors, kinds, strict=False):
+        kinds = itertools.chain(node.kinds, itertools.repeat(None))
+        for (name, _), kind in zip(node.tensors, kinds, strict=False):
             if not active.get(name, kind is not None):
                 arguments[name] = arguments[name].detach()
-        results = call.computed(arguments)
-        if not call.writes_unseen:
+        results = node.computed(arguments)
+        if not node.writes_unseen:
             return results
         # Other elements, with the derivative of those before.
-        before = next(arguments[name] for name, _ in call.tensors if call.writes_to(name))
+        before = next(arguments[name] for name, _ in node.tensors if node.writes_to(name))
         return [before + (result - before).detach() if before.requires_grad else result for result in results]

@@ -71,10 +71,10 @@ class TracedFunction:
         return self.given is None and all(stage.shared for stage in self.chain)
 
     @functools.cached_property
-    def calls(self) -> list[Node]:
+    def nodes(self) -> list[Node]:
         """The calls through which a derivative passes, as replays make them."""
-        calls = (call for call in self.graph.replayed if any(operand.active for operand in call.operands))
-        return [call for call in calls if any(self.trace.tensor(n).is_floating_point() for n in call.results)]
+        nodes = (node for node in self.graph.replayed if any(operand.active for operand in node.operands))
+        return [node for node in nodes if any(self.trace.tensor(n).is_floating_point() for n in node.results)]
 
     def _is_sparse(self, value: int) -> bool:
         return self.trace.tensor(value).layout != torch.strided
@@ -85,7 +85,11 @@ class TracedFunction:
         sparse = {value for value in self.graph.captures if self._is_sparse(value)}
         inputs = [value for value in (0, *self.graph.captures) if value not in sparse]
         for value, info in enumerate(self.graph.infos):
-            if not info.dependent and info.call is not None and any(each in sparse for _, each in info.call.tensors):
+            if (
+                not info.dependent
+                and info.replayed is not None
+                and any(each in sparse for _, each in info.replayed.tensors)
+            ):
                 (sparse.add if self._is_sparse(value) else inputs.append)(value)
         return inputs
 
@@ -115,14 +119,14 @@ class TracedFunction:
         """Whether the number at a place may be another in later runs."""
         return self.numbers_vary and place in self.scalar_dtypes
 
-    def elements(self, call: Node) -> int:
+    def elements(self, node: Node) -> int:
         """The number of elements that a call computes."""
-        return sum(self.trace.tensor(value).numel() for value in call.results)
+        return sum(self.trace.tensor(value).numel() for value in node.results)
 
     def forget(self, *, module: bool = False) -> None:
         """Let go of the run's elements, and on request of the module; what replays ask for then are forms."""
         # These ask for forms of what the run did not compute itself.
-        _ = self.calls, self.inputs, self.scalar_dtypes
+        _ = self.nodes, self.inputs, self.scalar_dtypes
         self.trace = self.trace.without_elements()
         if module:
             self.trace.module = nn.Module()

@@ -261,13 +261,13 @@ def _check_indices(trace: Trace) -> None:
     captures = {value: trace.tensor(value) for value in graph.captures}
     # The indices of sparse ones are parts of the program.
     floats = {n for n, tensor in captures.items() if tensor.is_floating_point() and tensor.layout == torch.strided}
-    for call in graph.calls:
-        for name in call.contents:
-            value = call.arguments[name].number
+    for node in graph.differentiated:
+        for name in node.contents:
+            value = node.arguments[name].number
             if not graph.infos[value].dependent and graph.made_of(value, floats):
                 raise UnsupportedOperatorError(
-                    f"{call.name}: its indices are computed from what a tensor holds, so that no pattern holds for all "
-                    f"inputs{call.source}; call jacsparse.jacobian, which follows each run"
+                    f"{node.name}: its indices are computed from what a tensor holds, so that no pattern holds for all "
+                    f"inputs{node.source}; call jacsparse.jacobian, which follows each run"
                 )
 
 
@@ -278,7 +278,7 @@ def digest_of(arguments: Arguments, function: TracedFunction) -> str:
         digest.update(repr(part).encode())
     for node in graph.nodes:
         digest.update(repr((node.overload, node.args, sorted(node.kwargs.items()), node.results, node.seen)).encode())
-    contents = [call.contents[name] for call in graph.calls for name in sorted(call.contents)]
+    contents = [node.contents[name] for node in graph.differentiated for name in sorted(node.contents)]
     for elements in (*contents, *(weight.mask for weight in function.chain.pruned_weights)):
         digest.update(elements.cpu().contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -177,7 +177,7 @@ def _take_results(module: fx.GraphModule, function: TracedFunction, sources: Seq
         node: Value(source) if source >= 0 else ("scalar", ~source)
         for node, source in zip(placeholders[count:], sources, strict=True)
     }
-    calls = {_key((call.overload, call.args, call.kwargs), {}): call for call in function.calls}
+    calls = {_key((each.overload, each.args, each.kwargs), {}): each for each in function.nodes}
     taken = dict(zip(sources, placeholders[count:], strict=True))
     for node in list(graph.nodes):
         if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:

@@ -116,10 +116,10 @@ class LocalJacobian:
     @functools.cached_property
     def node(self) -> Any:
         """Autograd's node, with the tensors that the forward pass saved; None where it is not of this call alone."""
-        edge, call = self.trace.edge(self.edge.target), self._operation.node
-        if edge is None or edge.node is None or call.shift is None:
+        edge, node = self.trace.edge(self.edge.target), self._operation.node
+        if edge is None or edge.node is None or node.shift is None:
             return None
-        same = edge.node._sequence_nr() == self.trace.sequences[call.place] + call.shift  # type: ignore[attr-defined]
+        same = edge.node._sequence_nr() == self.trace.sequences[node.place] + node.shift  # type: ignore[attr-defined]
         return edge.node if same and not isinstance(edge.node, BackwardCFunction) else None
 
     @functools.cached_property

@@ -42,10 +42,10 @@ class Record:
     def output_for(self, x: torch.Tensor) -> torch.Tensor:
         """The stage's output for another input, by the run's calls; its tensors are left as they are."""
         trace, values = self.trace, {self.stage.start: x}
-        for call in trace.graph.replayed:
-            if any(value in values for _, value in call.tensors):
-                arguments = {name: trace.read(a, values) for name, a in call.arguments.items()}
-                values |= call.by_value(call.computed(arguments))
+        for node in trace.graph.replayed:
+            if any(value in values for _, value in node.tensors):
+                arguments = {name: trace.read(a, values) for name, a in node.arguments.items()}
+                values |= node.by_value(node.computed(arguments))
             if self.stage.stop in values:
                 break
         return values[self.stage.stop]

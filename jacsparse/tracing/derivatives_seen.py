@@ -89,7 +89,7 @@ class SeenDerivatives:
             what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
             self.refuse(maker, what, remedy)
 
-    def leaves_behind(self, node: Any, call: Node) -> list[torch.Tensor]:
+    def leaves_behind(self, node: Any, reader: Node) -> list[torch.Tensor]:
         """The parameters that a node of this run leads to; the error is set where it leads to the input as well."""
         start = self.trace.edges[0]
         leaves: list[torch.Tensor] = []
@@ -108,7 +108,7 @@ class SeenDerivatives:
                 if reached is not start.node:
                     what = "what was made of parameters before the call"
                 remedy = "write it with operators, or make it a custom operator with a rule"
-                self.refuse(call, f"{name} works on {what} by no operator of PyTorch's", remedy)
+                self.refuse(reader, f"{name} works on {what} by no operator of PyTorch's", remedy)
             else:
                 waiting.extend(behind for behind, _ in reached.next_functions)
         return leaves
@@ -120,14 +120,14 @@ class SeenDerivatives:
             return False
         return node._sequence_nr() >= self.begin
 
-    def refuse(self, call: Node, what: str, remedy: str) -> None:
+    def refuse(self, node: Node, what: str, remedy: str) -> None:
         """Set the error that the trace ends with, unless one is set."""
-        self.problem = self.problem or self.unsupported(call, what, remedy)
+        self.problem = self.problem or self.unsupported(node, what, remedy)
 
-    def unsupported(self, call: Node, what: str, remedy: str) -> UnsupportedOperatorError:
+    def unsupported(self, node: Node, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the calling module or function; the path of a module is not looked up during the run."""
-        name = call.path or name_of(call.module or self.trace.module)
-        return UnsupportedOperatorError(f"{name}: {what}{call.source}; {remedy}")
+        name = node.path or name_of(node.module or self.trace.module)
+        return UnsupportedOperatorError(f"{name}: {what}{node.source}; {remedy}")
 
     def read_error(self, overload: Any) -> UnsupportedOperatorError:
         """The error where elements are read that may not be."""

@@ -180,9 +180,9 @@ class Followed:
         trace, known = self.trace, set(self.trace.copies)
         for value, tensor in self._captures.items():
             trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
-        for call in (node, *node.parts):
-            for name, copy in call.contents.items():
-                if not torch.equal(trace.elements(call.arguments[name].number), copy):
+        for each in (node, *node.parts):
+            for name, copy in each.contents.items():
+                if not torch.equal(trace.elements(each.arguments[name].number), copy):
                     # These numbers are those of other values in another graph.
                     for value in trace.copies.keys() - known:
                         del trace.copies[value]

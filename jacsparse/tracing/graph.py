@@ -177,9 +177,9 @@ class Node:
 class Info:
     """What is known of a value in every run."""
 
-    #: The call that has its derivative; None for the input and for captures.
+    #: The node that has its derivative; None for the input and for captures.
     maker: Node | None
-    #: The call that computes it, of which `maker` may be a part; None where that is `maker`.
+    #: The node that computes it, of which `maker` may be a part; None where that is `maker`.
     whole: Node | None = None
     #: Whether it depends on the input.
     dependent: bool = False
@@ -191,8 +191,8 @@ class Info:
     externals: frozenset[int] = frozenset()
 
     @property
-    def call(self) -> Node | None:
-        """The call that computes it in a replay; None for the input and for captures."""
+    def replayed(self) -> Node | None:
+        """The node that computes it in a replay; None for the input and for captures."""
         return self.maker if self.whole is None or self.whole.by_parts else self.whole
 
 
@@ -228,14 +228,14 @@ class Graph:
         return Graph(self.input, self.nodes[:place], self.infos[:stop], captures, externals, scalars)
 
     @functools.cached_property
-    def calls(self) -> list[Node]:
-        """All calls, with the parts of one in its place where it has any."""
-        return [call for node in self.nodes for call in (node.parts or (node,))]
+    def differentiated(self) -> list[Node]:
+        """The nodes that have the derivatives: of a call that has parts, these."""
+        return [each for node in self.nodes for each in (node.parts or (node,))]
 
     @property
     def replayed(self) -> Iterator[Node]:
-        """The calls that a replay makes."""
-        return (call for node in self.nodes for call in (node.parts if node.by_parts else (node,)))
+        """The nodes that a replay runs: of a call whose parts replace it, these."""
+        return (each for node in self.nodes for each in (node.parts if node.by_parts else (node,)))
 
     @functools.cached_property
     def writes(self) -> bool:
@@ -247,7 +247,7 @@ class Graph:
         """The path of the first module that drew random numbers; None where none did."""
         return next((node.path for node in self.nodes if node.draws), None)
 
-    def call(
+    def new_node(
         self,
         overload: Any,
         facts: Facts,
@@ -258,7 +258,7 @@ class Graph:
         varies: bool,
         free: bool,
     ) -> tuple[Node, list[Any]]:
-        """A call that is no part of the graph yet, and the numbers in it that other runs may change.
+        """A node of a call, which is no part of the graph yet, and the numbers in it that other runs may change.
 
         `values` are those of the tensors among the arguments, by ``id``. Runs may change factors and terms where it
         `varies`, and all floats where these are also `free`.
@@ -298,8 +298,8 @@ class Graph:
         fixed = not drawn and not has_scalars and (node.facts.of_shape or all(info.fixed for info in infos))
         return Info(node, None, dependent, drawn, fixed, externals)
 
-    def calls_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:
-        """The calls that compute a value from known ones, in order.
+    def nodes_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:
+        """The nodes that compute a value from known ones, in order.
 
         Raises
         ------
@@ -311,12 +311,12 @@ class Graph:
         while waiting:
             each = waiting.pop()
             if each not in needed and not known(each):
-                call = self.infos[each].call
-                if call is None or call.draws:
+                node = self.infos[each].replayed
+                if node is None or node.draws:
                     raise LookupError
-                needed[each] = call
-                waiting.extend(operand for _, operand in call.tensors)
-        return sorted(dict.fromkeys(needed.values()), key=lambda call: max(call.results))
+                needed[each] = node
+                waiting.extend(operand for _, operand in node.tensors)
+        return sorted(dict.fromkeys(needed.values()), key=lambda node: max(node.results))
 
     def made_of(self, value: int, others: Collection[int]) -> bool:
         """Whether a value is among others, or was computed from them."""
@@ -342,9 +342,9 @@ def name_modules(graph: Graph, module: nn.Module) -> None:
     """Name the parts of a module that made new calls by their paths."""
     paths = {id(part): name for name, part in reversed(list(module.named_modules()))}
     for node in graph.nodes:
-        for call in (node, *node.parts) if not node.path else ():
-            call.path = paths.get(id(call.module), "") or name_of(call.module or module)
-            call.module = None
+        for each in (node, *node.parts) if not node.path else ():
+            each.path = paths.get(id(each.module), "") or name_of(each.module or module)
+            each.module = None
 
 
 def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
@@ -397,13 +397,13 @@ class Values(dict[int, torch.Tensor]):
         self.graph, self.scalars = graph, scalars
 
     def __missing__(self, value: int) -> torch.Tensor:
-        for call in self.graph.calls_for(value, self.__contains__):
-            self.update(call.by_value(self.results(call)))
+        for node in self.graph.nodes_for(value, self.__contains__):
+            self.update(node.by_value(self.results(node)))
         return self[value]
 
-    def results(self, call: Node) -> list[torch.Tensor]:
+    def results(self, node: Node) -> list[torch.Tensor]:
         """The results of a call."""
-        return call.computed(self.arguments(call.arguments))
+        return node.computed(self.arguments(node.arguments))
 
     def arguments(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """What the arguments of a call refer to."""

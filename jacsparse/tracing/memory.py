@@ -103,11 +103,11 @@ class Memory:
     def is_fresh(self, tensor: torch.Tensor) -> bool:
         """Whether this run has made the memory that a tensor lies in."""
         trace = self.trace
-        for call in trace.graph.nodes[self._fresh_calls :]:
-            results = {memory_of(trace.tensor(number)) for number in call.results}
-            if call.overload is not _LIFTED:
+        for node in trace.graph.nodes[self._fresh_calls :]:
+            results = {memory_of(trace.tensor(number)) for number in node.results}
+            if node.overload is not _LIFTED:
                 # What torch.tensor makes is lifted.
-                results -= {memory_of(trace.tensor(number)) for _, number in call.tensors}
+                results -= {memory_of(trace.tensor(number)) for _, number in node.tensors}
             self._fresh |= results
         self._fresh_calls = len(trace.graph.nodes)
         return memory_of(tensor) in self._fresh

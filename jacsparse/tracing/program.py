@@ -192,7 +192,7 @@ def _written_views(trace: Trace) -> set[int]:
     Autograd takes the gradient on to the tensor that has the memory, and not to them.
     """
     views = set[int]()
-    for node in trace.graph.calls:
+    for node in trace.graph.differentiated:
         written = (value for name, value in node.tensors if node.writes_to(name))
         for value in written if node.writes and node.shift is None else ():
             views.add(value)
@@ -213,7 +213,7 @@ def _between_hooks(trace: Trace) -> set[int]:
     """The values from the call of a module's hooks on its input to their call on its output."""
     begun: dict[str, int] = {}
     values: set[int] = set()
-    for node in trace.graph.calls:
+    for node in trace.graph.differentiated:
         if node.hooked:
             start, (first, *_) = begun.pop(node.path, None), node.results
             if start is None:
@@ -232,7 +232,7 @@ def _needed(trace: Trace) -> dict[int, list[Operand]]:
     assert graph.last is not None
     # A tensor may have a gradient only because of weights: it is not reached from the input.
     reached = {0}
-    for node in graph.calls:
+    for node in graph.differentiated:
         # The sign of a complex number is its direction, which has a derivative.
         passes = node.name not in CONSTANT or any(trace.tensor(result).is_complex() for result in node.results)
         if passes and any(operand.active and operand.value in reached for operand in node.operands):

@@ -185,7 +185,7 @@ class Tracer(DispatchMode):
         # What takes the place of a call is made for its numbers.
         varies = parts is None and self.parts is None
         free = not (depends and facts.exact)
-        node, scalars = graph.call(overload, facts, args, kwargs, self.numbers, varies=varies, free=free)
+        node, scalars = graph.new_node(overload, facts, args, kwargs, self.numbers, varies=varies, free=free)
         self.trace.scalars += scalars
         node.operands, node.begin = operands if depends else (), begin
         node.module, node.code, node.line = caller()
@@ -269,11 +269,11 @@ class Tracer(DispatchMode):
                 copies = tensors_in(parts(*args, **kwargs))
             numbers = [self.number_of(copy) for copy in copies]
         finally:
-            calls, self.parts = self.parts, outer
+            inner, self.parts = self.parts, outer
         if outer is None:
-            node.parts = tuple(calls)
+            node.parts = tuple(inner)
         trace, infos = self.trace, self.trace.graph.infos
-        self.alive += [tensor for call in calls for n in call.results if (tensor := trace.tensors[n]) is not None]
+        self.alive += [tensor for part in inner for n in part.results if (tensor := trace.tensors[n]) is not None]
         node.results = tuple(n if infos[n].dependent else -1 for n, _ in zip(numbers, results, strict=False))
         for number, copy, tensor in zip(node.results, copies, results, strict=False):
             if number >= 0:
@@ -291,7 +291,7 @@ class Tracer(DispatchMode):
     ) -> None:
         """Add a call to the graph, and give its results their values."""
         trace, graph = self.trace, self.trace.graph
-        calls = graph.nodes if self.parts is None else self.parts
+        nodes = graph.nodes if self.parts is None else self.parts
         node.place, node.writes = len(graph.nodes), bool(written)
         numbers = [*node.results, *itertools.repeat(-1, len(results) - len(node.results))]
         for place, tensor in enumerate(results):
@@ -306,7 +306,7 @@ class Tracer(DispatchMode):
                 graph.infos[numbers[place]].whole = node
         # Of a part that has parts itself, these are enough.
         if self.parts is None or min(node.results, default=-1) < 0 or len(node.results) < len(numbers):
-            calls.append(node)
+            nodes.append(node)
         node.results = tuple(numbers)
         trace.extend()
         self.bind_results(node, results, written, viewed)

@@ -92,7 +92,7 @@ class Trace:
 
     def is_stale(self, value: int) -> bool:
         """Whether the elements of a value were overwritten and cannot be computed anew."""
-        return self.tensors[value] is not None and not self._has(value) and self._calls_for(value) is None
+        return self.tensors[value] is not None and not self._has(value) and self._nodes_for(value) is None
 
     def is_intact(self, value: int) -> bool:
         """Whether the tensor of a value has the elements that it had in the run."""
@@ -103,10 +103,10 @@ class Trace:
         """Whether the elements of a value are at hand."""
         return value in self.copies or self.is_intact(value)
 
-    def _calls_for(self, value: int) -> list[Node] | None:
-        """The calls that compute a value anew; None where that takes elements that were overwritten."""
+    def _nodes_for(self, value: int) -> list[Node] | None:
+        """The nodes that compute a value anew; None where that takes elements that were overwritten."""
         try:
-            return self.graph.calls_for(value, self._has)
+            return self.graph.nodes_for(value, self._has)
         except LookupError:
             return None
 
@@ -122,14 +122,14 @@ class Trace:
         if tensor is not None and self.is_intact(value):
             return tensor
         if value not in self.copies:
-            calls = self._calls_for(value)
-            if calls is None:
+            nodes = self._nodes_for(value)
+            if nodes is None:
                 what = "a tensor that a gradient needs was modified by an inplace operation after the forward pass"
                 raise StaleError(f"{what}; run it again")
             with torch.no_grad():
-                for call in calls:
-                    arguments = {name: self.read(argument) for name, argument in call.arguments.items()}
-                    self.copies |= call.by_value(call.computed(arguments))
+                for node in nodes:
+                    arguments = {name: self.read(argument) for name, argument in node.arguments.items()}
+                    self.copies |= node.by_value(node.computed(arguments))
         return self.copies[value]
 
     def read(self, argument: Any, others: Mapping[int, torch.Tensor] | None = None) -> Any:
