@@ -79,6 +79,23 @@ def test_numbers_that_are_not_finite_are_told(where: int | str, number: float) -
     assert not multiply(values, right.reshape(-1))
 
 
+def test_rows_that_no_product_reads_are_left_out_only_where_they_are_finite() -> None:
+    factors, values, right = drawn(64, np.float64)
+    row = int(factors[1].indices[0])
+    # Nothing reads the row, as behind a ReLU's zeros.
+    values[1][factors[1].indices == row] = 0
+    of_row = slice(*factors[0].indptr[row : row + 2])
+    values[0][of_row] = 3
+    right[factors[0].indices[of_row]] = 2
+    expected, out = one_by_one(factors, values, right), np.empty(21 * 64)
+    multiply = functools.partial(StripProduct(factors, 64).multiply, values, out=out, steps=(64, 1))
+    assert multiply(right.reshape(-1)) and np.array_equal(out.reshape(21, 64), expected)
+    # It overflows, and zero times infinity is not a number.
+    values[0][of_row], right[factors[0].indices[of_row], 0] = 1e200, 1e200
+    with np.errstate(all="ignore"):
+        assert np.isnan(one_by_one(factors, values, right)).any() and not multiply(right.reshape(-1))
+
+
 def test_few_columns_and_long_lists_are_left_to_whole_products() -> None:
     factors = [random_pattern(20, 20, 0.1, np.random.default_rng(0))] * 2
     assert not StripProduct(factors, 15).width(4) and StripProduct(factors, 16 * torch.get_num_threads()).width(4)
