@@ -18,7 +18,7 @@ from torch.utils import _pytree
 from ..decompositions import indices_of, is_sparse
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks
-from ..tracing import Trace, Value, check_module, memory_of, name_of, traced, undisturbed, without_autocast
+from ..tracing import Node, Trace, Value, check_module, memory_of, module_of, name_of, traced, undisturbed, without_autocast
 from .arguments import Arguments
 from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in
@@ -211,7 +211,7 @@ def _run(
                 f"{name_of(f)}: {what} takes PyTorch's derivative of {registered.name}, whose values were "
                 f"registered and may be others{registered.source}; {remedy}"
             )
-        _check_replays(trace, name_of(f))
+        _check_replays(trace, f)
     numbers = {id(tensor): value for value, tensor in enumerate(trace.tensors)}
 
     def valued(tensor: torch.Tensor) -> Any:
@@ -225,15 +225,18 @@ def contents_of(tensor: torch.Tensor) -> torch.Tensor:
     return indices_of(tensor) if is_sparse(tensor) else tensor.detach()
 
 
-def _check_replays(trace: Trace, name: str) -> None:
+def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
     """Raise where a replay of a graph is not a run of the function."""
 
-    def refusal(
-        operator: str, effect: str, remedy: str = "call jacsparse.jacobian, which runs it each time"
-    ) -> Exception:
-        what = f"{name}: {operator} {effect}, so that no prepared program repeats the call"
+    def refusal(node: Node | None, effect: str, remedy: str) -> Exception:
+        where, source = (name_of(f), "") if node is None else (node.path or name_of(f), node.source)
+        what = f"{where}: {effect}, so that no prepared program repeats the call{source}"
         return UnsupportedOperatorError(f"{what}; {remedy}")
 
+    again = in_training = "call jacsparse.jacobian, which runs it each time"
+    module = module_of(f)
+    if module is not None and any(part.training for part in module.modules()):
+        in_training = f"call .eval() on the module first, or {again[5:]}"
     graph, made = trace.graph, set[int]()
     varies = {0, *graph.captures}
     for node in graph.nodes:
@@ -241,18 +244,22 @@ def _check_replays(trace: Trace, name: str) -> None:
         memories = {value: memory_of(trace.tensor(value)) for value in values}
         # A capture gets its number at its first use.
         if any(n in graph.captures and n >= node.begin[0] and memories[n] in made for n in values):
-            raise refusal("data", "gives a tensor of the run another name")
+            raise refusal(node, "data gives a tensor of the run another name", again)
         if node.draws:
-            raise refusal(node.name, "draws random numbers")
+            raise refusal(node, f"{node.name} draws random numbers", in_training)
         if node.facts.reads and not node.facts.dynamic and varies.intersection(values):
-            raise refusal(node.name, "shows Python what a tensor holds")
+            raise refusal(node, f"{node.name} shows Python what a tensor holds", again)
         if node.writes_outside:
-            raise refusal(node.name, "writes to a tensor from before the call", "write to a clone")
+            written = {memories[value] for argument, value in node.tensors if node.writes_to(argument)}
+            for buffer, tensor in trace.module.named_buffers():
+                if memory_of(tensor) in written:
+                    raise refusal(node, f"{node.name} writes to the buffer {buffer}", in_training)
+            raise refusal(node, f"{node.name} writes to a tensor from before the call", "write to a clone")
         if varies.intersection(values):
             varies.update(node.results)
         made |= {memory_of(trace.tensor(value)) for value in node.results} - {0, *memories.values()}
     if trace.may_have_hooks:
-        raise refusal("register_hook", "changes gradients")
+        raise refusal(None, "register_hook changes gradients", again)
 
 
 def _check_indices(trace: Trace) -> None:
