@@ -227,9 +227,9 @@ class Compressed(Evaluator):
 
     name = "compressed"
 
-    def __init__(self, function: TracedFunction, colors: Coloring, *, replays: bool, compile: bool = False) -> None:
-        self.pattern, self.coloring, self.shared = colors.pattern, colors, function.shared
-        self._shape = self.pattern.nnz, 1 if self.shared else function.batch
+    def __init__(self, function: TracedFunction, colors: Coloring, *, compile: bool = False) -> None:
+        self.function, self.pattern, self.coloring = function, colors.pattern, colors
+        self._shape = self.pattern.nnz, 1 if function.shared else function.batch
         x, ways = function.x, zip(seeds(colors), (push_forward, pull_back), self.pattern.shape, strict=True)
         directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
         count = sum(len(of_colors) for of_colors, *_ in directions)
@@ -242,7 +242,7 @@ class Compressed(Evaluator):
         together = count * width <= min(PART, 2 * part)
         most = count if together else max(1, part // width)
         groups = [directions] if together else [[direction] for direction in directions]
-        self._passes = [_Pass(function, each, most, replays) for each in groups if each]
+        self._passes = [_Pass(function, each, most) for each in groups if each]
         #: By part, its entries, and their places among its products; None where all products are the entries in order.
         self._of_parts = self._entries_of_parts(x.device)
         if function.x.is_cuda:
@@ -256,7 +256,7 @@ class Compressed(Evaluator):
     def _entries(self, graph: ElementGraph, parts: list[np.ndarray]) -> np.ndarray:
         """The numbers of the entries, from those of the products with all seeds."""
         products = np.concatenate(parts)
-        return (products[:, :1] if self.shared else products)[self.coloring.places]
+        return (products[:, :1] if self.function.shared else products)[self.coloring.places]
 
     def _entries_of_parts(self, device: torch.device) -> list[tuple[torch.Tensor, ...]] | None:
         places, counts = self.coloring.places, [count for each in self._passes for count in each.counts]
@@ -314,7 +314,6 @@ class _Pass:
         function: TracedFunction,
         directions: Sequence[tuple[torch.Tensor, SeedProducts, int]],
         most: int,
-        replays: bool,
     ) -> None:
         #: The seeds of each run, of one direction or of both.
         self.parts: list[list[torch.Tensor]] = [[seeds for seeds, *_ in directions]]
@@ -337,7 +336,7 @@ class _Pass:
 
         reads = [value for node in function.nodes for _, value in node.tensors]
         try:
-            self.computed = ValueFunction(function, compute, reads, self.parts[0], replays=replays)
+            self.computed = ValueFunction(function, compute, reads, self.parts[0])
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:

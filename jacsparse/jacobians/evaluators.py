@@ -33,14 +33,13 @@ def evaluator_of(
     function: TracedFunction,
     method: str = "auto",
     *,
-    replays: bool,
     compile: bool = False,
     coloring: Callable[[Pattern], Coloring] = cheapest_coloring,
 ) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
 
     def compressed(colors: Coloring) -> Compressed:
-        return Compressed(function, colors, replays=replays, compile=compile)
+        return Compressed(function, colors, compile=compile)
 
     def folded_products(cost: float | None = None) -> FoldedProducts | None:
         """Sums of products of local derivatives and, up to a cost, elements of weights; None where there are none."""
@@ -48,7 +47,7 @@ def evaluator_of(
         if cost is not None:
             most = int(min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch))))
         try:
-            terms = folded(function, replays=replays, most=most)
+            terms = folded(function, most=most)
         except NotFoldableError:
             return None
         return FoldedProducts(function, terms, compile=compile)
@@ -62,7 +61,7 @@ def evaluator_of(
         )
     if registered:
         # The other ways take PyTorch's derivatives too.
-        return ChainProducts(function, replays=replays)
+        return ChainProducts(function)
     if coloring is cheapest_coloring and any(node.overload in WRONG_TANGENTS for node in function.nodes):
         coloring = row_coloring
     if method == "compressed" or function.given is not None:
@@ -77,7 +76,7 @@ def evaluator_of(
     terms = folded_products()
     if terms is not None:
         return terms
-    products = ChainProducts(function, replays=replays)
+    products = ChainProducts(function)
     if not products.pattern.nnz:
         return products
     cost = _cost_of_products(function)

@@ -109,7 +109,7 @@ class PreparedJacobian(Generic[Result]):
     @classmethod
     def _chosen(cls, traced: TracedProgram, method: str, compile: bool) -> Evaluator:
         """The way to the values that a method means."""
-        return evaluator_of(traced.function, method, replays=True, compile=compile, coloring=cls._coloring)
+        return evaluator_of(traced.function, method, compile=compile, coloring=cls._coloring)
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:

@@ -19,7 +19,6 @@ from .arguments import Arguments
 from .differentiable import with_gradients
 from .evaluator import Evaluator
 from .fused_values import FusedValues
-from .replays import connected_output, jacobian_values, pull_back_of_replay
 from .tracing_for_replays import TracedProgram, contents_of
 
 
@@ -97,10 +96,10 @@ class PreparedProgram:
             if connected:
                 trace.edges[0] = get_gradient_edge(trace.input)
                 known = {value: trace.elements(value) for value in function.inputs}
-                trace.output = connected_output(function, trace, known)
+                trace.output = function.connected_output(trace, known)
             with torch.no_grad():
                 self._check_weights(trace)
-                values = jacobian_values(function, self.evaluator, trace, pull_back_of_replay)
+                values = self.evaluator.values(trace)
             if connected and every is not None:
                 values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, every).values
             return self._returned(trace, values, connected) if returns else CallResult(values)

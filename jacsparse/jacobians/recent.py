@@ -18,7 +18,6 @@ from .evaluator import Evaluator
 from .evaluators import evaluator_of
 from .gradients import Gradient
 from .products import ChainProducts
-from .replays import jacobian_values, pull_back_of_run
 from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
@@ -40,20 +39,20 @@ class Plan:
         #: The numbers of the first run, and whether those of another one were others.
         self._numbers: Sequence[Any] | None = None
         self._numbers_vary = False
-        self._chosen: tuple[TracedFunction, Evaluator] | None = None
+        self._chosen: Evaluator | None = None
 
     def jacobian(self, trace: Trace) -> SparseJacobian | None:
         """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
         # Other threads may replace it meanwhile.
-        chosen = self._chosen
-        if chosen is None:
+        evaluator = self._chosen
+        if evaluator is None:
             return None
-        function, evaluator = chosen
+        function = evaluator.function
         if not same_numbers(*(function.fixed_scalars(each) for each in (trace, function.trace))):
             if not function.numbers_vary:
                 self._chosen, self._runs = None, self._before
             return None
-        return SparseJacobian(evaluator.pattern, jacobian_values(function, evaluator, trace, pull_back_of_run))
+        return SparseJacobian(evaluator.pattern, evaluator.values(trace))
 
     def choose(self, trace: Trace, expected: SparseJacobian) -> None:
         """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
@@ -65,17 +64,17 @@ class Plan:
             return
         function = TracedFunction(trace, self.chain, numbers_vary=self._numbers_vary)
         try:
-            evaluator = evaluator_of(function, replays=False)
+            evaluator = evaluator_of(function)
             if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
                 return
-            actual = jacobian_values(function, evaluator, trace, pull_back_of_run)
+            actual = evaluator.values(trace)
         except UnsupportedOperatorError:
             return
         # PyTorch's derivatives of many vectors at once may be wrong.
         if agree(actual, expected.values):
             _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
             function.forget(module=True)
-            self._chosen = function, evaluator
+            self._chosen = evaluator
 
     @functools.cached_property
     def _before(self) -> int:

@@ -90,13 +90,13 @@ class SavedProgram:
             )
         function, method = traced.function, self.content.get("method")
         if method == "products":
-            return evaluator_of(function, method, replays=True, compile=compile)
+            return evaluator_of(function, method, compile=compile)
         with self._checked():
             pattern, expected = self._pattern, (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape))
             if method != "compressed" or pattern.shape != expected:
                 raise ValueError(f"its method is {method!r}, its pattern {pattern.shape}")
             colors = Coloring.restore(self.content, pattern)
-        return Compressed(function, colors, replays=True, compile=compile)
+        return Compressed(function, colors, compile=compile)
 
     @property
     def _pattern(self) -> Pattern:

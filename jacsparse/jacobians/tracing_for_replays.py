@@ -92,7 +92,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             refuse_hooks(chain.records(trace))
             if options.create_graph and chain.trained_zeros(trace):
                 chain = chain_of(trace, varying=floats)
-            function = TracedFunction(trace, chain)
+            function = TracedFunction(trace, chain, replays=True)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
     if options.value or options.gradient:

@@ -18,7 +18,6 @@ from torch import nn
 import jacsparse
 from jacsparse import prepare_jacobian
 from jacsparse.jacobians.evaluators import evaluator_of
-from jacsparse.jacobians.replays import jacobian_values, pull_back_of_run
 from jacsparse.jacobians.traced_function import TracedFunction
 from jacsparse.stages import chain_of
 from jacsparse.tracing import traced
@@ -92,12 +91,12 @@ def traced_function(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 def test_values_are_those_of_autograd(name: str, method: str) -> None:
     f, shape = FUNCTIONS[name]
     function = traced_function(f, drawn(3, *shape))
-    evaluator = evaluator_of(function, method, replays=False)
+    evaluator = evaluator_of(function, method)
     for seed in (1, 2):
         x = drawn(3, *shape, seed=seed)
         trace = traced(_Function(f), x, [function.graph])
         assert trace.graph is function.graph
-        values = jacobian_values(function, evaluator, trace, pull_back_of_run)
+        values = evaluator.values(trace)
         assert_equal(jacsparse.SparseJacobian(evaluator.pattern, values.detach()), dense(f, x))
 
 
@@ -113,7 +112,7 @@ def test_zeros_of_both_signs_are_other_calls() -> None:
 
 def test_a_network_is_not_computed_again() -> None:
     f, shape = FUNCTIONS["network"]
-    evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed", replays=False)
+    evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed")
     (only,) = evaluator._passes  # type: ignore[attr-defined]
     names = [str(node.target) for node in only.computed.graph.graph.nodes if node.op == "call_function"]
     assert not [
