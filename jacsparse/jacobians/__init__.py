@@ -2,8 +2,7 @@
 
 from .evaluation import jacobian
 from .hessians import PreparedHessian, hessian, prepare_hessian
-from .preparation import prepare_jacobian
-from .prepared import PreparedJacobian
+from .prepared import PreparedJacobian, prepare_jacobian
 from .sparsity import hessian_pattern, jacobian_pattern
 from .verification import Verification, VerificationError, verify
 

@@ -25,9 +25,6 @@ MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
 
-#: What may be asked for.
-METHODS = ("auto", "products", "compressed")
-
 
 def evaluator_of(
     function: TracedFunction,

@@ -17,8 +17,9 @@ from .arguments import Arguments, arguments_of
 from .compressed import Coloring, Compressed
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
+from .options import Options
 from .prepared_program import PreparedProgram
-from .tracing_for_replays import Options, TracedProgram, digest_of
+from .tracing_for_replays import TracedProgram, digest_of
 
 KIND = "prepared Jacobian"
 #: The options that a file holds.

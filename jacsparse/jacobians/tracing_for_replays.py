@@ -16,36 +16,17 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..decompositions import indices_of, is_sparse
-from ..patterns import Pattern, UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks
 from ..tracing import Trace, Value, check_module, memory_of, name_of, traced, undisturbed, without_autocast
 from .arguments import Arguments
 from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in
+from .options import Options
 from .traced_function import TracedFunction
 
 #: Where the captures of a graph come from: places of arguments, what returns them, or themselves.
 Sources = dict[int, int | Callable[[], torch.Tensor] | torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a Jacobian is prepared for, besides a function and its arguments; see `prepare_jacobian`."""
-
-    method: str = "auto"
-    compile: bool = False
-    pruned: bool = True
-    create_graph: bool = False
-    value: bool = False
-    has_aux: bool = False
-    pattern: Pattern | None = None
-    #: Of a Hessian, whether the gradient is returned too.
-    gradient: bool = False
-
-    @property
-    def returns(self) -> bool:
-        """Whether anything is returned beside the Jacobian."""
-        return self.value or self.has_aux or self.gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +76,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             function = TracedFunction(trace, chain, replays=True)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
-    if options.value or options.gradient:
+    if options.result:
         assert graph.last is not None
         function.kept += (graph.last.value,)
     beside = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]

@@ -254,11 +254,13 @@ def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
 
 @pytest.mark.parametrize("before", [1, 3])
 def test_another_way_is_looked_for_once_after_some_calls(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
-    recent = importlib.import_module("jacsparse.jacobians.recent")
+    evaluation = importlib.import_module("jacsparse.jacobians.evaluation")
     looked: list[int] = []
-    evaluator_of = recent.evaluator_of
-    monkeypatch.setattr(recent, "BEFORE", before)
-    monkeypatch.setattr(recent, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named))
+    evaluator_of = evaluation.evaluator_of
+    monkeypatch.setattr(evaluation, "BEFORE", before)
+    monkeypatch.setattr(
+        evaluation, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
+    )
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return (x * x.roll(1)).sin()
@@ -284,10 +286,12 @@ def test_expanded_operands_with_axes_of_one_element() -> None:
 
 
 def test_another_way_is_looked_for_when_no_weight_is_zero_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    recent = importlib.import_module("jacsparse.jacobians.recent")
+    evaluation = importlib.import_module("jacsparse.jacobians.evaluation")
     looked: list[int] = []
-    evaluator_of = recent.evaluator_of
-    monkeypatch.setattr(recent, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named))
+    evaluator_of = evaluation.evaluator_of
+    monkeypatch.setattr(
+        evaluation, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
+    )
     layer = nn.Linear(4, 4, dtype=torch.float64)
     layer.weight.data[1] = 0.0
 
