@@ -16,7 +16,7 @@ from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hooks, refuse_other_derivatives
 from ..tracing import Graph, Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, arguments_of, has_samples
+from .arguments import Arguments
 from .differentiable import with_gradients, wrong_third_derivative
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
@@ -135,7 +135,7 @@ def jacobian(
     [1.0, 1.0]
     """
     options = Options(pruned=pruned, create_graph=create_graph, value=value, has_aux=has_aux)
-    result, y, aux = jacobian_and_returned(f, arguments_of(args, argnums, has_samples(f, batched)), options)
+    result, y, aux = jacobian_and_returned(f, Arguments.of_call(f, args, argnums, batched), options)
     return with_parts(result, (value, y), (has_aux, aux))
 
 

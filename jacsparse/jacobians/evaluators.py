@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
-from .compressed import Coloring, Compressed, row_coloring
-from .compressed import coloring as cheapest_coloring
+from .colorings import Coloring, row_coloring
+from .colorings import coloring as cheapest_coloring
+from .compressed import Compressed
 from .evaluator import Evaluator
 from .folding import NotFoldableError, folded
 from .products import ChainProducts, FoldedProducts

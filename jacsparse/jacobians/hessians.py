@@ -10,8 +10,8 @@ import torch
 
 from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
-from .arguments import Arguments, arguments_of, has_samples
-from .compressed import Coloring, SymmetricPart, star_coloring, symmetric_part
+from .arguments import Arguments
+from .colorings import Coloring, SymmetricPart, star_coloring, symmetric_part
 from .evaluation import jacobian_and_returned
 from .gradients import Gradient
 from .options import Keywords, Options, PreparationKeywords, with_parts
@@ -209,7 +209,7 @@ def hessian(
     >>> g.tolist(), y.item()
     ([3.0, 12.0], 9.0)
     """
-    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    arguments = Arguments.of_call(f, args, argnums, batched)
     options = Options(pruned=pruned, create_graph=create_graph, gradient=gradient, value=value, has_aux=has_aux)
     full, g, beside = jacobian_and_returned(Gradient(f, arguments, has_aux), arguments, options)
     symmetric = symmetric_part(full.pattern)

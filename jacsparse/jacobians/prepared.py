@@ -16,8 +16,8 @@ from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
-from .arguments import Arguments, arguments_of, has_samples
-from .compressed import Coloring, coloring
+from .arguments import Arguments
+from .colorings import Coloring, coloring
 from .evaluation import jacobian_and_returned
 from .evaluators import evaluator_of
 from .flat_function import FlatFunction, run_once
@@ -73,7 +73,7 @@ class PreparedJacobian(Generic[Result]):
         options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        arguments = arguments_of(args, argnums, has_samples(f, batched)).apart()
+        arguments = Arguments.of_call(f, args, argnums, batched).apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         if options.create_graph:
@@ -169,7 +169,7 @@ class PreparedJacobian(Generic[Result]):
         alike = self._arguments.with_args(args)
         if alike is not None:
             return alike
-        arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
+        arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
         arguments = arguments.laid_out_as(self._arguments)
         *_, (default_dtype, autocast), _ = self._arguments.form
         now, autocast_now = arguments.surroundings()
@@ -259,7 +259,7 @@ class PreparedJacobian(Generic[Result]):
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
         """
-        write_program(path, self._arguments, self._options, self._first)
+        write_program(path, self._options, self._first)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False) -> Self:
@@ -284,7 +284,7 @@ class PreparedJacobian(Generic[Result]):
             Where the file is damaged, of another version, or of another function.
         """
         saved = SavedProgram.read(path)
-        arguments, options = saved.arguments(args), saved.options(compile)
+        arguments, options = saved.arguments(f, args), saved.options(compile)
         prepared = cls(cls._differentiated(f, arguments, options), arguments, options, saved)
         prepared.check(*args)
         return prepared

@@ -11,7 +11,7 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
-from ..patterns import Pattern, UnsupportedOperatorError, requiring_gradient
+from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, form_of, name_of, without_autocast
@@ -42,7 +42,6 @@ class PreparedProgram:
         function = traced.function
         every = None
         if create_graph:
-            check_gradients(function.trace)
             every = function.pattern
             if function.chain.pruned_weights:
                 every = chain_of(function.trace, pruned=False).pattern
@@ -166,25 +165,6 @@ class PreparedProgram:
         fused, function = self.evaluator.fused, self.traced.function
         looks = self.watched or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
-
-
-def check_gradients(trace: Trace) -> None:
-    """Raise where a replay's gradients by what the function reads would not be the function's."""
-    graph = trace.graph
-    for node in graph.differentiated:
-        if any(node.behind.values()):
-            raise UnsupportedOperatorError(
-                f"{node.path}: {node.name} works on what a torch.autograd.Function makes of a parameter{node.source}, "
-                "and values of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
-                "jacsparse.jacobian(..., create_graph=True)"
-            )
-    for value in graph.externals:
-        if trace.tensor(value).layout != torch.strided:
-            raise UnsupportedOperatorError(
-                f"a sparse tensor of shape {tuple(trace.tensor(value).shape)} that the function reads requires a "
-                "gradient, which values of a prepared Jacobian do not have; call jacsparse.jacobian(..., "
-                "create_graph=True)"
-            )
 
 
 def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:

@@ -16,7 +16,7 @@ from ..patterns import Call, gradient_of
 from ..spgemm import SparseJacobian, check_limit
 from ..stages import Chain, Edge, Record, Run, refuse_hooks
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
-from .arguments import arguments_of, has_samples
+from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
 from .evaluation import recent_graphs
 from .flat_function import module_and_batch, run_once
@@ -162,7 +162,7 @@ def verify(
     Tanh (aten.tanh), 2 × 2: all entries, difference 0.0e+00
     Tanh (Tanh), 2 × 2: all entries, by jacobian too, difference 0.0e+00
     """
-    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    arguments = Arguments.of_call(f, args, argnums, batched)
     if not arguments.batch:
         raise ValueError(f"the arguments are {arguments}, an empty batch; pass at least one sample")
     module, x = module_and_batch(f, arguments)
