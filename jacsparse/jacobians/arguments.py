@@ -37,6 +37,47 @@ class Arguments:
     #: Whether the numbers among the others have gradients where they are tensors; see `requiring_gradients`.
     has_gradients: bool = False
 
+    @classmethod
+    def of_call(
+        cls, f: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int], batched: bool | None
+    ) -> Arguments:
+        """The arguments of a call of a function, checked.
+
+        Raises
+        ------
+        TypeError
+            Where an argument that the function is differentiated by holds anything but plain tensors of float32 or
+            float64, or as `has_samples`.
+        ValueError
+            Where `argnums` names no argument, or batches differ.
+        """
+        batched = has_samples(f, batched)
+        numbers = checked_argnums(argnums, len(args))
+        leaves: list[Any] = []
+        specs, ranges = [], []
+        for arg in args:
+            leaves_of_arg, spec = _pytree.tree_flatten(arg)
+            ranges.append(range(len(leaves), len(leaves) + len(leaves_of_arg)))
+            leaves += leaves_of_arg
+            specs.append(spec)
+        places = tuple(place for number in numbers for place in ranges[number])
+        names = names_of_arguments(numbers, len(args))
+        for number in numbers:
+            if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
+                remedy = "pass torch.from_numpy of it"
+                if not isinstance(args[number], np.ndarray):
+                    remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
+                raise TypeError(
+                    f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
+                    f"dict of tensors: {remedy}"
+                )
+        for number in numbers:
+            for place in ranges[number]:
+                _check_alike(names[number], leaves[place], leaves[places[0]], batched)
+        if not places:
+            raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
+        return cls(numbers, batched, leaves, tuple(specs), places)
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that the function is differentiated by."""
@@ -93,7 +134,7 @@ class Arguments:
         """The shape of a sample."""
         return tuple(tensor.shape[1:] if self.batched else tensor.shape)
 
-    @property
+    @functools.cached_property
     def in_shape(self) -> tuple[int, ...] | None:
         """The shape of a sample of the one tensor that the function is differentiated by; None where there are more."""
         return self.shape_of(self.tensors[0]) if len(self.places) == 1 else None
@@ -328,44 +369,6 @@ def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
             "they have none, or None for what is usual: samples for a module, none for a function"
         )
     return batched
-
-
-def arguments_of(args: Sequence[Any], argnums: int | Sequence[int], batched: bool) -> Arguments:
-    """The arguments of a call, checked.
-
-    Raises
-    ------
-    TypeError
-        Where an argument that the function is differentiated by holds anything but plain tensors of float32 or float64.
-    ValueError
-        Where `argnums` names no argument, or batches differ.
-    """
-    numbers = checked_argnums(argnums, len(args))
-    leaves: list[Any] = []
-    specs, ranges = [], []
-    for arg in args:
-        leaves_of_arg, spec = _pytree.tree_flatten(arg)
-        ranges.append(range(len(leaves), len(leaves) + len(leaves_of_arg)))
-        leaves += leaves_of_arg
-        specs.append(spec)
-    places = tuple(place for number in numbers for place in ranges[number])
-    arguments = Arguments(numbers, batched, leaves, tuple(specs), places)
-    names = names_of_arguments(numbers, len(args))
-    for number in numbers:
-        if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
-            remedy = "pass torch.from_numpy of it"
-            if not isinstance(args[number], np.ndarray):
-                remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
-            raise TypeError(
-                f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
-                f"dict of tensors: {remedy}"
-            )
-    owners = [number for number in numbers for _ in ranges[number]]
-    for number, tensor in zip(owners, arguments.tensors, strict=True):
-        _check_alike(names[number], tensor, arguments.tensors[0], batched)
-    if not places:
-        raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
-    return arguments
 
 
 def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:

@@ -22,7 +22,7 @@ from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import walk
 from ..tracing import Trace, ending_at, saved_handle, without_autocast
-from .compressed import coloring, seeds
+from .colorings import coloring
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
 WRONG_THIRD = {
@@ -80,7 +80,7 @@ class _WeightedSum:
         """For each colour the vectors ``u``, ``(batch, rows)``, and ``v``, ``(batch, columns)``."""
         colors, x = coloring(self._entries), self._inputs[0]
         places = torch.from_numpy(colors.places[np.searchsorted(self._entries.places, self._pattern.places)])
-        of_columns, of_rows = (torch.from_numpy(each).to(x) for each in seeds(colors))
+        of_columns, of_rows = (torch.from_numpy(each).to(x) for each in colors.seeds())
         (columns, rows), (height, width), batch = colors.counts, self._pattern.shape, len(x)
         by_place = weights.new_zeros((columns * height + rows * width, self._samples))
         by_place = by_place.index_add(0, places.to(x.device), weights)

@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Literal, TypedDict, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch.utils import _pytree
 
-from ..patterns import requiring_gradient
+from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, Record, refuse_hooks, refuse_other_derivatives
-from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
-from .arguments import Arguments, arguments_of, has_samples
+from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hooks, refuse_other_derivatives
+from ..tracing import Graph, Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from .arguments import Arguments
 from .differentiable import with_gradients, wrong_third_derivative
+from .evaluator import Evaluator
+from .evaluators import evaluator_of
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
-from .recent import Plan, plan_of, recent_graphs
+from .options import Keywords, Options, with_parts
+from .products import ChainProducts
+from .traced_function import TracedFunction, same_numbers
 
-
-class Keywords(TypedDict, total=False):
-    """The options of `jacobian` and `hessian` that do not change what kind of thing they return."""
-
-    argnums: int | Sequence[int]
-    batched: bool | None
-    pruned: bool
-    create_graph: bool
+_LOGGER = logging.getLogger("jacsparse")
+#: The calls of a graph before a way other than by its chain is looked for; and those where the chain's products and
+#: sums move more than `LARGE` values. Looking takes about as long as these calls do, the first one above all, so that
+#: few calls of a function cost about twice what they need, however many there will be.
+BEFORE, BEFORE_LARGE = 2, 8
+LARGE = 2**21
 
 
 @overload
@@ -130,64 +134,55 @@ def jacobian(
     >>> torch.autograd.grad(jacobian(torch.exp, x, create_graph=True).values.log().sum(), x)[0].tolist()
     [1.0, 1.0]
     """
-    arguments = arguments_of(args, argnums, has_samples(f, batched))
-    result, y, aux = jacobian_and_returned(f, arguments, pruned, create_graph, value, has_aux)
+    options = Options(pruned=pruned, create_graph=create_graph, value=value, has_aux=has_aux)
+    result, y, aux = jacobian_and_returned(f, Arguments.of_call(f, args, argnums, batched), options)
     return with_parts(result, (value, y), (has_aux, aux))
 
 
-def with_parts(jacobian: SparseJacobian, *parts: tuple[bool, Any]) -> SparseJacobian | tuple[Any, ...]:
-    """A Jacobian; with the parts that are asked for, a tuple of all."""
-    asked = [part for is_asked, part in parts if is_asked]
-    return (jacobian, *asked) if asked else jacobian
-
-
-#: A Jacobian, the result of the function where it is asked for, and what the function returned beside that.
-Evaluated = tuple[SparseJacobian, Any, Any]
-
-
 def jacobian_and_returned(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
-) -> Evaluated:
-    """A Jacobian at checked arguments, and what else the same run gave."""
+    f: Callable[..., Any], arguments: Arguments, options: Options
+) -> tuple[SparseJacobian, Any, Any]:
+    """A Jacobian at checked arguments, the function's result if it is asked for, and what that returned beside it."""
     if arguments.batch:
-        return _evaluated(f, arguments, pruned, create_graph, value, has_aux)
+        return _evaluated(f, arguments, options)
     # Two samples show whether all share their values.
+    alone = replace(options, value=False, gradient=False)
     try:
-        jacobian, *_ = _evaluated(f, arguments.with_zeros(2), pruned, create_graph, False, has_aux)
+        jacobian, *_ = _evaluated(f, arguments.with_zeros(2), alone)
     except ValueError:
         # Another argument may have samples too, of which there are none.
-        jacobian, *_ = _evaluated(f, arguments.with_zeros(2, others=True), pruned, create_graph, False, has_aux)
+        jacobian, *_ = _evaluated(f, arguments.with_zeros(2, others=True), alone)
     jacobian = jacobian if jacobian.batch == 1 else replace(jacobian, values=jacobian.values[:, :0])
-    if not (value or has_aux):
+    if not options.returns:
         return jacobian, None, None
-    function = FlatFunction(f, arguments, has_aux)
+    function = FlatFunction(f, arguments, options.has_aux)
     with undisturbed(function, arguments.tensors[0].device), torch.enable_grad():
         x = arguments.flat()
         # A gradient's run takes one by its arguments.
-        flat = function(x if create_graph and x.requires_grad else x.detach().requires_grad_())
-        return jacobian, *_returned(flat, function.returned, value, create_graph)
+        flat = function(x if options.create_graph and x.requires_grad else x.detach().requires_grad_())
+        return jacobian, *_returned(flat, function.returned, options)
 
 
-def _returned(y: torch.Tensor, returned: Returned | None, value: bool, connected: bool) -> tuple[Any, Any]:
-    """A run's value, if it is asked for, and what its function returned beside that, in memory of their own."""
+def _returned(y: torch.Tensor, returned: Returned | None, options: Options) -> tuple[Any, Any]:
+    """A run's result, if it is asked for, and what its function returned beside that, in memory of their own."""
+    connected = options.create_graph
 
     def own(tensor: torch.Tensor) -> torch.Tensor:
         return (tensor if connected else tensor.detach()).clone()
 
     if returned is None:
-        return (own(y) if value else None), None
+        return (own(y) if options.result else None), None
     aux = None if returned.aux is None else _pytree.tree_map_only(torch.Tensor, own, returned.aux)
-    return (returned.result(y if connected else y.detach()) if value else None), aux
+    return (returned.result(y if connected else y.detach()) if options.result else None), aux
 
 
 @without_saving_hooks()
-def _evaluated(
-    f: Callable[..., Any], arguments: Arguments, pruned: bool, create_graph: bool, value: bool, has_aux: bool
-) -> Evaluated:
+def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple[SparseJacobian, Any, Any]:
+    pruned, create_graph = options.pruned, options.create_graph
     with contextlib.ExitStack() as contexts:
         if create_graph:
             contexts.enter_context(torch.enable_grad())
-        function, x = module_and_batch(f, arguments, has_aux=has_aux, connected=create_graph)
+        function, x = module_and_batch(f, arguments, has_aux=options.has_aux, connected=create_graph)
         # All is computed before the module's changes to itself are undone: it depends on the module's state in the run.
         contexts.enter_context(undisturbed(check_module(function), x.device))
         if create_graph:
@@ -200,7 +195,7 @@ def _evaluated(
             if chain.trained_zeros(trace):
                 pruned, (chain, records) = False, recent_graphs(f, False).of_trace(trace)
             _check_second_derivatives(f, trace, chain, records)
-        jacobian = _jacobian_of_run(plan_of(trace.graph, chain, pruned), trace, records, x)
+        jacobian = plan_of(trace.graph, chain, pruned).jacobian(trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
             every = recent_graphs(f, False).of_trace(trace)[0] if chain.pruned_weights else chain
@@ -209,21 +204,7 @@ def _evaluated(
         returned = function.returned if isinstance(function, FlatFunction) else None
         out_shape = tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
         result = unchecked_jacobian(jacobian.pattern, jacobian.values, arguments.in_shape, out_shape)
-        return result, *_returned(trace.output, returned, value, create_graph)
-
-
-def _jacobian_of_run(plan: Plan, trace: Trace, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
-    """The Jacobian in a run, in memory of its own."""
-    with torch.no_grad(), without_autocast(x.device):
-        planned = plan.jacobian(trace)
-        if planned is not None:
-            refuse_hooks(records)
-            return planned
-    with without_autocast(x.device):
-        result = plan.chain.jacobian(records, x)
-        with torch.no_grad():
-            plan.choose(trace, result)
-    return SparseJacobian(result.pattern, trace.in_own_memory(result.values))
+        return result, *_returned(trace.output, returned, options)
 
 
 def _check_second_derivatives(f: Callable[..., Any], trace: Trace, chain: Chain, records: Sequence[Record]) -> None:
@@ -234,3 +215,85 @@ def _check_second_derivatives(f: Callable[..., Any], trace: Trace, chain: Chain,
         problem = wrong_third_derivative(trace, "gradients of a Hessian's values")
         if problem is not None:
             raise problem
+
+
+class Plan:
+    """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
+
+    A `ProductPlan` is of one product. The patterns of the chain hold while the same weights are zero.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self._runs = chain, 0
+        #: The numbers of the first run, and whether those of another one were others.
+        self._numbers: Sequence[Any] | None = None
+        self._numbers_vary = False
+        self._chosen: Evaluator | None = None
+
+    def jacobian(self, trace: Trace, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+        """The Jacobian in a run, in memory of its own."""
+        with torch.no_grad(), without_autocast(x.device):
+            planned = self._by_chosen(trace)
+            if planned is not None:
+                refuse_hooks(records)
+                return planned
+        with without_autocast(x.device):
+            result = self.chain.jacobian(records, x)
+            with torch.no_grad():
+                self._choose(trace, result)
+        return SparseJacobian(result.pattern, trace.in_own_memory(result.values))
+
+    def _by_chosen(self, trace: Trace) -> SparseJacobian | None:
+        """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
+        # Other threads may replace it meanwhile.
+        evaluator = self._chosen
+        if evaluator is None:
+            return None
+        function = evaluator.function
+        if not same_numbers(*(function.fixed_scalars(each) for each in (trace, function.trace))):
+            if not function.numbers_vary:
+                self._chosen, self._runs = None, self._before
+            return None
+        return SparseJacobian(evaluator.pattern, evaluator.values(trace))
+
+    def _choose(self, trace: Trace, expected: SparseJacobian) -> None:
+        """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
+        self._runs += 1
+        self._numbers = trace.scalars if self._numbers is None else self._numbers
+        self._numbers_vary |= not same_numbers(self._numbers, trace.scalars)
+        # The chain of pruned weights changes with these.
+        if self.chain.pruned_weights or self._runs != 1 + self._before:
+            return
+        function = TracedFunction(trace, self.chain, numbers_vary=self._numbers_vary)
+        try:
+            evaluator = evaluator_of(function)
+            if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
+                return
+            actual = evaluator.values(trace)
+        except UnsupportedOperatorError:
+            return
+        # PyTorch's derivatives of many vectors at once may be wrong.
+        if agree(actual, expected.values):
+            _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
+            function.forget(module=True)
+            self._chosen = evaluator
+
+    @functools.cached_property
+    def _before(self) -> int:
+        """The runs before one in which a way is looked for."""
+        return BEFORE_LARGE if len(self.chain) > 1 and self.chain.accumulation.moved > LARGE else BEFORE
+
+
+def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:
+    """The plan of a graph's chain, for patterns with or without pruned weights; a new one after another chain's."""
+    plan: Plan | None = graph.cache.get(("plan", pruned))
+    if plan is None or plan.chain is not chain:
+        plan = graph.cache["plan", pruned] = Plan(chain)
+    return plan
+
+
+def recent_graphs(f: Callable[..., Any], pruned: bool) -> ChainCache:
+    """The graphs of a module, or of the code that a function runs, for patterns with or without pruned weights."""
+    if isinstance(f, Gradient):
+        return recent_chains(f.f, pruned=pruned, of="gradient")
+    return recent_chains(f, pruned=pruned)

@@ -8,8 +8,10 @@ from typing import ClassVar
 import torch
 
 from ..patterns import Pattern
+from ..stages import all_finite, with_backward_passes
 from ..tracing import Trace
 from .fused_values import FusedValues
+from .traced_function import TracedFunction
 
 
 class Evaluator(ABC):
@@ -19,6 +21,8 @@ class Evaluator(ABC):
     ----------
     name : str
         The method's name.
+    function : TracedFunction
+        The function.
     pattern : Pattern
         The pattern of the values.
     fused : FusedValues or None
@@ -28,9 +32,27 @@ class Evaluator(ABC):
     """
 
     name: ClassVar[str]
+    function: TracedFunction
     pattern: Pattern
     fused: FusedValues | None = None
     uncompiled: str | None = None
+
+    def values(self, trace: Trace) -> torch.Tensor:
+        """The values on the pattern, ``(nnz, batch)`` or ``(nnz, 1)``, in a run of the function's graph or a replay.
+
+        Those that are not finite as products are computed by backward passes.
+        """
+        x, fused = trace.input, self.fused
+        if fused is not None:
+            values, are_finite = fused.of(trace)
+        else:
+            values = self.computed(trace)
+            # A function may return coarser numbers, as under ``torch.autocast``.
+            values = values if values.dtype is x.dtype else values.to(x.dtype)
+            are_finite = bool(self.function.chain.registered_values) or all_finite(values)
+        if are_finite:
+            return values
+        return with_backward_passes(values, self.pattern, len(x), self.function.pull_back(trace))
 
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:

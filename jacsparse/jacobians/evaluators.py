@@ -9,8 +9,9 @@ from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, START
-from .compressed import Coloring, Compressed, row_coloring
-from .compressed import coloring as cheapest_coloring
+from .colorings import Coloring, row_coloring
+from .colorings import coloring as cheapest_coloring
+from .compressed import Compressed
 from .evaluator import Evaluator
 from .folding import NotFoldableError, folded
 from .products import ChainProducts, FoldedProducts
@@ -25,22 +26,18 @@ MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
 
-#: What may be asked for.
-METHODS = ("auto", "products", "compressed")
-
 
 def evaluator_of(
     function: TracedFunction,
     method: str = "auto",
     *,
-    replays: bool,
     compile: bool = False,
     coloring: Callable[[Pattern], Coloring] = cheapest_coloring,
 ) -> Evaluator:
     """The way to the values that was asked for, or the one of less predicted cost."""
 
     def compressed(colors: Coloring) -> Compressed:
-        return Compressed(function, colors, replays=replays, compile=compile)
+        return Compressed(function, colors, compile=compile)
 
     def folded_products(cost: float | None = None) -> FoldedProducts | None:
         """Sums of products of local derivatives and, up to a cost, elements of weights; None where there are none."""
@@ -48,7 +45,7 @@ def evaluator_of(
         if cost is not None:
             most = int(min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch))))
         try:
-            terms = folded(function, replays=replays, most=most)
+            terms = folded(function, most=most)
         except NotFoldableError:
             return None
         return FoldedProducts(function, terms, compile=compile)
@@ -62,7 +59,7 @@ def evaluator_of(
         )
     if registered:
         # The other ways take PyTorch's derivatives too.
-        return ChainProducts(function, replays=replays)
+        return ChainProducts(function)
     if coloring is cheapest_coloring and any(node.overload in WRONG_TANGENTS for node in function.nodes):
         coloring = row_coloring
     if method == "compressed" or function.given is not None:
@@ -77,7 +74,7 @@ def evaluator_of(
     terms = folded_products()
     if terms is not None:
         return terms
-    products = ChainProducts(function, replays=replays)
+    products = ChainProducts(function)
     if not products.pattern.nnz:
         return products
     cost = _cost_of_products(function)

@@ -50,7 +50,7 @@ class Folded:
     steps: tuple[WeightedSums, ...]
 
 
-def folded(function: TracedFunction, *, replays: bool, most: int | None = None) -> Folded:
+def folded(function: TracedFunction, *, most: int | None = None) -> Folded:
     """The entries of a function's Jacobian as terms.
 
     All products may have at most so many terms; elements of weights are variables only where that limit is given.
@@ -61,7 +61,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
         Where a local Jacobian is neither constant nor elementwise, and no selection of a weight's elements where these
         are variables, or there are too many paths.
     """
-    leaves = _Leaves(function, weights=most is not None, replays=replays)
+    leaves = _Leaves(function, weights=most is not None)
     terms, algebra = leaves.product(most), leaves.algebra
     # The term of an entry that has no variable comes first.
     begins = terms.begins
@@ -76,8 +76,8 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
 class _Leaves:
     """The local Jacobians of a function as matrices of terms."""
 
-    def __init__(self, function: TracedFunction, *, weights: bool, replays: bool) -> None:
-        self.function, self.weights, self.replays = function, weights, replays
+    def __init__(self, function: TracedFunction, *, weights: bool) -> None:
+        self.function, self.weights = function, weights
         if function.x.is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
         self.algebra = Algebra()
@@ -185,7 +185,7 @@ class _Leaves:
             return {}
         references = (value for edge in self.varying for value in edge.operation.referenced.values())
         reads = [value.number for value in references if type(value) is Value]
-        computed = self.computed = ValueFunction(self.function, self._derivatives, reads, replays=self.replays)
+        computed = self.computed = ValueFunction(self.function, self._derivatives, reads)
         parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
         for part in dict.fromkeys(parts):
             firsts[part] = first

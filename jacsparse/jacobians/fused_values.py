@@ -84,13 +84,13 @@ class FusedValues:
         self._calls, self._dtype = calls, function.x.dtype
         self._numpy_dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
-        self._keep = ValueFunction(function, lambda values: (), (), replays=True) if function.kept else None
+        self._keep = ValueFunction(function, lambda values: (), ()) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
         # The others are constants: a replay is refused where elements of indices and masks are others.
         self._begin = {
             place: source
             for place, source in enumerate(calls.sources, len(others))
-            if (inputs[place].is_floating_point() if calls.replays else source >= 0 or function.numbers_vary)
+            if (inputs[place].is_floating_point() if function.replays else source >= 0 or function.numbers_vary)
         }
         try:
             fusion = self._fused(inputs, entries, pattern, leaves=False, compile=compile)

@@ -10,14 +10,13 @@ import torch
 
 from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
-from .arguments import Arguments, arguments_of, has_samples
-from .compressed import Coloring, SymmetricPart, star_coloring, symmetric_part
-from .evaluation import Keywords, jacobian_and_returned, with_parts
+from .arguments import Arguments
+from .colorings import Coloring, SymmetricPart, star_coloring, symmetric_part
+from .evaluation import jacobian_and_returned
 from .gradients import Gradient
-from .preparation import PreparationKeywords
+from .options import Keywords, Options, PreparationKeywords, with_parts
 from .prepared import PreparedJacobian, Result
-from .prepared_program import CallResult
-from .tracing_for_replays import Options
+from .prepared_program import Evaluated
 
 
 class PreparedHessian(PreparedJacobian[Result]):
@@ -31,16 +30,15 @@ class PreparedHessian(PreparedJacobian[Result]):
         self._symmetric = symmetric_part(self.pattern)
         self.pattern = self._symmetric.pattern
 
-    def _evaluated(self, args: Sequence[Any], returns: bool) -> CallResult:
-        result = super()._evaluated(args, returns)
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluated:
+        values, gradient, beside = super()._evaluated(args, returns)
         # A star colouring takes both entries of a pair from one place.
         if self.method == "compressed":
-            return result
-        return replace(result, values=_gathered(result.values, self._symmetric))
+            return values, gradient, beside
+        return _gathered(values, self._symmetric), gradient, beside
 
-    def _parts(self, result: CallResult) -> Sequence[tuple[bool, Any]]:
-        options, (value, aux) = self._options, result.aux or (None, None)
-        return (options.gradient, result.result), (options.value, value), (options.has_aux, aux)
+    def _parts(self, y: Any, aux: Any) -> Sequence[tuple[bool, Any]]:
+        return _parts(self._options, y, aux)
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:
@@ -211,12 +209,18 @@ def hessian(
     >>> g.tolist(), y.item()
     ([3.0, 12.0], 9.0)
     """
-    arguments = arguments_of(args, argnums, has_samples(f, batched))
-    of_gradient = Gradient(f, arguments, has_aux)
-    full, g, beside = jacobian_and_returned(of_gradient, arguments, pruned, create_graph, gradient, True)
+    arguments = Arguments.of_call(f, args, argnums, batched)
+    options = Options(pruned=pruned, create_graph=create_graph, gradient=gradient, value=value, has_aux=has_aux)
+    full, g, beside = jacobian_and_returned(Gradient(f, arguments, has_aux), arguments, options)
     symmetric = symmetric_part(full.pattern)
     result = replace(full, pattern=symmetric.pattern, values=_gathered(full.values, symmetric))
-    return with_parts(result, (gradient, g), (value, beside and beside[0]), (has_aux, beside and beside[1]))
+    return with_parts(result, *_parts(options, g, beside))
+
+
+def _parts(options: Options, gradient: Any, beside: Any) -> Sequence[tuple[bool, Any]]:
+    """What may be returned beside a Hessian, and whether it is: beside the gradient are the value and `aux`."""
+    value, aux = beside or (None, None)
+    return (options.gradient, gradient), (options.value, value), (options.has_aux, aux)
 
 
 def _gathered(values: torch.Tensor, symmetric: SymmetricPart) -> torch.Tensor:

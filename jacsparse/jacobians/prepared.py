@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Generic, Self
+from typing import Any, Generic, Literal, Self, Unpack, overload
 
 import torch
 from typing_extensions import TypeVar
@@ -16,24 +16,16 @@ from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
-from .arguments import Arguments, arguments_of, has_samples
-from .compressed import Coloring, coloring
-from .evaluation import jacobian_and_returned, with_parts
-from .evaluator import Evaluator
-from .evaluators import METHODS, evaluator_of
+from .arguments import Arguments
+from .colorings import Coloring, coloring
+from .evaluation import jacobian_and_returned
+from .evaluators import evaluator_of
 from .flat_function import FlatFunction, run_once
-from .prepared_program import CallResult, FilledWeightError, PreparedProgram
+from .options import Options, PreparationKeywords, with_parts
+from .prepared_program import Evaluated, PreparedProgram
 from .saved_programs import SavedProgram, write_program
-from .tracing_for_replays import Options, TracedProgram, traced_program
-from .verification import (
-    ROUNDINGS,
-    VerificationError,
-    difference_of,
-    largest_finite,
-    magnitude,
-    rounding_of,
-    tolerance_for,
-)
+from .tracing_for_replays import traced_program
+from .verification import VerificationError, error_of_product, tolerance_for
 
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
 MOST = 8
@@ -60,17 +52,13 @@ class PreparedJacobian(Generic[Result]):
     """
 
     def __init__(
-        self,
-        f: Callable[..., Any],
-        arguments: Arguments,
-        options: Options,
-        choose: Callable[[TracedProgram], Evaluator],
+        self, f: Callable[..., Any], arguments: Arguments, options: Options, saved: SavedProgram | None = None
     ) -> None:
-        self._f, self._arguments, self._options, self._choose = f, arguments, options, choose
+        self._f, self._arguments, self._options, self.method = f, arguments, options, options.method
         self._lock = threading.RLock()
         #: The programs, each after the kinds of arguments and the numbers that it was made for; the last one made last.
         self._programs: list[tuple[tuple[Any, ...], tuple[str, ...], PreparedProgram]] = []
-        self._first = self._program(arguments)
+        self._first = self._program(arguments, saved)
         evaluator = self._first.evaluator
         self.pattern, self.method = evaluator.pattern, evaluator.name
 
@@ -85,31 +73,20 @@ class PreparedJacobian(Generic[Result]):
         options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        method, compile = options.method, options.compile
-        arguments = arguments_of(args, argnums, has_samples(f, batched)).apart()
-        if method not in METHODS:
-            raise ValueError(f"method is {method!r}; expected one of {', '.join(METHODS)}")
+        arguments = Arguments.of_call(f, args, argnums, batched).apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
-        if options.pattern is not None:
-            _check_given(options.pattern, method)
         if options.create_graph:
             arguments = arguments.requiring_gradients()
-        differentiated = cls._differentiated(f, arguments, options)
-
-        prepared = cls(differentiated, arguments, options, lambda traced: cls._chosen(traced, method, compile))
+        prepared = cls(cls._differentiated(f, arguments, options), arguments, options)
         try:
-            return prepared._checked_at(args)
+            prepared.check(*args)
         except VerificationError:
-            if method != "auto" or prepared.method != "compressed" or options.pattern is not None:
+            if options.method != "auto" or prepared.method != "compressed" or options.pattern is not None:
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
             return cls.prepare(f, args, argnums, batched, replace(options, method="products"))
-
-    @classmethod
-    def _chosen(cls, traced: TracedProgram, method: str, compile: bool) -> Evaluator:
-        """The way to the values that a method means."""
-        return evaluator_of(traced.function, method, replays=True, compile=compile, coloring=cls._coloring)
+        return prepared
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:
@@ -121,14 +98,14 @@ class PreparedJacobian(Generic[Result]):
 
     def __call__(self, *args: Any) -> Result:
         """The Jacobian at these arguments; a tuple where it was prepared with `value` or `has_aux`."""
-        result = self._evaluated(args, returns=self._options.returns)
-        shapes = self._arguments.in_shape, self._out_shape
-        jacobian = unchecked_jacobian(self.pattern, result.values, *shapes)
-        return with_parts(jacobian, *self._parts(result))  # type: ignore[return-value]
+        returns = self._options.returns
+        values, y, aux = self._evaluated(args, returns)
+        jacobian = unchecked_jacobian(self.pattern, values, self._arguments.in_shape, self._out_shape)
+        return with_parts(jacobian, *self._parts(y, aux)) if returns else jacobian  # type: ignore[return-value]
 
-    def _parts(self, result: CallResult) -> Sequence[tuple[bool, Any]]:
+    def _parts(self, y: Any, aux: Any) -> Sequence[tuple[bool, Any]]:
         """What may be returned beside the Jacobian, and whether it is."""
-        return (self._options.value, result.result), (self._options.has_aux, result.aux)
+        return (self._options.value, y), (self._options.has_aux, aux)
 
     def values(self, *args: Any) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
@@ -140,34 +117,28 @@ class PreparedJacobian(Generic[Result]):
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
-        return self._evaluated(args, returns=False).values
+        return self._evaluated(args, returns=False)[0]
 
-    def _evaluated(self, args: Sequence[Any], returns: bool) -> CallResult:
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluated:
         if self._first.evaluator.fused is not None and not returns:
             memory = self._arguments.memory_of(args)
             values = None if memory is None else self._first.values_of_memory(memory, args)
             if values is not None:
-                return CallResult(values)
+                return values, None, None
         arguments = self._checked(args)
-        try:
-            return self._program(arguments)(arguments, returns)
-        except FilledWeightError as error:
-            raise RuntimeError(
-                f"{name_of(self._f)}: {error.weight} was zero where the pattern leaves it out, and is not any more: "
-                "prepare it again, keep the weight zero by a mask (torch.nn.utils.prune), or pass pruned=False"
-            ) from None
+        return self._program(arguments)(arguments, returns)
 
-    def _program(self, arguments: Arguments) -> PreparedProgram:
+    def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
         """The program for the numbers and objects among arguments of the prepared form."""
         kinds = arguments.kinds_of_plain
         for others, numbers, program in self._programs:
             if others == kinds and numbers == arguments.numbers_but(program.traced.tensors):
                 return program
         with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
-            return self._made(arguments)
+            return self._made(arguments, saved)
 
     @without_saving_hooks()
-    def _made(self, arguments: Arguments) -> PreparedProgram:
+    def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
         kinds, options = arguments.kinds_of_plain, self._options
         tensors = next((program.traced.tensors for others, _, program in self._programs if others == kinds), None)
         traced_at = arguments if tensors is None else arguments.with_tensors(tensors)
@@ -177,7 +148,10 @@ class PreparedJacobian(Generic[Result]):
             trace = traced.function.trace
             self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
             self._out_shape = traced.returned.out_shape
-        evaluator = self._chosen(traced, self.method, options.compile) if self._programs else self._choose(traced)
+        if saved is None:
+            evaluator = evaluator_of(traced.function, self.method, compile=options.compile, coloring=self._coloring)
+        else:
+            evaluator = saved.evaluator(self._f, traced, options.compile)
         if options.compile and evaluator.uncompiled is not None:
             raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
         program = PreparedProgram.of(traced, evaluator, options.create_graph)
@@ -195,7 +169,7 @@ class PreparedJacobian(Generic[Result]):
         alike = self._arguments.with_args(args)
         if alike is not None:
             return alike
-        arguments = arguments_of(args, self._arguments.argnums, self._arguments.batched)
+        arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
         arguments = arguments.laid_out_as(self._arguments)
         *_, (default_dtype, autocast), _ = self._arguments.form
         now, autocast_now = arguments.surroundings()
@@ -250,13 +224,10 @@ class PreparedJacobian(Generic[Result]):
         registered = self._first.traced.function.chain.registered_values
         if registered:
             # Autograd does not know of registered values.
-            of_run, *_ = jacobian_and_returned(self._f, arguments, True, False, False, self._options.has_aux)
+            of_run, *_ = jacobian_and_returned(self._f, arguments, Options(has_aux=self._options.has_aux))
             expected = of_run.vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
-        scale = largest_finite(SparseJacobian(self.pattern, jacobian.values.abs()).vjp(g.abs()))
-        # All elements may be zero but for rounding, as those of a sum of a softmax.
-        scale = max(scale, rounding_of(x, y, ROUNDINGS) * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
-        error = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
+        error = error_of_product(jacobian, x, y, g, expected, limit)
         if not error <= limit:
             if not agree(run_once(function, x).detach(), y.detach()):
                 raise VerificationError(
@@ -274,10 +245,6 @@ class PreparedJacobian(Generic[Result]):
             )
         return error
 
-    def _checked_at(self, args: Sequence[Any]) -> Self:
-        self.check(*args)
-        return self
-
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write all that was decided to an ``.npz`` file, without pickle; the function is no part of it.
 
@@ -292,7 +259,7 @@ class PreparedJacobian(Generic[Result]):
         >>> prepared(x).todense().tolist()
         [[2.0, 1.0, 0.0], [0.0, 3.0, 2.0]]
         """
-        write_program(path, self._arguments, self._options, self._first)
+        write_program(path, self._options, self._first)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], f: Callable[..., Any], *args: Any, compile: bool = False) -> Self:
@@ -317,9 +284,10 @@ class PreparedJacobian(Generic[Result]):
             Where the file is damaged, of another version, or of another function.
         """
         saved = SavedProgram.read(path)
-        arguments, options = saved.arguments(args), saved.options(compile)
-        f = cls._differentiated(f, arguments, options)
-        return cls(f, arguments, options, lambda traced: saved.evaluator(f, traced, compile))._checked_at(args)
+        arguments, options = saved.arguments(f, args), saved.options(compile)
+        prepared = cls(cls._differentiated(f, arguments, options), arguments, options, saved)
+        prepared.check(*args)
+        return prepared
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
@@ -347,11 +315,129 @@ def _autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on, with {dtype}"
 
 
-def _check_given(pattern: Any, method: str) -> None:
-    """Raise where a pattern of the user's own cannot be taken."""
-    if not isinstance(pattern, Pattern):
-        raise TypeError(f"pattern is {a_type(pattern)}; expected a Pattern: Pattern.from_scipy(matrix) makes one")
-    if method == "products":
-        raise ValueError(
-            "method is 'products', which multiplies the operators' own patterns, and a pattern is given; leave one out"
-        )
+@overload
+def prepare_jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    value: Literal[False] = ...,
+    has_aux: Literal[False] = ...,
+    **options: Unpack[PreparationKeywords],
+) -> PreparedJacobian[SparseJacobian]: ...
+
+
+@overload
+def prepare_jacobian(
+    f: Callable[..., Any], *args: Any, value: bool = ..., has_aux: bool = ..., **options: Unpack[PreparationKeywords]
+) -> PreparedJacobian[tuple[Any, ...]]: ...
+
+
+def prepare_jacobian(
+    f: Callable[..., Any],
+    *args: Any,
+    argnums: int | Sequence[int] = 0,
+    batched: bool | None = None,
+    method: str = "auto",
+    compile: bool = False,
+    pruned: bool = True,
+    create_graph: bool = False,
+    value: bool = False,
+    has_aux: bool = False,
+    pattern: Pattern | None = None,
+) -> PreparedJacobian[Any]:
+    """A function's Jacobian, prepared for arguments of the same shapes.
+
+    Parameters
+    ----------
+    f : callable
+        A function or a module. It must be a function of its arguments and of what it reads alone: without random
+        numbers, and without branches on what tensors hold.
+    *args
+        Its arguments: tensors, tuples, lists and dicts of them, numbers and anything else.
+    argnums : int or tuple of int
+        The arguments to differentiate by. Their tensors' elements are the columns, one tensor after the other.
+    batched : bool, optional
+        Whether these tensors and the outputs have samples along their first axis, each worked on by itself; left out,
+        as in `jacobian`. All other arguments are passed as they are.
+    method : str
+        ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
+        seed for each colour; ``auto`` takes the one of less predicted cost.
+    compile : bool
+        Whether one piece of machine code computes the values, which takes a tenth of a second to a few seconds to
+        make. It fuses elementwise operators, selections and sums of products; what else a call computes, as products of
+        matrices, is PyTorch's. The logger ``jacsparse`` tells of it, at level INFO.
+    pruned : bool
+        Whether the pattern omits the elements of weights that are zero when it is prepared, of parameters and all other
+        tensors that `f` reads, but not of its arguments. A call in which one of them is filled raises RuntimeError.
+    create_graph : bool
+        Whether values have gradients, to the arguments and to what `f` reads that had one when it was prepared, as in
+        `jacobian`; a call under ``torch.no_grad`` makes no graph.
+    value, has_aux : bool
+        As in `jacobian`: whether a call returns what `f` returns too, computed together with the values; and whether
+        `f` returns ``(result, aux)``. Numbers in `aux` are constants.
+    pattern : Pattern, optional
+        A pattern of your own, ``(out_size, in_size)``, in the place of the one that the operators' rules give: for
+        entries that are known to be zero, for more entries than there are, or where an operator has no rule. Values
+        are then those of ``compressed``. An entry outside of it that is not zero is an error when the Jacobian is
+        prepared, and in `check`.
+
+    Returns
+    -------
+    PreparedJacobian
+        ``prepared(*args)`` is a SparseJacobian, or with `value` or `has_aux` a tuple of it, the value and `aux`.
+
+    Raises
+    ------
+    TypeError, ValueError
+        Where arguments or outputs are not of this kind, the method is unknown or does not apply, or with `compile`,
+        where operators' Jacobians are multiplied as matrices, as for large networks.
+    UnsupportedOperatorError
+        Where an operator has no rule, or the calls depend on what tensors hold.
+
+    Notes
+    -----
+    A call replays what the function did when it was prepared, and does not run it. What it may change, as ``jax.jit``
+    has it, are arguments and tensors: the parameters and buffers of a module, read by their names, and other tensors
+    that the function reads, those that it read then. All else that it reads is a constant: numbers, attributes,
+    globals, NumPy arrays, which mode a module is in, and other tensors put in the place of such. `check` finds a
+    change; call `jacobian` for what a function computes now.
+
+    With ``pruned=False`` the pattern has entries for the zeros of a constant matrix that the function reads, since they
+    may be filled later. A sparse tensor's indices are parts of the program, whose pattern has its elements alone. Masks
+    are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it. Weights that the
+    pattern leaves out are read at each call, to see whether they are zero still.
+
+    Numbers among the arguments may change. A change costs no more than their new values where a function does with a
+    tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between tensors. Where
+    it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own.
+
+    Examples
+    --------
+    >>> import torch
+    >>> differences = prepare_jacobian(lambda u, h: (u[1:] - u[:-1]) ** 2 / h, torch.zeros(4), 1.0)
+    >>> differences(torch.tensor([0.0, 1.0, 3.0, 6.0]), 0.5).todense().tolist()
+    [[-4.0, 4.0, 0.0, 0.0], [0.0, -8.0, 8.0, 0.0], [0.0, 0.0, -12.0, 12.0]]
+
+    Newton's method, which takes the value of the same run:
+
+    >>> x = torch.tensor([1.0, 2.0], dtype=torch.float64)
+    >>> roots = prepare_jacobian(lambda x: x**3 - torch.tensor([8.0, 1.0]), x, value=True)
+    >>> for _ in range(8):
+    ...     J, y = roots(x)
+    ...     x = x - J.solve(y)
+    >>> [round(root, 6) for root in x.tolist()]
+    [2.0, 1.0]
+
+    A stiff equation by SciPy, whose `jac` gets a time and a state:
+
+    >>> import scipy.integrate
+    >>> decay = lambda t, y: torch.cat([-1000 * (y[:1] - torch.cos(y[1:])), -y[1:] / (1 + t)])
+    >>> state = torch.ones(2, dtype=torch.float64)
+    >>> prepared = prepare_jacobian(decay, 0.0, state, argnums=1)
+    >>> f = lambda t, y: decay(t, torch.from_numpy(y)).numpy()
+    >>> jac = lambda t, y: prepared(t, torch.from_numpy(y)).to_scipy()
+    >>> solution = scipy.integrate.solve_ivp(f, (0.0, 1.0), state.numpy(), method="Radau", jac=jac)
+    >>> solution.success, round(float(solution.y[1, -1]), 2)
+    (True, 0.5)
+    """
+    options = Options(method, compile, pruned, create_graph, value, has_aux, pattern)
+    return PreparedJacobian[Any].prepare(f, args, argnums, batched, options)

@@ -11,33 +11,18 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
-from ..patterns import Pattern, UnsupportedOperatorError, requiring_gradient
+from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
-from ..tracing import Form, PrunedWeight, Trace, Value, form_of, without_autocast
+from ..tracing import Form, PrunedWeight, Trace, Value, form_of, name_of, without_autocast
 from .arguments import Arguments
 from .differentiable import with_gradients
 from .evaluator import Evaluator
 from .fused_values import FusedValues
-from .replays import connected_output, jacobian_values, pull_back_of_replay
 from .tracing_for_replays import TracedProgram, contents_of
 
-
-class FilledWeightError(RuntimeError):
-    """An element that a pattern leaves out is not zero; `weight` says which tensors it is computed from."""
-
-    def __init__(self, weight: str) -> None:
-        super().__init__(f"{weight}, of which a pattern leaves out elements, has others than zeros there")
-        self.weight = weight
-
-
-@dataclass(slots=True)
-class CallResult:
-    """What a call of a prepared Jacobian gives: values, the function's result, and what that returned beside it."""
-
-    values: torch.Tensor
-    result: Any = None
-    aux: Any = None
+#: The values of a call, the result of the function where it is asked for, and what that returned beside it.
+Evaluated = tuple[torch.Tensor, Any, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +42,6 @@ class PreparedProgram:
         function = traced.function
         every = None
         if create_graph:
-            check_gradients(function.trace)
             every = function.pattern
             if function.chain.pruned_weights:
                 every = chain_of(function.trace, pruned=False).pattern
@@ -71,14 +55,14 @@ class PreparedProgram:
         function.forget()
         return cls(traced, evaluator, watched, every)
 
-    def __call__(self, arguments: Arguments, returns: bool) -> CallResult:
-        """The Jacobian at arguments of the same form, and what the function returned where that is asked for.
+    def __call__(self, arguments: Arguments, returns: bool) -> Evaluated:
+        """The values at arguments of the same form, and what the function returned where that is asked for.
 
         Raises
         ------
         ValueError
             Where an index or a mask has other elements, or a parameter another form.
-        FilledWeightError
+        RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
         arguments = arguments.with_tensors(self.traced.tensors)
@@ -88,7 +72,7 @@ class PreparedProgram:
         if self._in_one_call is not None and not returns and not connected:
             values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
             if are_finite:
-                return CallResult(values)
+                return values, None, None
         function, x = self.traced.function, arguments.flat(connected=connected)
         x = requiring_gradient(x) if connected else x
         before, traced_input = function.trace, x.view_as(x) if connected else x
@@ -97,13 +81,13 @@ class PreparedProgram:
             if connected:
                 trace.edges[0] = get_gradient_edge(trace.input)
                 known = {value: trace.elements(value) for value in function.inputs}
-                trace.output = connected_output(function, trace, known)
+                trace.output = function.connected_output(trace, known)
             with torch.no_grad():
                 self._check_weights(trace)
-                values = jacobian_values(function, self.evaluator, trace, pull_back_of_replay)
+                values = self.evaluator.values(trace)
             if connected and every is not None:
                 values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, every).values
-            return self._returned(trace, values, connected) if returns else CallResult(values)
+            return self._returned(trace, values, connected) if returns else (values, None, None)
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
         """The values where they take no trace; None where they do, or one is not finite.
@@ -145,7 +129,7 @@ class PreparedProgram:
                 )
         return captures
 
-    def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> CallResult:
+    def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
         """The values with what the function returned, whose tensors may have gradients where values may."""
         output = self.traced.function.graph.last
         assert output is not None
@@ -157,10 +141,10 @@ class PreparedProgram:
             return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
         returned = self.traced.returned
-        return CallResult(values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux))
+        return values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux)
 
     def _check_weights(self, trace: Trace) -> None:
-        """Raise FilledWeightError where an element that the pattern leaves out is not zero in a call."""
+        """Raise where an element that the pattern leaves out is not zero in a call."""
         for edge, weight in self.watched:
             if weight.holds(edge.weight(weight.name, trace)):
                 continue
@@ -169,7 +153,11 @@ class PreparedProgram:
             of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
             tensors = [trace.tensor(each) for each in graph.captures if graph.made_of(value, {each})]
             names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
-            raise FilledWeightError(" and ".join(names) or "a weight")
+            raise RuntimeError(
+                f"{name_of(module)}: {' and '.join(names) or 'a weight'} was zero where the pattern leaves it out, and "
+                "is not any more: prepare it again, keep the weight zero by a mask (torch.nn.utils.prune), or pass "
+                "pruned=False"
+            )
 
     @cached_property
     def _in_one_call(self) -> FusedValues | None:
@@ -177,25 +165,6 @@ class PreparedProgram:
         fused, function = self.evaluator.fused, self.traced.function
         looks = self.watched or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
-
-
-def check_gradients(trace: Trace) -> None:
-    """Raise where a replay's gradients by what the function reads would not be the function's."""
-    graph = trace.graph
-    for node in graph.differentiated:
-        if any(node.behind.values()):
-            raise UnsupportedOperatorError(
-                f"{node.path}: {node.name} works on what a torch.autograd.Function makes of a parameter{node.source}, "
-                "and values of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
-                "jacsparse.jacobian(..., create_graph=True)"
-            )
-    for value in graph.externals:
-        if trace.tensor(value).layout != torch.strided:
-            raise UnsupportedOperatorError(
-                f"a sparse tensor of shape {tuple(trace.tensor(value).shape)} that the function reads requires a "
-                "gradient, which values of a prepared Jacobian do not have; call jacsparse.jacobian(..., "
-                "create_graph=True)"
-            )
 
 
 def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:

@@ -35,7 +35,7 @@ class FoldedProducts(Evaluator):
     name = "products"
 
     def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
-        self.pattern, dtype = folded.pattern, function.x.dtype
+        self.function, self.pattern, dtype = function, folded.pattern, function.x.dtype
         self._constants = torch.from_numpy(folded.constants).to(dtype)
         #: The numbers of local derivatives, and of products and sums of them; and of operations of these.
         first, last = folded.steps[0].first, folded.steps[-1].first
@@ -91,8 +91,8 @@ class ChainProducts(Evaluator):
         "products of operators' matrices cannot be compiled; leave it out, or on a CPU pass method='compressed'"
     )
 
-    def __init__(self, function: TracedFunction, *, replays: bool) -> None:
-        self.pattern, self.chain, self._replays = function.pattern, function.chain, replays
+    def __init__(self, function: TracedFunction) -> None:
+        self.function, self.pattern, self.chain = function, function.pattern, function.chain
 
     @property
     def details(self) -> str:
@@ -110,5 +110,5 @@ class ChainProducts(Evaluator):
 
     def computed(self, trace: Trace) -> torch.Tensor:
         # Who replays a graph has looked at the pruned weights.
-        records = (self.chain if self._replays else self.chain.adapted(trace)).records(trace)
+        records = (self.chain if self.function.replays else self.chain.adapted(trace)).records(trace)
         return trace.in_own_memory(self.chain.products(records, trace.input.detach()).values)

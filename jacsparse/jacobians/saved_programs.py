@@ -13,28 +13,28 @@ from .._version import __version__
 from ..patterns import Pattern
 from ..runtime import read_archive, write_archive
 from ..tracing import name_of
-from .arguments import Arguments, arguments_of
-from .compressed import Coloring, Compressed
+from .arguments import Arguments
+from .colorings import Coloring
+from .compressed import Compressed
 from .evaluator import Evaluator
 from .evaluators import evaluator_of
+from .options import Options
 from .prepared_program import PreparedProgram
-from .tracing_for_replays import Options, TracedProgram, digest_of
+from .tracing_for_replays import TracedProgram
 
 KIND = "prepared Jacobian"
 #: The options that a file holds.
 _SAVED = ("pruned", "create_graph", "value", "has_aux", "gradient")
 
 
-def write_program(
-    path: str | os.PathLike[str], arguments: Arguments, options: Options, program: PreparedProgram
-) -> None:
+def write_program(path: str | os.PathLike[str], options: Options, program: PreparedProgram) -> None:
     """Write what takes long to decide for a function."""
-    evaluator = program.evaluator
+    evaluator, traced = program.evaluator, program.traced
     content: dict[str, Any] = {
         "version": __version__,
-        "program": digest_of(arguments, program.traced.function),
-        "argnums": list(arguments.argnums),
-        "batched": arguments.batched,
+        "program": traced.digest,
+        "argnums": list(traced.arguments.argnums),
+        "batched": traced.arguments.batched,
         **{name: getattr(options, name) for name in _SAVED},
         "given": options.pattern is not None,
         "method": evaluator.name,
@@ -68,9 +68,9 @@ class SavedProgram:
             raise ValueError(f"{path}: argnums is {argnums!r}, and {truths}; the file is damaged")
         return cls(path, content)
 
-    def arguments(self, args: Sequence[Any]) -> Arguments:
+    def arguments(self, f: Callable[..., Any], args: Sequence[Any]) -> Arguments:
         """A call's arguments, by those that the Jacobian is by."""
-        arguments = arguments_of(args, self.content["argnums"], self.content["batched"]).apart()
+        arguments = Arguments.of_call(f, args, self.content["argnums"], self.content["batched"]).apart()
         return arguments.requiring_gradients() if self.content["create_graph"] else arguments
 
     def options(self, compile: bool) -> Options:
@@ -83,20 +83,20 @@ class SavedProgram:
 
     def evaluator(self, f: Callable[..., Any], traced: TracedProgram, compile: bool) -> Evaluator:
         """The way to the values of a traced function."""
-        if self.content.get("program") != digest_of(traced.arguments, traced.function):
+        if self.content.get("program") != traced.digest:
             raise ValueError(
                 f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {traced.arguments}; "
                 "prepare its Jacobian and save it again"
             )
         function, method = traced.function, self.content.get("method")
         if method == "products":
-            return evaluator_of(function, method, replays=True, compile=compile)
+            return evaluator_of(function, method, compile=compile)
         with self._checked():
             pattern, expected = self._pattern, (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape))
             if method != "compressed" or pattern.shape != expected:
                 raise ValueError(f"its method is {method!r}, its pattern {pattern.shape}")
             colors = Coloring.restore(self.content, pattern)
-        return Compressed(function, colors, replays=True, compile=compile)
+        return Compressed(function, colors, compile=compile)
 
     @property
     def _pattern(self) -> Pattern:

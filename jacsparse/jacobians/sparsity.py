@@ -11,8 +11,8 @@ from torch.utils import _pytree
 from ..patterns import Pattern
 from ..stages import chain_for_all, check_shape
 from ..tracing import SAMPLES, random_tensor, tensors_of
-from .arguments import Arguments, arguments_of, checked_argnums, has_samples, names_of_arguments
-from .compressed import symmetric_part
+from .arguments import Arguments, checked_argnums, has_samples, names_of_arguments
+from .colorings import symmetric_part
 from .flat_function import module_and_batch
 from .gradients import Gradient
 from .tracing_for_replays import modules_of
@@ -123,7 +123,7 @@ def _arguments(
         if not _tensors(args[number]):
             shape = check_shape(args[number], name)
             full[number] = random_tensor((samples, *shape) if batched else shape, like, generator)
-    arguments = arguments_of(full, numbers, batched)
+    arguments = Arguments.of_call(f, full, numbers, batched)
     return arguments if arguments.batch else arguments.with_zeros(SAMPLES)
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..patterns import Pattern
-from ..stages import Chain
-from ..tracing import Graph, Node, Scalar, Trace, name_of
+from ..patterns import Pattern, gradient_of
+from ..stages import Chain, pulled_by_autograd
+from ..tracing import Graph, Node, Scalar, Trace, Values, name_of
 
 
 @dataclass(eq=False)
@@ -32,10 +33,12 @@ class TracedFunction:
     kept: tuple[int, ...] = ()
     #: Whether numbers that are factors or terms may be others in later runs; else these are constants.
     numbers_vary: bool = False
+    #: Whether later traces are replays, which begin with `inputs` alone; else they are runs, whose calls are computed.
+    replays: bool = False
 
     @classmethod
     def with_pattern(cls, trace: Trace, pattern: Pattern) -> TracedFunction:
-        """A function whose operators may have no rules, by a chain without stages."""
+        """A function, to be replayed, whose operators may have no rules, by a chain without stages."""
         in_shape, out_shape = tuple(trace.input.shape[1:]), tuple(trace.output.shape[1:])
         expected = math.prod(out_shape), math.prod(in_shape)
         if pattern.shape != expected:
@@ -43,7 +46,7 @@ class TracedFunction:
                 f"pattern has shape {pattern.shape}; expected {expected}: a row for each element of what "
                 f"{name_of(trace.module)} returns, a column for each of its arguments"
             )
-        return cls(trace, Chain(name_of(trace.module), (), in_shape, out_shape), pattern)
+        return cls(trace, Chain(name_of(trace.module), (), in_shape, out_shape), pattern, replays=True)
 
     @property
     def graph(self) -> Graph:
@@ -85,11 +88,8 @@ class TracedFunction:
         sparse = {value for value in self.graph.captures if self._is_sparse(value)}
         inputs = [value for value in (0, *self.graph.captures) if value not in sparse]
         for value, info in enumerate(self.graph.infos):
-            if (
-                not info.dependent
-                and info.replayed is not None
-                and any(each in sparse for _, each in info.replayed.tensors)
-            ):
+            node = None if info.dependent else info.replayed
+            if node is not None and any(each in sparse for _, each in node.tensors):
                 (sparse.add if self._is_sparse(value) else inputs.append)(value)
         return inputs
 
@@ -123,6 +123,25 @@ class TracedFunction:
         """The number of elements that a call computes."""
         return sum(self.trace.tensor(value).numel() for value in node.results)
 
+    def pull_back(self, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
+        """What takes a gradient of the output back to the input, by autograd's graph of a run or of another replay."""
+        if not self.replays:
+            return pulled_by_autograd(self.chain.adapted(trace).records(trace), len(trace.input))
+        x = trace.input.detach().requires_grad_()
+        known = {value: trace.elements(value).detach() for value in self.inputs}
+        with torch.enable_grad():
+            y = self.connected_output(trace, known | {0: x})
+        return lambda gradient: gradient_of(y, x, gradient, retain_graph=True).reshape(len(x), -1)
+
+    def connected_output(self, trace: Trace, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """The output, computed from `inputs` with the derivatives of the run; so are the values to keep."""
+        output = self.graph.last
+        assert output is not None
+        values = _Connected(self.graph, known, self.scalars(trace))
+        y = values[output.value]
+        trace.copies |= {value: values[value] for value in self.kept}
+        return y if output.active else y.detach()
+
     def forget(self, *, module: bool = False) -> None:
         """Let go of the run's elements, and on request of the module; what replays ask for then are forms."""
         # These ask for forms of what the run did not compute itself.
@@ -130,6 +149,25 @@ class TracedFunction:
         self.trace = self.trace.without_elements()
         if module:
             self.trace.module = nn.Module()
+
+
+class _Connected(Values):
+    """Values with the derivatives that autograd saw in the run, if captures had some."""
+
+    def results(self, node: Node) -> list[torch.Tensor]:
+        arguments = self.arguments(node.arguments)
+        active = {operand.name: operand.active for operand in node.operands}
+        # An overwrite has the kind of one argument alone.
+        kinds = itertools.chain(node.kinds, itertools.repeat(None))
+        for (name, _), kind in zip(node.tensors, kinds, strict=False):
+            if not active.get(name, kind is not None):
+                arguments[name] = arguments[name].detach()
+        results = node.computed(arguments)
+        if not node.writes_unseen:
+            return results
+        # Other elements, with the derivative of those before.
+        before = next(arguments[name] for name, _ in node.tensors if node.writes_to(name))
+        return [before + (result - before).detach() if before.requires_grad else result for result in results]
 
 
 def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:

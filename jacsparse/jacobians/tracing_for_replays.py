@@ -16,36 +16,17 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..decompositions import indices_of, is_sparse
-from ..patterns import Pattern, UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks
 from ..tracing import Node, Trace, Value, check_module, memory_of, module_of, name_of, traced, undisturbed, without_autocast
 from .arguments import Arguments
 from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in
+from .options import Options
 from .traced_function import TracedFunction
 
 #: Where the captures of a graph come from: places of arguments, what returns them, or themselves.
 Sources = dict[int, int | Callable[[], torch.Tensor] | torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What a Jacobian is prepared for, besides a function and its arguments; see `prepare_jacobian`."""
-
-    method: str = "auto"
-    compile: bool = False
-    pruned: bool = True
-    create_graph: bool = False
-    value: bool = False
-    has_aux: bool = False
-    pattern: Pattern | None = None
-    #: Of a Hessian, whether the gradient is returned too.
-    gradient: bool = False
-
-    @property
-    def returns(self) -> bool:
-        """Whether anything is returned beside the Jacobian."""
-        return self.value or self.has_aux or self.gradient
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,6 +44,20 @@ class TracedProgram:
     contents: dict[int, torch.Tensor]
     #: What the function returned; tensors that it returned beside its result are values of the graph.
     returned: Returned
+
+    @property
+    def digest(self) -> str:
+        """A digest of all that a prepared Jacobian depends on besides elements and numbers."""
+        digest, graph = hashlib.blake2b(digest_size=16), self.function.graph
+        for part in (self.arguments.form, graph.captures, graph.output):
+            digest.update(repr(part).encode())
+        for node in graph.nodes:
+            call = node.overload, node.args, sorted(node.kwargs.items()), node.results, node.seen
+            digest.update(repr(call).encode())
+        contents = [node.contents[name] for node in graph.differentiated for name in sorted(node.contents)]
+        for elements in (*contents, *(weight.mask for weight in self.function.chain.pruned_weights)):
+            digest.update(elements.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
 
 
 def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options, asks: bool) -> TracedProgram:
@@ -83,6 +78,12 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         if not tensor.is_floating_point() or tensor.layout != torch.strided
     }
     _check_indices(trace)
+    if options.create_graph:
+        _check_gradients(trace)
+    kept = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
+    if options.result:
+        assert graph.last is not None
+        kept.append(graph.last.value)
     floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
     varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
     watched = [tensor for tensor in floats if options.pruned and id(tensor) not in places]
@@ -92,14 +93,10 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             refuse_hooks(chain.records(trace))
             if options.create_graph and chain.trained_zeros(trace):
                 chain = chain_of(trace, varying=floats)
-            function = TracedFunction(trace, chain)
+            function = TracedFunction(trace, chain, replays=True)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
-    if options.value or options.gradient:
-        assert graph.last is not None
-        function.kept += (graph.last.value,)
-    beside = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
-    function.kept = tuple(dict.fromkeys((*function.kept, *beside)))
+    function.kept = tuple(dict.fromkeys(kept))
     return TracedProgram(function, dense, tensors, captures, contents, returned)
 
 
@@ -278,14 +275,20 @@ def _check_indices(trace: Trace) -> None:
                 )
 
 
-def digest_of(arguments: Arguments, function: TracedFunction) -> str:
-    """A digest of all that a prepared Jacobian depends on besides elements and numbers."""
-    digest, graph = hashlib.blake2b(digest_size=16), function.graph
-    for part in (arguments.form, graph.captures, graph.output):
-        digest.update(repr(part).encode())
-    for node in graph.nodes:
-        digest.update(repr((node.overload, node.args, sorted(node.kwargs.items()), node.results, node.seen)).encode())
-    contents = [node.contents[name] for node in graph.differentiated for name in sorted(node.contents)]
-    for elements in (*contents, *(weight.mask for weight in function.chain.pruned_weights)):
-        digest.update(elements.cpu().contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def _check_gradients(trace: Trace) -> None:
+    """Raise where a replay's gradients by what the function reads would not be the function's."""
+    graph = trace.graph
+    for node in graph.differentiated:
+        if any(node.behind.values()):
+            raise UnsupportedOperatorError(
+                f"{node.path}: {node.name} works on what a torch.autograd.Function makes of a parameter{node.source}, "
+                "and values of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
+                "jacsparse.jacobian(..., create_graph=True)"
+            )
+    for value in graph.externals:
+        if trace.tensor(value).layout != torch.strided:
+            raise UnsupportedOperatorError(
+                f"a sparse tensor of shape {tuple(trace.tensor(value).shape)} that the function reads requires a "
+                "gradient, which values of a prepared Jacobian do not have; call jacsparse.jacobian(..., "
+                "create_graph=True)"
+            )

@@ -31,8 +31,6 @@ class ValueFunction:
         The values that it reads.
     others : sequence of Tensor
         The other tensors, of which each call may pass others of the same forms.
-    replays : bool
-        Whether runs are replays, which have inputs alone.
     """
 
     def __init__(
@@ -41,15 +39,13 @@ class ValueFunction:
         compute: Compute,
         reads: Sequence[int],
         others: Sequence[torch.Tensor] = (),
-        *,
-        replays: bool,
     ) -> None:
-        self._function, self._others, self.replays, count = function, len(others), replays, len(others)
+        self._function, self._others, count = function, len(others), len(others)
         #: The numbers of the last run, and the same as tensors.
         self._numbers: tuple[list[Any], list[Any]] | None = None
-        begin, scalars = function.inputs if replays else dict.fromkeys(reads), function.scalars(function.trace)
+        begin, scalars = function.inputs if function.replays else dict.fromkeys(reads), function.scalars(function.trace)
         #: What it takes of a run: values and, as tensors without axes, numbers; that at a place is ``~place`` here.
-        self.sources = [*begin, *(() if replays else (~place for place in function.scalar_dtypes))]
+        self.sources = [*begin, *(() if function.replays else (~place for place in function.scalar_dtypes))]
         #: The values that it leaves in the trace of a replay.
         self._kept = [value for value in function.kept if value not in self.sources]
 
@@ -62,7 +58,7 @@ class ValueFunction:
 
         with torch.no_grad():
             self.graph = calls_of(computed, [*others, *self.inputs(function.trace)])
-        if not replays:
+        if not function.replays:
             self.sources += _take_results(self.graph, function, self.sources, count)
         with torch.no_grad():
             self.graph = with_constants(self.graph, [*others, *self.inputs(function.trace)])

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 from ..patterns import Call, gradient_of
-from ..spgemm import check_limit
+from ..spgemm import SparseJacobian, check_limit
 from ..stages import Chain, Edge, Record, Run, refuse_hooks
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
-from .arguments import arguments_of, has_samples
+from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
+from .evaluation import recent_graphs
 from .flat_function import module_and_batch, run_once
-from .recent import recent_graphs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -162,7 +162,7 @@ def verify(
     Tanh (aten.tanh), 2 × 2: all entries, difference 0.0e+00
     Tanh (Tanh), 2 × 2: all entries, by jacobian too, difference 0.0e+00
     """
-    arguments = arguments_of(args, argnums, has_samples(f, batched))
+    arguments = Arguments.of_call(f, args, argnums, batched)
     if not arguments.batch:
         raise ValueError(f"the arguments are {arguments}, an empty batch; pass at least one sample")
     module, x = module_and_batch(f, arguments)
@@ -375,6 +375,16 @@ def rounding_of(x: torch.Tensor, y: torch.Tensor | None, units: int = 100) -> fl
     """The rounding error of a derivative that is zero: so many units in the last place of output over input."""
     scale = 0.0 if y is None else largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
     return units * torch.finfo(x.dtype).eps * scale
+
+
+def error_of_product(
+    jacobian: SparseJacobian, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor, expected: torch.Tensor, limit: float
+) -> float:
+    """The largest difference of ``gᵀ J`` from what is expected, as a share of the largest sum of absolute terms."""
+    scale = largest_finite(SparseJacobian(jacobian.pattern, jacobian.values.abs()).vjp(g.abs()))
+    # All elements may be zero but for rounding, as those of a sum of a softmax.
+    scale = max(scale, rounding_of(x, y, ROUNDINGS) * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
+    return magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
 
 
 def share_of(difference: float, largest: float, rounding: float, limit: float) -> float:

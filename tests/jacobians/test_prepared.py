@@ -704,7 +704,7 @@ def test_a_wrong_derivative_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_colours(pattern: jacsparse.Pattern, counts: tuple[int, int]) -> None:
-    from jacsparse.jacobians.compressed import coloring
+    from jacsparse.jacobians.colorings import coloring
 
     assert coloring(pattern).counts == counts
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 from jacsparse import PreparedJacobian, jacobian, prepare_hessian, prepare_jacobian
-from jacsparse.jacobians.evaluators import METHODS
+from jacsparse.jacobians.options import METHODS
 from tests.helpers import BOUND, FLOAT, assert_equal, dense, drawn
 
 

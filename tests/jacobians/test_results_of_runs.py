@@ -18,7 +18,6 @@ from torch import nn
 import jacsparse
 from jacsparse import prepare_jacobian
 from jacsparse.jacobians.evaluators import evaluator_of
-from jacsparse.jacobians.replays import jacobian_values, pull_back_of_run
 from jacsparse.jacobians.traced_function import TracedFunction
 from jacsparse.stages import chain_of
 from jacsparse.tracing import traced
@@ -92,12 +91,12 @@ def traced_function(f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) 
 def test_values_are_those_of_autograd(name: str, method: str) -> None:
     f, shape = FUNCTIONS[name]
     function = traced_function(f, drawn(3, *shape))
-    evaluator = evaluator_of(function, method, replays=False)
+    evaluator = evaluator_of(function, method)
     for seed in (1, 2):
         x = drawn(3, *shape, seed=seed)
         trace = traced(_Function(f), x, [function.graph])
         assert trace.graph is function.graph
-        values = jacobian_values(function, evaluator, trace, pull_back_of_run)
+        values = evaluator.values(trace)
         assert_equal(jacsparse.SparseJacobian(evaluator.pattern, values.detach()), dense(f, x))
 
 
@@ -113,7 +112,7 @@ def test_zeros_of_both_signs_are_other_calls() -> None:
 
 def test_a_network_is_not_computed_again() -> None:
     f, shape = FUNCTIONS["network"]
-    evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed", replays=False)
+    evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed")
     (only,) = evaluator._passes  # type: ignore[attr-defined]
     names = [str(node.target) for node in only.computed.graph.graph.nodes if node.op == "call_function"]
     assert not [
@@ -255,11 +254,13 @@ def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
 
 @pytest.mark.parametrize("before", [1, 3])
 def test_another_way_is_looked_for_once_after_some_calls(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
-    recent = importlib.import_module("jacsparse.jacobians.recent")
+    evaluation = importlib.import_module("jacsparse.jacobians.evaluation")
     looked: list[int] = []
-    evaluator_of = recent.evaluator_of
-    monkeypatch.setattr(recent, "BEFORE", before)
-    monkeypatch.setattr(recent, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named))
+    evaluator_of = evaluation.evaluator_of
+    monkeypatch.setattr(evaluation, "BEFORE", before)
+    monkeypatch.setattr(
+        evaluation, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
+    )
 
     def f(x: torch.Tensor) -> torch.Tensor:
         return (x * x.roll(1)).sin()
@@ -285,10 +286,12 @@ def test_expanded_operands_with_axes_of_one_element() -> None:
 
 
 def test_another_way_is_looked_for_when_no_weight_is_zero_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    recent = importlib.import_module("jacsparse.jacobians.recent")
+    evaluation = importlib.import_module("jacsparse.jacobians.evaluation")
     looked: list[int] = []
-    evaluator_of = recent.evaluator_of
-    monkeypatch.setattr(recent, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named))
+    evaluator_of = evaluation.evaluator_of
+    monkeypatch.setattr(
+        evaluation, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
+    )
     layer = nn.Linear(4, 4, dtype=torch.float64)
     layer.weight.data[1] = 0.0
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse import PreparedHessian, hessian, hessian_pattern, prepare_hessian
-from jacsparse.jacobians.compressed import star_coloring
+from jacsparse.jacobians.colorings import star_coloring
 from tests.helpers import BOUND, FLOAT, drawn
 
 from .test_prepared import brusselator

@@ -1,0 +1,81 @@
+"""What may be asked for of a Jacobian or a Hessian, besides a function and its arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+from ..patterns import Pattern
+from ..runtime import a_type
+from ..spgemm import SparseJacobian
+
+#: The methods of a prepared Jacobian.
+METHODS = ("auto", "products", "compressed")
+
+
+class Keywords(TypedDict, total=False):
+    """The options of `jacobian` and `hessian` that do not change what kind of thing they return."""
+
+    argnums: int | Sequence[int]
+    batched: bool | None
+    pruned: bool
+    create_graph: bool
+
+
+class PreparationKeywords(Keywords, total=False):
+    """The same of `prepare_jacobian` and `prepare_hessian`."""
+
+    method: str
+    compile: bool
+    pattern: Pattern | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a Jacobian or a Hessian, as `prepare_jacobian` and `prepare_hessian` explain them.
+
+    `argnums` and `batched` say how arguments are read, and belong to `Arguments`.
+    """
+
+    method: str = "auto"
+    compile: bool = False
+    pruned: bool = True
+    create_graph: bool = False
+    value: bool = False
+    has_aux: bool = False
+    pattern: Pattern | None = None
+    #: Of a Hessian, whether the gradient is returned too.
+    gradient: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise where an option is none, or two do not go together."""
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}; expected one of {', '.join(METHODS)}")
+        if self.pattern is None:
+            return
+        if not isinstance(self.pattern, Pattern):
+            raise TypeError(
+                f"pattern is {a_type(self.pattern)}; expected a Pattern: Pattern.from_scipy(matrix) makes one"
+            )
+        if self.method == "products":
+            raise ValueError(
+                "method is 'products', which multiplies the operators' own patterns, and a pattern is given; leave "
+                "one out"
+            )
+
+    @property
+    def result(self) -> bool:
+        """Whether what the differentiated function returns is asked for; that of a Hessian is the gradient."""
+        return self.value or self.gradient
+
+    @property
+    def returns(self) -> bool:
+        """Whether anything is returned beside the Jacobian."""
+        return self.value or self.has_aux or self.gradient
+
+
+def with_parts(jacobian: SparseJacobian, *parts: tuple[bool, Any]) -> SparseJacobian | tuple[Any, ...]:
+    """A Jacobian; with the parts that are asked for, a tuple of all."""
+    asked = [part for is_asked, part in parts if is_asked]
+    return (jacobian, *asked) if asked else jacobian
