@@ -64,10 +64,10 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     leaves = _Leaves(function, weights=most is not None, replays=replays)
     terms, algebra = leaves.product(most), leaves.algebra
     # The term of an entry that has no variable comes first.
-    begins = terms.begins
-    constant, varies = terms.variable[begins] == NONE, terms.variable != NONE
-    of_entries = np.where(constant, terms.coefficient[begins], 0.0)
-    indptr = row_starts(np.diff(begins, append=len(terms)) - constant, np.int64)
+    begins = terms.entries[1]
+    constant, varies = terms.variable[begins[:-1]] == NONE, terms.variable != NONE
+    of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
+    indptr = row_starts(np.diff(begins) - constant, np.int64)
     others = terms[varies]
     last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
     return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))
