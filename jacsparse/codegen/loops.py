@@ -332,7 +332,7 @@ class _Body:
         """The loop, whose points are in runs where these are long, with so many tiles where they are of tiles."""
         steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
         count = steps.shape[1]
-        strides = np.sort(steps, 1)[:, count // 2] if count else np.zeros(len(steps), np.int64)
+        strides = np.partition(steps, count // 2)[:, count // 2] if count else np.zeros(len(steps), np.int64)
         breaks = (steps != strides[:, None]).any(0)
         if self.tiles is not None:
             breaks |= self.tiles[1:] != self.tiles[:-1]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .elements import ElementGraph
+from .elements import ElementGraph, in_own_order
 from .kernels import widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
@@ -61,7 +61,7 @@ class Tiles:
         stored = [graph.nodes[place] for place in sorted(graph.stored & needed)]
         numbers: dict[torch.dtype, list[np.ndarray]] = defaultdict(list)
         for node in stored:
-            numbers[node.dtype].append(node.numbers)
+            numbers[node.dtype].append(graph.numbers(node))
         self._stored = {dtype: np.concatenate(those) for dtype, those in numbers.items()}
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
         self.count, self.of_entries = nbytes // TILE, None
@@ -90,12 +90,12 @@ class Tiles:
         """The tile of each element that one alone reads, itself or through others."""
         first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
         tiles = np.repeat(of_entries.astype(np.int32), entries.shape[1])
-        widen_ranges(0, entries.size, np.ascontiguousarray(entries, np.int64).reshape(-1), tiles, tiles, first, last)
+        widen_ranges(0, entries.size, in_own_order(entries).reshape(-1), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
             where = slice(node.first, node.first + node.count)
             for operand in node.operands:
-                numbers = np.ascontiguousarray(operand, np.int64)
+                numbers = in_own_order(operand)
                 widen_ranges(0, node.count, numbers, first[where], last[where], first, last)
         return np.where(first < last, SHARED, last)
 
