@@ -149,7 +149,7 @@ class ElementGraph:
 
     def makers(self, numbers: np.ndarray) -> list[int]:
         """The places of the nodes of some elements, each once."""
-        makers = np.zeros(len(self.nodes), np.bool_)
+        makers, numbers = np.zeros(len(self.nodes), np.bool_), distinct(numbers)
         mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
         return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
 
@@ -414,7 +414,7 @@ def sums(
         return sums(elements, blocks, [parts], np.ones(len(parts)), start, dtype)
     batch, none = factors[0].shape[1], np.zeros(0, elements.dtype)
     if start is None:
-        start = np.full((len(counts), 1), elements.constant(0.0, dtype), elements.dtype)
+        start = np.broadcast_to(elements.dtype(elements.constant(0.0, dtype)), (len(counts), 1))
     results = np.repeat(start, batch, 1)
     of_weights, firsts = None, np.zeros(0, np.int64)
     if weights.dtype.kind != "i":
@@ -442,7 +442,7 @@ def sums(
         for first, those in of_kinds(of_weights[terms.T]):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
-            operands = [start[rows[those]] if len(those) < len(start) else start]
+            operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
             for term in of_kind:
                 operands += [] if fixed else [weights[term, None]]
                 operands += [factor[term] for factor in factors]
@@ -456,7 +456,14 @@ def sums(
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
     """Numbers ``(terms, batch)``, or ``(terms, 1)``, one sample after the other."""
+    if numbers.strides == (0, 0):
+        return np.broadcast_to(numbers[0, 0], len(numbers) * batch)
     return numbers.T.reshape(-1) if numbers.shape[1] == batch else np.tile(numbers[:, 0], batch)
+
+
+def distinct(numbers: np.ndarray) -> np.ndarray:
+    """The same numbers; only one where all are one in memory."""
+    return numbers[:1] if numbers.strides == (0,) else numbers
 
 
 def in_own_order(array: np.ndarray) -> np.ndarray:

@@ -201,7 +201,7 @@ class Fusion:
             tiles = self._tiles.of_elements[node.first : node.first + node.count]
             classes = np.stack([np.minimum(tiles, 0), *(self._classes[operand] for operand in node.operands)], 1)
             kinds = [those for first, those in of_kinds(classes) if tiles[first] != UNREAD]
-            key = b"".join(those.tobytes() + b"," for those in kinds) + tiles.tobytes()
+            key = b"" if len(places) == 1 else b",".join(each.tobytes() for each in (*kinds, tiles))
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():
             tiles = self._tiles.of_elements[self.graph.nodes[places[0]].first :]
@@ -306,7 +306,13 @@ class _Body:
         """The expression of a node's operation, on some of its elements."""
         node: Elements = self.fusion.graph.nodes[place]
         assert node.operation is not None
-        return self._added((node.operation, tuple(self.value(operand[points]) for operand in node.operands)))
+        # Most points lie one after the other: their operands are views then.
+        begin, count = int(points[0]), len(points)
+        if points[-1] - begin == count - 1 and (points[1:] - points[:-1] == 1).all():
+            operands = [operand[begin : begin + count] for operand in node.operands]
+        else:
+            operands = [operand[points] for operand in node.operands]
+        return self._added((node.operation, tuple(map(self.value, operands))))
 
     def store(self, value: int, memory: Any, dtype: torch.dtype, places: np.ndarray) -> None:
         """Store an expression."""

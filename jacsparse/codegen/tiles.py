@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .elements import ElementGraph, in_own_order
+from ..runtime import index_dtype
+from .elements import ElementGraph, distinct, in_own_order
 from .kernels import widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
@@ -94,14 +95,18 @@ class Tiles:
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
             where = slice(node.first, node.first + node.count)
+            low, high = first[where], last[where]
             for operand in node.operands:
-                numbers = in_own_order(operand)
-                widen_ranges(0, node.count, numbers, first[where], last[where], first, last)
+                numbers = in_own_order(distinct(operand))
+                if len(numbers) == len(low):
+                    widen_ranges(0, len(low), numbers, low, high, first, last)
+                else:
+                    widen_ranges(0, 1, numbers, low.min(keepdims=True), high.max(keepdims=True), first, last)
         return np.where(first < last, SHARED, last)
 
     def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
         """The places of stored elements, those of a tile one after the other, and how many each memory holds."""
-        places, scratch = np.zeros(len(readers), np.int64), dict[Scratch, int]()
+        places, scratch = np.zeros(len(readers), index_dtype(len(readers), 0, 0)), dict[Scratch, int]()
         for dtype, numbers in self._stored.items():
             tiles = readers[numbers]
             shared, own = numbers[tiles == SHARED], numbers[tiles >= 0]

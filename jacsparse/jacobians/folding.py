@@ -64,7 +64,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     leaves = _Leaves(function, weights=most is not None, replays=replays)
     terms, algebra = leaves.product(most), leaves.algebra
     # The term of an entry that has no variable comes first.
-    begins = terms.entries[1]
+    begins = terms.entries()[1]
     constant, varies = terms.variable[begins[:-1]] == NONE, terms.variable != NONE
     of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
     indptr = row_starts(np.diff(begins) - constant, np.int64)
@@ -99,8 +99,8 @@ class _Leaves:
         largest = max((edge.transposed_pattern.nnz for edge in chain.edges), default=0)
         algebra.grows = most is None
         algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
-        # From the output to the input.
-        edges = [(edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges]
+        # From the output to the input. A matrix is let go of where it is used for the last time.
+        edges = ((edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges)
         try:
             result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         except TooManyTermsError:

@@ -48,7 +48,6 @@ class Terms:
         select_terms(0, self.shape[0], self.indptr, selected, *arrays, indptr, *results)
         return Terms(self.shape, indptr, *results)
 
-    @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
         indptr, begins = np.zeros_like(self.indptr), np.empty(len(self) + 1, np.int64)
@@ -59,7 +58,7 @@ class Terms:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The positions of the entries."""
-        (rows, columns), (indptr, begins) = self.shape, self.entries
+        (rows, columns), (indptr, begins) = self.shape, self.entries()
         nnz = len(begins) - 1
         if nnz == rows * columns:
             return Pattern.of(Full(rows, columns))
@@ -183,7 +182,7 @@ class Algebra:
         """The same matrix with one variable for each entry that has several."""
         varies = terms.variable != NONE
         variables = terms[varies]
-        counts = np.diff(variables.entries[1])
+        counts = np.diff(variables.entries()[1])
         several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
@@ -191,15 +190,14 @@ class Algebra:
 
     def _summed_if_used(self, terms: Terms, uses: Callable[[], np.ndarray]) -> Terms:
         """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
-        begins = terms.entries[1][:-1]
-        if len(begins) == len(terms):
+        if terms.pattern.nnz == len(terms):
             return terms
-        times = uses()
+        times, begins = uses(), terms.entries()[1][:-1]
         return self._summed(terms) if times.sum() > len(terms) + times[begins].sum() else terms
 
     def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
-        indptr, begins = terms.entries
+        indptr, begins = terms.entries()
         count = len(begins) - 1
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
         rows_of_lengths = np.bincount(np.diff(indptr))
