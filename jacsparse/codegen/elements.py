@@ -87,7 +87,8 @@ class ElementGraph:
         self.places_of_nodes = np.zeros(1024, np.int32)
 
     def _add(self, count: int, dtype: torch.dtype, **fields: Any) -> Elements:
-        node, self.count = Elements(self.count, count, dtype, **fields), self.count + count
+        node = Elements(self.count, count, dtype, **fields)
+        self.count += count
         if index_dtype(self.count, 0, 0)(0).itemsize > self.dtype(0).itemsize:
             raise TooManyElementsError
         if self.count > len(self.places_of_nodes):
@@ -468,7 +469,7 @@ def distinct(numbers: np.ndarray) -> np.ndarray:
 
 def in_own_order(array: np.ndarray) -> np.ndarray:
     """The same elements in C order in writable memory, as kernels are compiled for."""
-    return np.require(array, requirements="CW")
+    return np.require(array, requirements=["C", "W"])
 
 
 def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:

@@ -56,29 +56,42 @@ def star_colors(first, last, indptr, indices, colors):
 
 
 @inlined
-def _longest(first, last, starts):
-    """The most terms of a row."""
-    most = 0
-    for row in range(first, last):
-        most = max(most, starts[row + 1] - starts[row])
-    return most
+def _sort(begin, end, pairs, column, left, right, coefficient):
+    """Sort terms by columns and variables; pairs of variables by columns, where a few of a column stay in order."""
+    # Shell's sort: that of NumPy takes a process 0.1 s to load.
+    gap = 1
+    while SHORT * gap < end - begin:
+        gap = 3 * gap + 1
+    while gap:
+        for p in range(begin + gap, end):
+            key, x, y, factor, at = column[p], left[p], right[p], coefficient[p], p
+            while at - gap >= begin:
+                before = at - gap
+                if column[before] < key or (column[before] == key and (pairs or left[before] <= x)):
+                    break
+                column[at], left[at], coefficient[at] = column[before], left[before], coefficient[before]
+                if pairs:
+                    right[at] = right[before]
+                at = before
+            if at != p:
+                column[at], left[at], coefficient[at] = key, x, factor
+                if pairs:
+                    right[at] = y
+        gap //= 3
 
 
 @inlined
-def _sort(keys, places, count):
-    """Sort some keys, and what lies beside them; equal ones of a few stay in their order."""
-    # Shell's sort: that of NumPy takes a process 0.1 s to load.
-    gap = 1
-    while SHORT * gap < count:
-        gap = 3 * gap + 1
-    while gap:
-        for p in range(gap, count):
-            key, place, at = keys[p], places[p], p
-            while at >= gap and keys[at - gap] > key:
-                keys[at], places[at] = keys[at - gap], places[at - gap]
-                at -= gap
-            keys[at], places[at] = key, place
-        gap //= 3
+def _add_equal(begin, end, column, variable, coefficient):
+    """Add equal terms, which lie next to each other; places that are left have column -1."""
+    total = begin
+    for p in range(begin, end):
+        if total > begin and column[total - 1] == column[p] and variable[total - 1] == variable[p]:
+            coefficient[total - 1] += coefficient[p]
+            continue
+        column[total], variable[total], coefficient[total] = column[p], variable[p], coefficient[p]
+        total += 1
+    for p in range(total, end):
+        column[p] = -1
 
 
 @kernel
@@ -86,65 +99,38 @@ def multiply_terms(
     first, last,
     a_indptr, a_column, a_variable, a_coefficient,
     b_indptr, b_column, b_variable, b_coefficient,
-    variables, starts, column, left, right, coefficient,
+    pairs, starts, column, left, right, coefficient,
 ):  # fmt: skip
-    """The terms of rows of a product, before places with column -1; where `variables` is 0, all pairs by columns."""
-    longest = _longest(first, last, starts)
-    keys, places, ps, qs = np.empty((4, longest), np.int64)
+    """The terms of rows of a product, or all pairs of terms, beside their second variables in the order of columns."""
     for row in range(first, last):
-        count = 0
+        end = starts[row]
         for p in range(a_indptr[row], a_indptr[row + 1]):
             k, x = a_column[p], a_variable[p]
             for q in range(b_indptr[k], b_indptr[k + 1]):
-                key = np.int64(b_column[q])
-                if variables:
-                    key = key * variables + max(x, b_variable[q]) + 1
-                keys[count], places[count], ps[count], qs[count] = key, count, p, q
-                count += 1
-        _sort(keys, places, count)
-        end, before = starts[row], np.int64(-1)
-        for n in range(count):
-            p, q = ps[places[n]], qs[places[n]]
-            product = a_coefficient[p] * b_coefficient[q]
-            if variables and keys[n] == before:
-                coefficient[end - 1] += product
-                continue
-            column[end], coefficient[end] = b_column[q], product
-            if variables:
-                left[end] = max(a_variable[p], b_variable[q])
-            else:
-                left[end], right[end] = a_variable[p], b_variable[q]
-            before = keys[n]
-            end += 1
-        column[end : starts[row + 1]] = -1
+                column[end], coefficient[end] = b_column[q], a_coefficient[p] * b_coefficient[q]
+                if pairs:
+                    left[end], right[end] = x, b_variable[q]
+                else:
+                    left[end] = max(x, b_variable[q])
+                end += 1
+        _sort(starts[row], end, pairs, column, left, right, coefficient)
+        if not pairs:
+            _add_equal(starts[row], end, column, left, coefficient)
 
 
 @kernel
 def add_terms(
-    first, last,
-    begins, ends, column, variable, coefficient,
-    variables, starts, out_column, out_variable, out_coefficient,
+    first, last, indptr, column, variable, coefficient, starts, out_column, out_variable, out_coefficient
 ):  # fmt: skip
-    """The terms of rows of a sum, before places with column -1; each row of a matrix begins and ends somewhere."""
-    longest = _longest(first, last, starts)
-    keys, places = np.empty((2, longest), np.int64)
+    """The terms of rows of a sum of matrices, whose terms lie one matrix after the other."""
     for row in range(first, last):
-        count = 0
-        for part in range(len(begins)):
-            for p in range(begins[part, row], ends[part, row]):
-                keys[count], places[count] = np.int64(column[p]) * variables + variable[p] + 1, p
-                count += 1
-        _sort(keys, places, count)
-        end, before = starts[row], np.int64(-1)
-        for n in range(count):
-            p = places[n]
-            if keys[n] == before:
-                out_coefficient[end - 1] += coefficient[p]
-                continue
-            out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
-            before = keys[n]
-            end += 1
-        out_column[end : starts[row + 1]] = -1
+        end = starts[row]
+        for part in range(len(indptr)):
+            for p in range(indptr[part, row], indptr[part, row + 1]):
+                out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
+                end += 1
+        _sort(starts[row], end, False, out_column, out_variable, out_variable, out_coefficient)
+        _add_equal(starts[row], end, out_column, out_variable, out_coefficient)
 
 
 @kernel

@@ -155,10 +155,7 @@ class Algebra:
         )
         starts = np.sum([part.indptr for part in parts], 0)
         results = [np.empty_like(each) for each in (columns, variables, coefficients)]
-        run_rows(
-            add_terms, starts, indptr[:, :-1], indptr[:, 1:], columns, variables, coefficients, self.variables + 1,
-            starts, *results,
-        )  # fmt: skip
+        run_rows(add_terms, starts, indptr, columns, variables, coefficients, starts, *results)
         return Terms(parts[0].shape, starts, *results)[results[0] >= 0]
 
     def _product(self, a: Terms, b: Terms, *, of_variables: bool = False) -> tuple[Terms, np.ndarray]:
@@ -172,10 +169,9 @@ class Algebra:
                 raise TooManyTermsError
         column, coefficient = np.empty(total, b.column.dtype), np.empty(total)
         variable = np.empty(total, np.promote_types(a.variable.dtype, b.variable.dtype))
-        right = np.empty(total if of_variables else 0, b.variable.dtype)
+        right = np.empty(total, b.variable.dtype) if of_variables else variable
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
-        variables = 0 if of_variables else self.variables + 1
-        run_rows(multiply_terms, starts, *factors, variables, starts, column, variable, right, coefficient)
+        run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
         return Terms((a.shape[0], b.shape[1]), starts, column, variable, coefficient)[column >= 0], right
 
     def _summed(self, terms: Terms) -> Terms:
