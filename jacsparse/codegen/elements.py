@@ -92,7 +92,9 @@ class ElementGraph:
         if index_dtype(self.count, 0, 0)(0).itemsize > self.dtype(0).itemsize:
             raise TooManyElementsError
         if self.count > len(self.places_of_nodes):
-            self.places_of_nodes = np.concatenate([self.places_of_nodes[: node.first], np.zeros(2 * self.count, np.int32)])
+            self.places_of_nodes = np.concatenate(
+                [self.places_of_nodes[: node.first], np.zeros(2 * self.count, np.int32)]
+            )
         self.places_of_nodes[node.first : self.count] = len(self.nodes)
         self.nodes.append(node)
         return node
@@ -413,7 +415,7 @@ def sums(
         begins = np.repeat(indptr[:-1], np.diff(blocks)) + MOST_TERMS * within_rows(np.diff(blocks))
         parts = sums(elements, np.append(begins, indptr[-1]), factors, weights, None, dtype)
         return sums(elements, blocks, [parts], np.ones(len(parts)), start, dtype)
-    batch, none = factors[0].shape[1], np.zeros(0, elements.dtype)
+    batch = factors[0].shape[1]
     if start is None:
         start = np.broadcast_to(elements.dtype(elements.constant(0.0, dtype)), (len(counts), 1))
     results = np.repeat(start, batch, 1)
@@ -427,20 +429,12 @@ def sums(
             weights = elements.array(torch.from_numpy(weights).to(dtype))
     for count in np.flatnonzero(np.bincount(counts)[1:]) + 1:
         rows = np.flatnonzero(counts == count)
-        terms, of_terms = np.empty((count, len(rows)), np.int64), np.empty((len(rows), count), np.int64)
-
-        def sort(*factors: np.ndarray) -> None:
-            first_samples = [in_own_order(factor[:, 0]) for factor in factors]
-            nodes, kinds = len(elements.nodes), max(1, len(distinct))
-            left, right = [*first_samples, none, none][:2]
-            places = indptr[rows], left, right, elements.places_of_nodes, nodes, of_weights, kinds
-            sort_sums(0, len(rows), *places, terms, of_terms)
-
-        sort(*factors)
+        sorted_by = [in_own_order(factor[:, 0]) for factor in factors]
+        terms, of_terms = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
         if kinds_of(of_terms, MOST_KINDS)[1] is None:
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            sort()
-        for first, those in of_kinds(of_weights[terms.T]):
+            terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights, len(distinct))
+        for _, those in of_kinds(of_weights[terms.T]):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
             operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
@@ -453,6 +447,25 @@ def sums(
             numbers = elements.compute(operation, [_by_samples(operand, batch) for operand in operands])
             results[rows[those]] = numbers.reshape(batch, -1).T
     return results
+
+
+def _sorted_terms(
+    elements: ElementGraph,
+    begins: np.ndarray,
+    count: int,
+    factors: Sequence[np.ndarray],
+    of_weights: np.ndarray,
+    kinds: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The terms of sums of so many, each sum's by the nodes of factors, then by kinds of weights; and what these are.
+
+    The terms are ``(count, sums)``, and what tells their kinds ``(sums, count)``.
+    """
+    terms, of_terms = np.empty((count, len(begins)), np.int64), np.empty((len(begins), count), np.int64)
+    left, right = [*factors, *[np.zeros(0, elements.dtype)] * 2][:2]
+    places = begins.astype(np.int64), left, right, elements.places_of_nodes
+    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, max(1, kinds), terms, of_terms)
+    return terms, of_terms
 
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:

@@ -202,10 +202,10 @@ def mark_makers(first, last, numbers, places, makers):
 
 @inlined
 def _are_alike(matrix, row, other):
+    alike = True
     for column in range(matrix.shape[1]):
-        if matrix[row, column] != matrix[other, column]:
-            return False
-    return True
+        alike = alike and matrix[row, column] == matrix[other, column]
+    return alike
 
 
 @kernel
