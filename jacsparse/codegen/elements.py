@@ -152,7 +152,7 @@ class ElementGraph:
 
     def makers(self, numbers: np.ndarray) -> list[int]:
         """The places of the nodes of some elements, each once."""
-        makers, numbers = np.zeros(len(self.nodes), np.bool_), distinct(numbers)
+        makers, numbers = np.zeros(len(self.nodes), np.bool_), unrepeated(numbers)
         mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
         return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
 
@@ -427,7 +427,7 @@ def sums(
         of_weights = np.zeros(len(weights), np.int32)
         if weights.dtype.kind != "i":
             weights = elements.array(torch.from_numpy(weights).to(dtype))
-    for count in np.flatnonzero(np.bincount(counts)[1:]) + 1:
+    for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
         sorted_by = [in_own_order(factor[:, 0]) for factor in factors]
         terms, of_terms = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
@@ -475,7 +475,7 @@ def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
     return numbers.T.reshape(-1) if numbers.shape[1] == batch else np.tile(numbers[:, 0], batch)
 
 
-def distinct(numbers: np.ndarray) -> np.ndarray:
+def unrepeated(numbers: np.ndarray) -> np.ndarray:
     """The same numbers; only one where all are one in memory."""
     return numbers[:1] if numbers.strides == (0,) else numbers
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..runtime import index_dtype
-from .elements import ElementGraph, distinct, in_own_order
+from .elements import ElementGraph, in_own_order, unrepeated
 from .kernels import widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
@@ -97,7 +97,7 @@ class Tiles:
             where = slice(node.first, node.first + node.count)
             low, high = first[where], last[where]
             for operand in node.operands:
-                numbers = in_own_order(distinct(operand))
+                numbers = in_own_order(unrepeated(operand))
                 if len(numbers) == len(low):
                     widen_ranges(0, len(low), numbers, low, high, first, last)
                 else:

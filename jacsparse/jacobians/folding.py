@@ -18,13 +18,9 @@ from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Value, Values
-from .terms import NONE, TERMS_PER_ENTRY, Algebra, Terms, TooManyTermsError, WeightedSums, terms_at
+from .terms import NONE, TERMS_PER_ENTRY, Algebra, NotFoldableError, Terms, WeightedSums, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
-
-
-class NotFoldableError(Exception):
-    """A local Jacobian is neither constant nor elementwise, or there are too many paths."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,10 +97,7 @@ class _Leaves:
         algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
         # From the output to the input. A matrix is let go of where it is used for the last time.
         edges = ((edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges)
-        try:
-            result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
-        except TooManyTermsError:
-            raise NotFoldableError("its paths meet in too many terms") from None
+        result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         return terms_at(empty_pattern(rows, columns)) if result is None else result
 
     def matrices(self) -> dict[Edge, Terms]:

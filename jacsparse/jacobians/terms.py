@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import numpy as np
 
@@ -99,8 +98,8 @@ class WeightedSums:
         return [self.left] if self.right is None else [self.left, self.right]
 
 
-class TooManyTermsError(Exception):
-    """Products have more terms than it pays to plan."""
+class NotFoldableError(Exception):
+    """A local Jacobian is neither constant nor elementwise, or paths meet in more terms than it pays to plan."""
 
 
 @dataclass
@@ -131,7 +130,7 @@ class Algebra:
     def _multiplied(self, a: Terms, b: Terms) -> Terms:
         varies, others_vary = a.variable != NONE, b.variable != NONE
         if not varies.any():
-            uses = partial(np.bincount, a.column, minlength=b.shape[0])
+            uses = functools.partial(np.bincount, a.column, minlength=b.shape[0])
             return self._product(a, self._summed_if_used(b, lambda: np.repeat(uses(), np.diff(b.indptr))))[0]
         if not others_vary.any():
             return self._product(self._summed_if_used(a, lambda: np.diff(b.indptr)[a.column]), b)[0]
@@ -166,7 +165,7 @@ class Algebra:
         if self.terms > self.limit:
             entries = product_pattern(a.pattern, b.pattern).nnz + sum(a.shape) + sum(b.shape) if self.grows else 0
             if self.terms > TERMS_PER_ENTRY * entries:
-                raise TooManyTermsError
+                raise NotFoldableError("its paths meet in too many terms")
         column, coefficient = np.empty(total, b.column.dtype), np.empty(total)
         variable = np.empty(total, np.promote_types(a.variable.dtype, b.variable.dtype))
         right = np.empty(total, b.variable.dtype) if of_variables else variable
