@@ -66,13 +66,16 @@ class Tiles:
         self._stored = {dtype: np.concatenate(those) for dtype, those in numbers.items()}
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
         self.count, self.of_entries = nbytes // TILE, None
-        self.of_elements = np.full(graph.count, SHARED, np.int32)
         if FEWEST <= self.count <= rows:
-            of_entries = np.repeat(np.arange(rows) * self.count // rows, np.diff(indptr))
+            of_entries = np.repeat((np.arange(rows) * self.count // rows).astype(np.int32), np.diff(indptr))
             readers = self._readers(graph, needed, entries, of_entries)
             if self._pays(readers, nbytes):
                 self.of_entries, self.of_elements = of_entries, readers
+            del readers
+        if self.of_entries is None:
+            self.of_elements = np.full(graph.count, SHARED, np.int32)
         self.places, self.scratch = self._placed(self.of_elements)
+        del self._stored
 
     def _pays(self, readers: np.ndarray, nbytes: int) -> bool:
         """Whether neighbours are mostly of one tile, few elements are of several, and what a tile stores is little."""
@@ -90,7 +93,7 @@ class Tiles:
     ) -> np.ndarray:
         """The tile of each element that one alone reads, itself or through others."""
         first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
-        tiles = np.repeat(of_entries.astype(np.int32), entries.shape[1])
+        tiles = np.repeat(of_entries, entries.shape[1])
         widen_ranges(0, entries.size, in_own_order(entries).reshape(-1), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
@@ -102,7 +105,8 @@ class Tiles:
                     widen_ranges(0, len(low), numbers, low, high, first, last)
                 else:
                     widen_ranges(0, 1, numbers, low.min(keepdims=True), high.max(keepdims=True), first, last)
-        return np.where(first < last, SHARED, last)
+        last[first < last] = SHARED
+        return last
 
     def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
         """The places of stored elements, those of a tile one after the other, and how many each memory holds."""

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..patterns import Diagonal, Identity, Pattern
-from ..runtime import row_starts
+from ..runtime import index_dtype, row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Value, Values
 from .terms import NONE, TERMS_PER_ENTRY, Algebra, NotFoldableError, Terms, WeightedSums, terms_at
@@ -63,7 +63,7 @@ def folded(function: TracedFunction, *, replays: bool, most: int | None = None) 
     begins = terms.entries()[1]
     constant, varies = terms.variable[begins[:-1]] == NONE, terms.variable != NONE
     of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
-    indptr = row_starts(np.diff(begins) - constant, np.int64)
+    indptr = row_starts(np.diff(begins) - constant, index_dtype(len(terms), 0, 0))
     others = terms[varies]
     last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
     return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))

@@ -199,7 +199,7 @@ class Algebra:
         following = row_starts(np.cumsum(rows_of_lengths[:0:-1])[::-1], np.int64)
         numbers, counts = np.empty(count, index_dtype(self.variables + count, 0, 0)), np.empty(count, np.int64)
         number_entries(0, terms.shape[0], indptr, begins, following, numbers, counts)
-        starts, pairs = row_starts(counts, np.int64), right is not None
+        starts, pairs = row_starts(counts, index_dtype(len(terms), 0, 0)), right is not None
         factors = terms.variable, right if pairs else np.empty(0, np.int32), terms.coefficient
         left, right, coefficient = results = [np.empty_like(each) for each in factors]
         run_rows(order_terms, begins, begins, numbers, starts, *factors, *results)
