@@ -1,6 +1,6 @@
 """Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
 
-from .elements import CallsOfElements, ElementGraph, UnreadableWriteError, sums
+from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, sums
 from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
@@ -17,6 +17,7 @@ __all__ = [
     "MachineCode",
     "MixedDtypesError",
     "Scratch",
+    "TooManyElementsError",
     "UnreadableWriteError",
     "sums",
 ]

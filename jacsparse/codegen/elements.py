@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..runtime import row_starts, within_rows
+from ..runtime import index_dtype, row_starts, within_rows
+from .kernels import mark_makers, number_kinds, sort_sums
 from .operations import FLOATS, OPERAND, ElementOperation, operation_of
 
 #: The most terms of a sum that is one operation; longer ones are sums of sums.
@@ -59,16 +60,22 @@ class Elements:
     operands: tuple[np.ndarray, ...] = ()
     constant: float | bool | None = None
 
-    @property
-    def numbers(self) -> np.ndarray:
-        """The numbers of the elements."""
-        return np.arange(self.first, self.first + self.count)
+
+class TooManyElementsError(Exception):
+    """A graph has more elements than its dtype has numbers."""
 
 
 class ElementGraph:
-    """Elements in the order in which they are computed."""
+    """Elements in the order in which they are computed, whose numbers have a dtype.
 
-    def __init__(self) -> None:
+    Raises
+    ------
+    TooManyElementsError
+        Where elements that are added have none of its numbers.
+    """
+
+    def __init__(self, dtype: type[np.signedinteger] = np.int32) -> None:
+        self.dtype = dtype
         self.nodes: list[Elements] = []
         #: What finds the tensors that hold elements, by their places among the nodes.
         self.tensors: dict[int, Any] = {}
@@ -77,20 +84,25 @@ class ElementGraph:
         self._constants: dict[tuple[str, torch.dtype], Elements] = {}
         #: The number of all elements, and by their numbers the places of their nodes.
         self.count = 0
-        self._places = np.zeros(1024, np.int32)
+        self.places_of_nodes = np.zeros(1024, np.int32)
 
     def _add(self, count: int, dtype: torch.dtype, **fields: Any) -> Elements:
-        node, self.count = Elements(self.count, count, dtype, **fields), self.count + count
-        if self.count > len(self._places):
-            self._places = np.concatenate([self._places[: node.first], np.zeros(2 * self.count, np.int32)])
-        self._places[node.first : self.count] = len(self.nodes)
+        node = Elements(self.count, count, dtype, **fields)
+        self.count += count
+        if index_dtype(self.count, 0, 0)(0).itemsize > self.dtype(0).itemsize:
+            raise TooManyElementsError
+        if self.count > len(self.places_of_nodes):
+            self.places_of_nodes = np.concatenate(
+                [self.places_of_nodes[: node.first], np.zeros(2 * self.count, np.int32)]
+            )
+        self.places_of_nodes[node.first : self.count] = len(self.nodes)
         self.nodes.append(node)
         return node
 
     def tensor(self, source: Any, count: int, dtype: torch.dtype) -> np.ndarray:
         """The numbers of the elements of a tensor, as they lie in memory."""
         self.tensors[len(self.nodes)] = source
-        return self._add(count, dtype).numbers
+        return self.numbers(self._add(count, dtype))
 
     def constant(self, value: float | bool, dtype: torch.dtype) -> int:
         """The number of an element that is the same in each call."""
@@ -108,11 +120,16 @@ class ElementGraph:
         if kinds is None:
             return self.tensor(values.reshape(-1).clone(), values.numel(), values.dtype)
         constants = [self.constant(each.item(), values.dtype) for each in array[firsts]]
-        return np.array(constants, dtype=np.int64)[kinds]
+        return np.array(constants, dtype=self.dtype)[kinds]
 
     def compute(self, operation: ElementOperation, operands: Sequence[np.ndarray]) -> np.ndarray:
         """The numbers of what an operation computes."""
-        return self._add(len(operands[0]), operation.dtype, operation=operation, operands=tuple(operands)).numbers
+        node = self._add(len(operands[0]), operation.dtype, operation=operation, operands=tuple(operands))
+        return self.numbers(node)
+
+    def numbers(self, node: Elements) -> np.ndarray:
+        """The numbers of a node's elements."""
+        return np.arange(node.first, node.first + node.count, dtype=self.dtype)
 
     def in_one_memory(self, numbers: np.ndarray) -> np.ndarray:
         """The numbers of elements that are stored and equal others, or are these."""
@@ -131,11 +148,13 @@ class ElementGraph:
 
     def places(self, numbers: np.ndarray) -> np.ndarray:
         """The place of the node of each element."""
-        return self._places[numbers]
+        return self.places_of_nodes[numbers]
 
     def makers(self, numbers: np.ndarray) -> list[int]:
         """The places of the nodes of some elements, each once."""
-        return np.flatnonzero(np.bincount(self.places(numbers).reshape(-1))).tolist()  # type: ignore[no-any-return]
+        makers, numbers = np.zeros(len(self.nodes), np.bool_), unrepeated(numbers)
+        mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
+        return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
 
 
 class UnreadableWriteError(Exception):
@@ -398,58 +417,80 @@ def sums(
         return sums(elements, blocks, [parts], np.ones(len(parts)), start, dtype)
     batch = factors[0].shape[1]
     if start is None:
-        start = np.full((len(counts), 1), elements.constant(0.0, dtype))
-    results = np.broadcast_to(start, (len(counts), batch)).copy()
+        start = np.broadcast_to(elements.dtype(elements.constant(0.0, dtype)), (len(counts), 1))
+    results = np.repeat(start, batch, 1)
     of_weights, firsts = None, np.zeros(0, np.int64)
     if weights.dtype.kind != "i":
         firsts, of_weights = kinds_of(weights.view(f"i{weights.itemsize}")[:, None], MOST_KINDS)
     fixed, distinct = of_weights is not None, weights[firsts]
     if of_weights is None:
-        of_weights = np.zeros(len(weights), np.int64)
+        of_weights = np.zeros(len(weights), np.int32)
         if weights.dtype.kind != "i":
             weights = elements.array(torch.from_numpy(weights).to(dtype))
-    for count in np.flatnonzero(np.bincount(counts)[1:]) + 1:
+    for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
-        terms = indptr[rows, None] + np.arange(count)
-        makers = np.zeros(terms.shape, np.int64)
-        for factor in factors:
-            makers = makers * len(elements.nodes) + elements.places(factor[:, 0])[terms]
-        of_terms = makers * max(1, len(distinct)) + of_weights[terms]
-        in_order = bool((of_terms[:, 1:] >= of_terms[:, :-1]).all())
-        if kinds_of(of_terms if in_order else np.sort(of_terms, 1), MOST_KINDS)[1] is None:
+        sorted_by = [in_own_order(factor[:, 0]) for factor in factors]
+        terms, of_terms = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
+        if kinds_of(of_terms, MOST_KINDS)[1] is None:
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            of_terms, in_order = of_weights[terms], False
-        if not in_order:
-            terms = np.take_along_axis(terms, np.argsort(of_terms, 1, kind="stable"), 1)
-        rows_of_kinds = list(of_kinds(of_weights[terms]))
-        weighted = [OPERAND] * count if not fixed else []
-        for first, those in rows_of_kinds:
-            if fixed:
-                weighted = distinct[of_weights[terms[first]]].tolist()
-            operands = [np.broadcast_to(start[rows[those]], (len(those), batch))]
-            for term in terms[those].T:
-                operands += [] if fixed else [np.broadcast_to(weights[term, None], (len(those), batch))]
+            terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights, len(distinct))
+        for _, those in of_kinds(of_weights[terms.T]):
+            of_kind = terms if len(those) == len(rows) else terms[:, those]
+            weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
+            operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
+            for term in of_kind:
+                operands += [] if fixed else [weights[term, None]]
                 operands += [factor[term] for factor in factors]
             arguments = OPERAND, tuple((weight, len(factors)) for weight in weighted)
             operation = ElementOperation("sum", dtype, (dtype,) * len(operands), arguments)
             # One sample after the other, as the operands of most lie.
-            numbers = elements.compute(operation, [operand.T.reshape(-1) for operand in operands])
+            numbers = elements.compute(operation, [_by_samples(operand, batch) for operand in operands])
             results[rows[those]] = numbers.reshape(batch, -1).T
     return results
 
 
+def _sorted_terms(
+    elements: ElementGraph,
+    begins: np.ndarray,
+    count: int,
+    factors: Sequence[np.ndarray],
+    of_weights: np.ndarray,
+    kinds: int,
+) -> tuple[np.ndarray, np.ndarray]:
+    """The terms of sums of so many, each sum's by the nodes of factors, then by kinds of weights; and what these are.
+
+    The terms are ``(count, sums)``, and what tells their kinds ``(sums, count)``.
+    """
+    terms, of_terms = np.empty((count, len(begins)), np.int64), np.empty((len(begins), count), np.int64)
+    left, right = [*factors, *[np.zeros(0, elements.dtype)] * 2][:2]
+    places = begins.astype(np.int64), left, right, elements.places_of_nodes
+    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, max(1, kinds), terms, of_terms)
+    return terms, of_terms
+
+
+def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
+    """Numbers ``(terms, batch)``, or ``(terms, 1)``, one sample after the other."""
+    if numbers.strides == (0, 0):
+        return np.broadcast_to(numbers[0, 0], len(numbers) * batch)
+    return numbers.T.reshape(-1) if numbers.shape[1] == batch else np.tile(numbers[:, 0], batch)
+
+
+def unrepeated(numbers: np.ndarray) -> np.ndarray:
+    """The same numbers; only one where all are one in memory."""
+    return numbers[:1] if numbers.strides == (0,) else numbers
+
+
+def in_own_order(array: np.ndarray) -> np.ndarray:
+    """The same elements in C order in writable memory, as kernels are compiled for."""
+    return np.require(array, requirements=["C", "W"])
+
+
 def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
     """The first row of each kind, and the kind of each row; None where there are more kinds than that."""
-    firsts, kinds, rest = list[int](), np.zeros(len(matrix), np.int64), np.arange(len(matrix))
-    while len(rest) and len(firsts) < most:
-        others = np.zeros(len(rest), np.bool_)
-        # Columns are few: NumPy takes several times as long for all in one.
-        for column in (matrix[rest] if firsts else matrix).T:
-            others |= column != column[0]
-        firsts.append(int(rest[0]))
-        rest = rest[others]
-        kinds[rest] = len(firsts)
-    return np.array(firsts, dtype=np.int64), None if len(rest) else kinds
+    firsts, kinds = np.empty(most + 1, np.int64), np.empty(len(matrix), np.int32)
+    number_kinds(0, len(matrix), in_own_order(matrix), firsts, kinds)
+    count = int(firsts[-1])
+    return firsts[: min(count, most)], kinds if count <= most else None
 
 
 def of_kinds(matrix: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
@@ -460,5 +501,6 @@ def of_kinds(matrix: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
     if len(firsts) == 1:
         yield 0, np.arange(len(matrix))
         return
-    order = np.argsort(kinds, kind="stable")
+    # NumPy sorts small types in linear time.
+    order = np.argsort(kinds.astype(np.min_scalar_type(len(firsts))), kind="stable")
     yield from zip(firsts.tolist(), np.split(order, np.cumsum(np.bincount(kinds))[:-1]), strict=True)

@@ -1,6 +1,6 @@
 """The CPU kernel that interprets programs: instructions on registers, each of which holds the points of a block.
 
-Beside it is one for the tiles of these programs.
+Beside it are those for elements, and for the tiles of these programs.
 """
 
 from __future__ import annotations
@@ -191,3 +191,55 @@ def widen_ranges(first, last, numbers, low, high, lowest, highest):
         number = numbers[k]
         lowest[number] = min(lowest[number], low[k])
         highest[number] = max(highest[number], high[k])
+
+
+@kernel
+def mark_makers(first, last, numbers, places, makers):
+    """Mark the places of the nodes of some elements."""
+    for k in range(first, last):
+        makers[places[numbers[k]]] = True
+
+
+@inlined
+def _are_alike(matrix, row, other):
+    alike = True
+    for column in range(matrix.shape[1]):
+        alike = alike and matrix[row, column] == matrix[other, column]
+    return alike
+
+
+@kernel
+def number_kinds(first, last, matrix, firsts, kinds):
+    """Number the kinds of all rows, and count them in the last place of their first rows, or until these are full."""
+    count = kind = 0
+    for row in range(first, last):
+        # Neighbours are mostly alike.
+        if not count or not _are_alike(matrix, row, firsts[kind]):
+            kind = 0
+            while kind < count and not _are_alike(matrix, row, firsts[kind]):
+                kind += 1
+            if kind == count:
+                count += 1
+                if count == len(firsts):
+                    break
+                firsts[kind] = row
+        kinds[row] = kind
+    firsts[-1] = count
+
+
+@kernel
+def sort_sums(first, last, begins, left, right, places, nodes, of_weights, kinds, terms, of_terms):
+    """The terms of sums, each sum's in the order of the nodes of their factors, then of their weights."""
+    for row in range(first, last):
+        for n in range(len(terms)):
+            term = begins[row] + n
+            key = np.int64(0)
+            if len(left):
+                key = np.int64(places[left[term]])
+            if len(right):
+                key = key * nodes + places[right[term]]
+            key = key * kinds + of_weights[term]
+            while n > 0 and of_terms[row, n - 1] > key:
+                of_terms[row, n], terms[n, row] = of_terms[row, n - 1], terms[n - 1, row]
+                n -= 1
+            of_terms[row, n], terms[n, row] = key, term

@@ -201,7 +201,7 @@ class Fusion:
             tiles = self._tiles.of_elements[node.first : node.first + node.count]
             classes = np.stack([np.minimum(tiles, 0), *(self._classes[operand] for operand in node.operands)], 1)
             kinds = [those for first, those in of_kinds(classes) if tiles[first] != UNREAD]
-            key = b"".join(those.tobytes() + b"," for those in kinds) + tiles.tobytes()
+            key = b"" if len(places) == 1 else b",".join(each.tobytes() for each in (*kinds, tiles))
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():
             tiles = self._tiles.of_elements[self.graph.nodes[places[0]].first :]
@@ -306,7 +306,13 @@ class _Body:
         """The expression of a node's operation, on some of its elements."""
         node: Elements = self.fusion.graph.nodes[place]
         assert node.operation is not None
-        return self._added((node.operation, tuple(self.value(operand[points]) for operand in node.operands)))
+        # Most points lie one after the other: their operands are views then.
+        begin, count = int(points[0]), len(points)
+        if points[-1] - begin == count - 1 and (points[1:] - points[:-1] == 1).all():
+            operands = [operand[begin : begin + count] for operand in node.operands]
+        else:
+            operands = [operand[points] for operand in node.operands]
+        return self._added((node.operation, tuple(map(self.value, operands))))
 
     def store(self, value: int, memory: Any, dtype: torch.dtype, places: np.ndarray) -> None:
         """Store an expression."""
@@ -332,7 +338,7 @@ class _Body:
         """The loop, whose points are in runs where these are long, with so many tiles where they are of tiles."""
         steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
         count = steps.shape[1]
-        strides = np.sort(steps, 1)[:, count // 2] if count else np.zeros(len(steps), np.int64)
+        strides = np.partition(steps, count // 2)[:, count // 2] if count else np.zeros(len(steps), np.int64)
         breaks = (steps != strides[:, None]).any(0)
         if self.tiles is not None:
             breaks |= self.tiles[1:] != self.tiles[:-1]

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .elements import ElementGraph
+from ..runtime import index_dtype
+from .elements import ElementGraph, in_own_order, unrepeated
 from .kernels import widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
@@ -61,17 +62,20 @@ class Tiles:
         stored = [graph.nodes[place] for place in sorted(graph.stored & needed)]
         numbers: dict[torch.dtype, list[np.ndarray]] = defaultdict(list)
         for node in stored:
-            numbers[node.dtype].append(node.numbers)
+            numbers[node.dtype].append(graph.numbers(node))
         self._stored = {dtype: np.concatenate(those) for dtype, those in numbers.items()}
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
         self.count, self.of_entries = nbytes // TILE, None
-        self.of_elements = np.full(graph.count, SHARED, np.int32)
         if FEWEST <= self.count <= rows:
-            of_entries = np.repeat(np.arange(rows) * self.count // rows, np.diff(indptr))
+            of_entries = np.repeat((np.arange(rows) * self.count // rows).astype(np.int32), np.diff(indptr))
             readers = self._readers(graph, needed, entries, of_entries)
             if self._pays(readers, nbytes):
                 self.of_entries, self.of_elements = of_entries, readers
+            del readers
+        if self.of_entries is None:
+            self.of_elements = np.full(graph.count, SHARED, np.int32)
         self.places, self.scratch = self._placed(self.of_elements)
+        del self._stored
 
     def _pays(self, readers: np.ndarray, nbytes: int) -> bool:
         """Whether neighbours are mostly of one tile, few elements are of several, and what a tile stores is little."""
@@ -89,19 +93,24 @@ class Tiles:
     ) -> np.ndarray:
         """The tile of each element that one alone reads, itself or through others."""
         first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
-        tiles = np.repeat(of_entries.astype(np.int32), entries.shape[1])
-        widen_ranges(0, entries.size, np.ascontiguousarray(entries, np.int64).reshape(-1), tiles, tiles, first, last)
+        tiles = np.repeat(of_entries, entries.shape[1])
+        widen_ranges(0, entries.size, in_own_order(entries).reshape(-1), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
             where = slice(node.first, node.first + node.count)
+            low, high = first[where], last[where]
             for operand in node.operands:
-                numbers = np.ascontiguousarray(operand, np.int64)
-                widen_ranges(0, node.count, numbers, first[where], last[where], first, last)
-        return np.where(first < last, SHARED, last)
+                numbers = in_own_order(unrepeated(operand))
+                if len(numbers) == len(low):
+                    widen_ranges(0, len(low), numbers, low, high, first, last)
+                else:
+                    widen_ranges(0, 1, numbers, low.min(keepdims=True), high.max(keepdims=True), first, last)
+        last[first < last] = SHARED
+        return last
 
     def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
         """The places of stored elements, those of a tile one after the other, and how many each memory holds."""
-        places, scratch = np.zeros(len(readers), np.int64), dict[Scratch, int]()
+        places, scratch = np.zeros(len(readers), index_dtype(len(readers), 0, 0)), dict[Scratch, int]()
         for dtype, numbers in self._stored.items():
             tiles = readers[numbers]
             shared, own = numbers[tiles == SHARED], numbers[tiles >= 0]

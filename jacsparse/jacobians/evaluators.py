@@ -13,9 +13,10 @@ from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
 from .evaluator import Evaluator
-from .folding import NotFoldableError, folded
+from .folding import folded
 from .products import ChainProducts, FoldedProducts
 from .products_with_vectors import INEXACT, WRONG_TANGENTS
+from .terms import NotFoldableError
 from .traced_function import TracedFunction
 
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.

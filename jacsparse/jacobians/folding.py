@@ -15,16 +15,12 @@ import torch
 from torch import fx
 
 from ..patterns import Diagonal, Identity, Pattern
-from ..runtime import row_starts
+from ..runtime import index_dtype, row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Value, Values
-from .terms import NONE, TERMS_PER_ENTRY, Algebra, Terms, TooManyTermsError, WeightedSums, terms_at
+from .terms import NONE, TERMS_PER_ENTRY, Algebra, NotFoldableError, Terms, WeightedSums, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
-
-
-class NotFoldableError(Exception):
-    """A local Jacobian is neither constant nor elementwise, or there are too many paths."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,10 +60,10 @@ def folded(function: TracedFunction, *, most: int | None = None) -> Folded:
     leaves = _Leaves(function, weights=most is not None)
     terms, algebra = leaves.product(most), leaves.algebra
     # The term of an entry that has no variable comes first.
-    begins = terms.begins
-    constant, varies = terms.variable[begins] == NONE, terms.variable != NONE
-    of_entries = np.where(constant, terms.coefficient[begins], 0.0)
-    indptr = row_starts(np.diff(begins, append=len(terms)) - constant, np.int64)
+    begins = terms.entries()[1]
+    constant, varies = terms.variable[begins[:-1]] == NONE, terms.variable != NONE
+    of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
+    indptr = row_starts(np.diff(begins) - constant, index_dtype(len(terms), 0, 0))
     others = terms[varies]
     last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
     return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))
@@ -99,12 +95,9 @@ class _Leaves:
         largest = max((edge.transposed_pattern.nnz for edge in chain.edges), default=0)
         algebra.grows = most is None
         algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
-        # From the output to the input.
-        edges = [(edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges]
-        try:
-            result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
-        except TooManyTermsError:
-            raise NotFoldableError("its paths meet in too many terms") from None
+        # From the output to the input. A matrix is let go of where it is used for the last time.
+        edges = ((edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges)
+        result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         return terms_at(empty_pattern(rows, columns)) if result is None else result
 
     def matrices(self) -> dict[Edge, Terms]:

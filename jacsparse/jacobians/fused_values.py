@@ -23,6 +23,7 @@ from ..codegen import (
     MachineCode,
     MixedDtypesError,
     Scratch,
+    TooManyElementsError,
     UnreadableWriteError,
 )
 from ..patterns import Pattern
@@ -107,9 +108,16 @@ class FusedValues:
         self, inputs: Sequence[torch.Tensor], entries: Entries, pattern: Pattern, *, leaves: bool, compile: bool
     ) -> Fusion:
         """The loops that compute the values, and the code that runs them; `leaves` as in `CallsOfElements`."""
-        graph, places = ElementGraph(), {place: place for place in self._begin}
-        elements = CallsOfElements(graph, self._calls.graph, inputs, places, leaves=leaves)
-        wanted = entries(graph, elements.results[: len(self._calls.outputs)])
+
+        def numbered(graph: ElementGraph) -> tuple[ElementGraph, np.ndarray]:
+            places = {place: place for place in self._begin}
+            elements = CallsOfElements(graph, self._calls.graph, inputs, places, leaves=leaves)
+            return graph, entries(graph, elements.results[: len(self._calls.outputs)])
+
+        try:
+            graph, wanted = numbered(ElementGraph())
+        except TooManyElementsError:
+            graph, wanted = numbered(ElementGraph(np.int64))
         self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
         self._code = (MachineCode if compile else Interpreted)(fusion.loops, fusion.scratch, self._dtype)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..runtime import kernel
+from ..runtime import inlined, kernel
 
 #: Terms of a row up to which each is moved to its place step by step.
 SHORT = 64
@@ -55,58 +55,128 @@ def star_colors(first, last, indptr, indices, colors):
         colors[vertex] = color
 
 
+@inlined
+def _sort(begin, end, pairs, column, left, right, coefficient):
+    """Sort terms by columns and variables; pairs of variables by columns, where a few of a column stay in order."""
+    # Shell's sort: that of NumPy takes a process 0.1 s to load.
+    gap = 1
+    while SHORT * gap < end - begin:
+        gap = 3 * gap + 1
+    while gap:
+        for p in range(begin + gap, end):
+            key, x, y, factor, at = column[p], left[p], right[p], coefficient[p], p
+            while at - gap >= begin:
+                before = at - gap
+                if column[before] < key or (column[before] == key and (pairs or left[before] <= x)):
+                    break
+                column[at], left[at], coefficient[at] = column[before], left[before], coefficient[before]
+                if pairs:
+                    right[at] = right[before]
+                at = before
+            if at != p:
+                column[at], left[at], coefficient[at] = key, x, factor
+                if pairs:
+                    right[at] = y
+        gap //= 3
+
+
+@inlined
+def _add_equal(begin, end, column, variable, coefficient):
+    """Add equal terms, which lie next to each other; places that are left have column -1."""
+    total = begin
+    for p in range(begin, end):
+        if total > begin and column[total - 1] == column[p] and variable[total - 1] == variable[p]:
+            coefficient[total - 1] += coefficient[p]
+            continue
+        column[total], variable[total], coefficient[total] = column[p], variable[p], coefficient[p]
+        total += 1
+    for p in range(total, end):
+        column[p] = -1
+
+
 @kernel
 def multiply_terms(
     first, last,
     a_indptr, a_column, a_variable, a_coefficient,
     b_indptr, b_column, b_variable, b_coefficient,
-    variables, starts, column, left, right, coefficient, counts,
+    pairs, starts, column, left, right, coefficient,
 ):  # fmt: skip
-    """The terms of rows of a product; where `variables` is 0, all pairs in the order of their columns."""
+    """The terms of rows of a product, or all pairs of terms, beside their second variables in the order of columns."""
     for row in range(first, last):
-        begin = end = starts[row]
+        end = starts[row]
         for p in range(a_indptr[row], a_indptr[row + 1]):
             k, x = a_column[p], a_variable[p]
             for q in range(b_indptr[k], b_indptr[k + 1]):
-                y, key = b_variable[q], b_column[q]
-                if variables:
-                    key = key * variables + max(x, y) + 1
+                column[end], coefficient[end] = b_column[q], a_coefficient[p] * b_coefficient[q]
+                if pairs:
+                    left[end], right[end] = x, b_variable[q]
                 else:
-                    left[end], right[end] = x, y
-                column[end], coefficient[end] = key, a_coefficient[p] * b_coefficient[q]
+                    left[end] = max(x, b_variable[q])
                 end += 1
-        # Shell's sort: that of NumPy takes a process 0.1 s to load.
-        gap = 1
-        while SHORT * gap < end - begin:
-            gap = 3 * gap + 1
-        while gap:
-            for p in range(begin + gap, end):
-                key, factor = column[p], coefficient[p]
-                if column[p - gap] <= key:
-                    continue
-                if not variables:
-                    x, y = left[p], right[p]
-                at = p
-                while at - gap >= begin and column[at - gap] > key:
-                    column[at], coefficient[at] = column[at - gap], coefficient[at - gap]
-                    if not variables:
-                        left[at], right[at] = left[at - gap], right[at - gap]
-                    at -= gap
-                column[at], coefficient[at] = key, factor
-                if not variables:
-                    left[at], right[at] = x, y
-            gap //= 3
-        if variables:
-            # Equal terms are added where they come next to each other.
-            total, before = begin, np.int64(-1)
-            for p in range(begin, end):
-                key = column[p]
-                if key == before:
-                    coefficient[total - 1] += coefficient[p]
-                    continue
-                before = key
-                column[total], coefficient[total] = key // variables, coefficient[p]
-                left[total] = key - column[total] * variables - 1
-                total += 1
-            end = total
-        counts[row] = end - begin
+        _sort(starts[row], end, pairs, column, left, right, coefficient)
+        if not pairs:
+            _add_equal(starts[row], end, column, left, coefficient)
+
+
+@kernel
+def add_terms(
+    first, last, indptr, column, variable, coefficient, starts, out_column, out_variable, out_coefficient
+):  # fmt: skip
+    """The terms of rows of a sum of matrices, whose terms lie one matrix after the other."""
+    for row in range(first, last):
+        end = starts[row]
+        for part in range(len(indptr)):
+            for p in range(indptr[part, row], indptr[part, row + 1]):
+                out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
+                end += 1
+        _sort(starts[row], end, False, out_column, out_variable, out_variable, out_coefficient)
+        _add_equal(starts[row], end, out_column, out_variable, out_coefficient)
+
+
+@kernel
+def select_terms(
+    first, last, indptr, selected, column, variable, coefficient, out_indptr, out_column, out_variable, out_coefficient
+):  # fmt: skip
+    """The terms where a mask is true; for all rows at once."""
+    end = 0
+    for row in range(first, last):
+        for p in range(indptr[row], indptr[row + 1]):
+            if selected[p]:
+                out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
+                end += 1
+        out_indptr[row + 1] = end
+
+
+@kernel
+def find_entries(first, last, indptr, column, entries, begins):
+    """Where the entries of each row begin, and the terms of each entry; for all rows at once."""
+    entry = 0
+    for row in range(first, last):
+        for p in range(indptr[row], indptr[row + 1]):
+            if p == indptr[row] or column[p] != column[p - 1]:
+                begins[entry] = p
+                entry += 1
+        entries[row + 1] = entry
+
+
+@kernel
+def number_entries(first, last, entries, begins, following, numbers, counts):
+    """Numbers of entries, consecutive ones for the first entries of all rows, then for the second ones; serially."""
+    for row in range(first, last):
+        for entry in range(entries[row], entries[row + 1]):
+            place = entry - entries[row]
+            numbers[entry] = following[place]
+            counts[following[place]] = begins[entry + 1] - begins[entry]
+            following[place] += 1
+
+
+@kernel
+def order_terms(first, last, begins, numbers, starts, left, right, coefficient, out_left, out_right, out_coefficient):
+    """The terms of entries in the order of their numbers."""
+    for entry in range(first, last):
+        at = starts[numbers[entry]]
+        for p in range(begins[entry], begins[entry + 1]):
+            out_left[at], out_coefficient[at] = left[p], coefficient[p]
+            if len(right):
+                out_right[at] = right[p]
+            at += 1

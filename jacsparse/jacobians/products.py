@@ -67,7 +67,7 @@ def _entries(
     folded: Folded, batch: int, dtype: torch.dtype, graph: ElementGraph, parts: list[np.ndarray]
 ) -> np.ndarray:
     """The numbers of the entries, from those of the local derivatives."""
-    variables = np.empty((folded.steps[-1].first, batch), np.int64)
+    variables = np.empty((folded.steps[-1].first, batch), graph.dtype)
     of_derivatives = [np.broadcast_to(part.T, (part.shape[1], batch)) for part in parts]
     np.concatenate(of_derivatives, out=variables[: folded.steps[0].first])
     constants = graph.array(torch.from_numpy(folded.constants).to(dtype))[:, None]

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
-from ..runtime import frozen, index_dtype, row_starts, run_rows, within_rows
+from ..runtime import frozen, index_dtype, row_starts, run_rows
 from ..spgemm import product_pattern
-from .kernels import multiply_terms
+from .kernels import add_terms, find_entries, multiply_terms, number_entries, order_terms, select_terms
 
 #: The variable of a term that has none.
 NONE = -1
@@ -40,33 +40,29 @@ class Terms:
 
     def __getitem__(self, selected: np.ndarray) -> Terms:
         """The matrix of the terms where a mask is true."""
-        if selected.all():
+        count, arrays = np.count_nonzero(selected), (self.column, self.variable, self.coefficient)
+        if count == len(self):
             return self
-        places = np.flatnonzero(selected)
-        arrays = (self.column, self.variable, self.coefficient)
-        return Terms(self.shape, np.searchsorted(places, self.indptr), *(array[places] for array in arrays))
+        indptr, results = np.zeros_like(self.indptr), [np.empty(count, array.dtype) for array in arrays]
+        select_terms(0, self.shape[0], self.indptr, selected, *arrays, indptr, *results)
+        return Terms(self.shape, indptr, *results)
 
-    @property
-    def row(self) -> np.ndarray:
-        """The row of each term."""
-        return np.repeat(np.arange(self.shape[0]), np.diff(self.indptr))
-
-    @functools.cached_property
-    def begins(self) -> np.ndarray:
-        """The first term of each entry."""
-        differ = np.empty(len(self), np.bool_)
-        differ[:1], differ[1:] = True, self.column[1:] != self.column[:-1]
-        differ[self.indptr[:-1][np.diff(self.indptr) > 0]] = True
-        return np.flatnonzero(differ)
+    def entries(self) -> tuple[np.ndarray, np.ndarray]:
+        """Where the entries of each row begin; and where the terms of each entry do, and end."""
+        indptr, begins = np.zeros_like(self.indptr), np.empty(len(self) + 1, np.int64)
+        find_entries(0, self.shape[0], self.indptr, self.column, indptr, begins)
+        begins[indptr[-1]] = len(self)
+        return indptr, begins[: indptr[-1] + 1]
 
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The positions of the entries."""
-        (rows, columns), entries = self.shape, self.begins
-        if len(entries) == rows * columns:
+        (rows, columns), (indptr, begins) = self.shape, self.entries()
+        nnz = len(begins) - 1
+        if nnz == rows * columns:
             return Pattern.of(Full(rows, columns))
-        dtype = index_dtype(len(entries), rows, columns)
-        indptr, indices = np.searchsorted(entries, self.indptr), self.column[entries]
+        dtype = index_dtype(nnz, rows, columns)
+        indices = self.column[begins[:-1]] if nnz < len(self) else self.column
         return Pattern.of(Csr(rows, columns, frozen(indptr.astype(dtype)), frozen(indices.astype(dtype))))
 
     def at(self, pattern: Pattern) -> Terms:
@@ -77,7 +73,9 @@ class Terms:
 
 def terms_at(pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0) -> Terms:
     """A matrix of one term for each entry."""
-    arrays = ((pattern.indices, np.int64), (variable, np.int64), (coefficient, np.float64))
+    most = int(np.max(variable, initial=0))
+    types = (index_dtype(0, 0, pattern.shape[1]), index_dtype(most, 0, 0), np.float64)
+    arrays = zip((pattern.indices, variable, coefficient), types, strict=True)
     columns = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
     return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns).at(pattern)
 
@@ -100,8 +98,8 @@ class WeightedSums:
         return [self.left] if self.right is None else [self.left, self.right]
 
 
-class TooManyTermsError(Exception):
-    """Products have more terms than it pays to plan."""
+class NotFoldableError(Exception):
+    """A local Jacobian is neither constant nor elementwise, or paths meet in more terms than it pays to plan."""
 
 
 @dataclass
@@ -132,8 +130,8 @@ class Algebra:
     def _multiplied(self, a: Terms, b: Terms) -> Terms:
         varies, others_vary = a.variable != NONE, b.variable != NONE
         if not varies.any():
-            b = self._summed_if_used(b, lambda: np.bincount(a.column, minlength=b.shape[0])[b.row])
-            return self._product(a, b)[0]
+            uses = functools.partial(np.bincount, a.column, minlength=b.shape[0])
+            return self._product(a, self._summed_if_used(b, lambda: np.repeat(uses(), np.diff(b.indptr))))[0]
         if not others_vary.any():
             return self._product(self._summed_if_used(a, lambda: np.diff(b.indptr)[a.column]), b)[0]
         products, right = self._product(self._summed(a[varies]), self._summed(b[others_vary]), of_variables=True)
@@ -149,17 +147,15 @@ class Algebra:
     def _sum(self, parts: Sequence[Terms]) -> Terms:
         if len(parts) == 1:
             return parts[0]
-        # The product of [I I ...] and the matrices, one below the other.
-        (rows, columns), count = parts[0].shape, len(parts)
-        arrays = zip(*((t.column, t.variable, t.coefficient) for t in parts), strict=True)
-        indptr = row_starts(np.concatenate([np.diff(part.indptr) for part in parts]), np.int64)
-        stacked = Terms((rows * count, columns), indptr, *(np.concatenate(each) for each in arrays))
-        picks = np.arange(rows * count).reshape(count, rows).T.ravel()
-        starts, none = np.arange(0, rows * count + 1, count), np.full(rows * count, NONE)
-        before = self.terms
-        total = self._product(Terms((rows, rows * count), starts, picks, none, np.ones(rows * count)), stacked)[0]
-        self.terms = before
-        return total
+        offsets = row_starts(np.array([len(part) for part in parts]), np.int64)[:-1, None]
+        indptr = np.stack([part.indptr for part in parts]) + offsets
+        columns, variables, coefficients = (
+            np.concatenate(each) for each in zip(*((t.column, t.variable, t.coefficient) for t in parts), strict=True)
+        )
+        starts = np.sum([part.indptr for part in parts], 0)
+        results = [np.empty_like(each) for each in (columns, variables, coefficients)]
+        run_rows(add_terms, starts, indptr, columns, variables, coefficients, starts, *results)
+        return Terms(parts[0].shape, starts, *results)[results[0] >= 0]
 
     def _product(self, a: Terms, b: Terms, *, of_variables: bool = False) -> tuple[Terms, np.ndarray]:
         """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
@@ -169,23 +165,19 @@ class Algebra:
         if self.terms > self.limit:
             entries = product_pattern(a.pattern, b.pattern).nnz + sum(a.shape) + sum(b.shape) if self.grows else 0
             if self.terms > TERMS_PER_ENTRY * entries:
-                raise TooManyTermsError
-        column, variable = np.empty((2, total), np.int64)
-        right, coefficient = np.empty(total if of_variables else 0, np.int64), np.empty(total)
+                raise NotFoldableError("its paths meet in too many terms")
+        column, coefficient = np.empty(total, b.column.dtype), np.empty(total)
+        variable = np.empty(total, np.promote_types(a.variable.dtype, b.variable.dtype))
+        right = np.empty(total, b.variable.dtype) if of_variables else variable
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
-        counts, variables = np.empty(a.shape[0], np.int64), 0 if of_variables else self.variables + 1
-        run_rows(multiply_terms, starts, *factors, variables, starts, column, variable, right, coefficient, counts)
-        indptr, arrays = row_starts(counts, np.int64), [column, variable, coefficient]
-        if indptr[-1] < total:
-            places = np.arange(indptr[-1]) + np.repeat(starts[:-1] - indptr[:-1], counts)
-            arrays = [array[places] for array in arrays]
-        return Terms((a.shape[0], b.shape[1]), indptr, *arrays), right
+        run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
+        return Terms((a.shape[0], b.shape[1]), starts, column, variable, coefficient)[column >= 0], right
 
     def _summed(self, terms: Terms) -> Terms:
         """The same matrix with one variable for each entry that has several."""
         varies = terms.variable != NONE
         variables = terms[varies]
-        counts = np.diff(variables.begins, append=len(variables))
+        counts = np.diff(variables.entries()[1])
         several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
@@ -193,25 +185,25 @@ class Algebra:
 
     def _summed_if_used(self, terms: Terms, uses: Callable[[], np.ndarray]) -> Terms:
         """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
-        if len(terms.begins) == len(terms):
+        if terms.pattern.nnz == len(terms):
             return terms
-        times = uses()
-        return self._summed(terms) if times.sum() > len(terms) + times[terms.begins].sum() else terms
+        times, begins = uses(), terms.entries()[1][:-1]
+        return self._summed(terms) if times.sum() > len(terms) + times[begins].sum() else terms
 
     def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
-        begins = terms.begins
-        indptr, counts = np.searchsorted(begins, terms.indptr), np.diff(begins, append=len(terms))
+        indptr, begins = terms.entries()
+        count = len(begins) - 1
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        place_in_row = within_rows(np.diff(indptr))
-        # NumPy sorts small types in linear time.
-        small = np.min_scalar_type(place_in_row.max(initial=0))
-        sequence = np.argsort(place_in_row.astype(small), kind="stable")
-        variables = np.empty(len(begins), np.int64)
-        variables[sequence] = np.arange(self.variables, self.variables + len(begins))
-        starts = row_starts(counts[sequence], np.int64)
-        order = np.arange(len(terms)) + np.repeat(begins[sequence] - starts[:-1], counts[sequence])
-        factors = terms.variable[order], None if right is None else right[order]
-        self.steps.append(WeightedSums(self.variables, starts, *factors, terms.coefficient[order]))
-        self.variables += len(begins)
-        return Terms(terms.shape, indptr, terms.column[begins], variables, np.ones(len(begins)))
+        rows_of_lengths = np.bincount(np.diff(indptr))
+        following = row_starts(np.cumsum(rows_of_lengths[:0:-1])[::-1], np.int64)
+        numbers, counts = np.empty(count, index_dtype(self.variables + count, 0, 0)), np.empty(count, np.int64)
+        number_entries(0, terms.shape[0], indptr, begins, following, numbers, counts)
+        starts, pairs = row_starts(counts, index_dtype(len(terms), 0, 0)), right is not None
+        factors = terms.variable, right if pairs else np.empty(0, np.int32), terms.coefficient
+        left, right, coefficient = results = [np.empty_like(each) for each in factors]
+        run_rows(order_terms, begins, begins, numbers, starts, *factors, *results)
+        self.steps.append(WeightedSums(self.variables, starts, left, right if pairs else None, coefficient))
+        numbers += self.variables
+        self.variables += count
+        return Terms(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))

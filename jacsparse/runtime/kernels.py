@@ -48,16 +48,20 @@ def kernel_cache(room: str) -> Path | None:
     return directory
 
 
+#: Nothing calls a kernel through the wrapper for C, which takes time to compile and to load.
+_OPTIONS: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
+
+
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile `function` at its first call, without the GIL, and keep the machine code in `kernel_cache`."""
     room = ".".join(function.__module__.split(".")[:2])
     directory = kernel_cache(room)
     if directory is None:
-        return numba.njit(nogil=True, error_model="numpy")(function)
+        return numba.njit(**_OPTIONS)(function)
     # Numba reads the directory once, while it decorates; other users of Numba keep theirs.
     before, numba_config.CACHE_DIR = numba_config.CACHE_DIR, str(directory)
     try:
-        compiled = numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+        compiled = numba.njit(cache=True, **_OPTIONS)(function)
     finally:
         numba_config.CACHE_DIR = before
     _forgive(compiled._cache)

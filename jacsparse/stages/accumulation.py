@@ -9,6 +9,7 @@ sparse matrix products*). After the last inner vertex, the edge from input to ou
 from __future__ import annotations
 
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -408,23 +409,21 @@ def eliminate(
             after[source][target] = terms = [arithmetic.add(terms)]
         return terms[0]
 
-    #: The multiply-adds of an edge into a vertex and one out of it, beside the patterns that they hold for.
-    costs: dict[Hashable, tuple[Pattern, Pattern, int]] = {}
+    #: By vertex, the multiply-adds of an edge into it and one out of it, beside the patterns that they hold for.
+    costs: dict[Hashable, dict[Hashable, tuple[Pattern, Pattern, int]]] = defaultdict(dict)
 
     def cost(vertex: Hashable) -> int:
-        total = 0
+        total, known = 0, costs[vertex]
         for path in itertools.product(before.get(vertex, ()), [vertex], after.get(vertex, {})):
             left, right = (arithmetic.pattern_of(merged(*edge)) for edge in itertools.pairwise(path))
-            if path not in costs or costs[path][0] is not left or costs[path][1] is not right:
+            if path not in known or known[path][0] is not left or known[path][1] is not right:
                 trivial = any(isinstance(factor.structure, Identity) for factor in (left, right))
-                costs[path] = left, right, 0 if trivial else multiply_adds(left, right)
-            total += costs[path][2]
+                known[path] = left, right, 0 if trivial else multiply_adds(left, right)
+            total += known[path][2]
         return total
 
-    inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
-    while inner:
-        vertex = inner[0] if in_turn else min(inner, key=cost)
-        inner.remove(vertex)
+    def remove(vertex: Hashable) -> None:
+        costs.pop(vertex, None)
         for source in before.pop(vertex, set()):
             into = merged(source, vertex)
             del after[source][vertex]
@@ -434,4 +433,10 @@ def eliminate(
                 before.setdefault(target, set()).add(source)
         for target in after.pop(vertex, {}):
             before[target].discard(vertex)
+
+    inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
+    while inner:
+        vertex = inner[0] if in_turn else min(inner, key=cost)
+        inner.remove(vertex)
+        remove(vertex)
     return merged(start, stop) if stop in after.get(start, {}) else None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -87,6 +88,22 @@ def test_equals_the_program(f: Function, shape: tuple[int, ...], method: str, dt
             assert actual.dtype == dtype
             # Roundings of a few dozen operators.
             assert (actual - expected).abs().amax() <= 1e2 * torch.finfo(dtype).eps * expected.abs().amax()
+
+
+@pytest.mark.parametrize("f", [brusselator, long_sums], ids=["brusselator", "long sums"])
+def test_numbers_of_elements_are_as_wide_as_needed(monkeypatch: pytest.MonkeyPatch, f: Function) -> None:
+    x, dtypes = drawn(2, 2, 5, 4) if f is brusselator else drawn(2, 6), []
+    expected = prepare_jacobian(f, x, compile=True, batched=True).values(x)
+    compute = elements.ElementGraph.compute
+
+    def noted(graph: elements.ElementGraph, *args: Any) -> np.ndarray:
+        dtypes.append(graph.dtype)
+        return compute(graph, *args)
+
+    monkeypatch.setattr(elements.ElementGraph, "compute", noted)
+    monkeypatch.setattr(elements, "index_dtype", lambda nnz, *_: np.int32 if nnz < 100 else np.int64)
+    assert torch.equal(prepare_jacobian(f, x, compile=True, batched=True).values(x), expected)
+    assert np.int64 in dtypes
 
 
 @pytest.mark.parametrize(
