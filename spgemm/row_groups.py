@@ -117,6 +117,8 @@ class RowGroups:
     ----------
     factors : sequence of Pattern
         The patterns of ``A_1`` to ``A_n``, one or more.
+    most : int, optional
+        The most terms; ValueError where there are more.
 
     Attributes
     ----------
@@ -126,7 +128,7 @@ class RowGroups:
         The entries of factors that they read, once for all rows of a group.
     """
 
-    def __init__(self, factors: Sequence[Pattern]) -> None:
+    def __init__(self, factors: Sequence[Pattern], most: int | None = None) -> None:
         rows = factors[0].shape[0]
         self._factors, self._products = tuple(factors), list[Pattern]()
         #: Before each product and after the last one, the columns of each group, and the group of each row.
@@ -136,6 +138,8 @@ class RowGroups:
             work = row_work(self._columns[-1], factor)
             self.multiply_adds += int(np.diff(work)[self._of_rows[-1]].sum())
             self.terms += int(work[-1])
+            if most is not None and self.terms > most:
+                raise ValueError(f"groups of rows take more than {most:,} terms")
             products = product_pattern(self._columns[-1], factor, work, cache=False)
             firsts, groups = equal_rows(products)
             self._products.append(products)
@@ -305,6 +309,10 @@ class GroupedProduct:
         )
         self._terms = int(np.diff(term_begins).max(initial=0))
         self._work = multiply_adds * batch
+
+    @property
+    def cost(self) -> float:
+        return 0.0
 
     @property
     def nbytes(self) -> int:

@@ -13,7 +13,7 @@ from .compressed import Coloring, Compressed, row_coloring
 from .compressed import coloring as cheapest_coloring
 from .evaluator import Evaluator
 from .folding import NotFoldableError, folded
-from .products import ChainProducts, FoldedProducts
+from .products import ChainProducts, FoldedProducts, GroupedProducts
 from .products_with_vectors import INEXACT, WRONG_TANGENTS
 from .traced_function import TracedFunction
 
@@ -77,10 +77,12 @@ def evaluator_of(
     terms = folded_products()
     if terms is not None:
         return terms
-    products = ChainProducts(function, replays=replays)
+    products: Evaluator = ChainProducts(function, replays=replays)
     if not products.pattern.nnz:
         return products
-    cost = _cost_of_products(function)
+    cost, grouped = _cost_of_products(function), GroupedProducts.of(function, replays=replays)
+    if grouped is not None and grouped.cost < cost:
+        cost, products = grouped.cost, grouped
     if method == "products" or any(node.overload in INEXACT for node in function.nodes):
         return folded_products(cost) or products
     colors = coloring(function.pattern)

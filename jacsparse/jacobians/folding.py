@@ -17,7 +17,7 @@ from torch import fx
 from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
-from ..tracing import Operation, Scalar, Value, Values
+from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import NONE, TERMS_PER_ENTRY, Algebra, Terms, TooManyTermsError, WeightedSums, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
@@ -131,7 +131,7 @@ class _Leaves:
         # An operator may work on places in one overload alone, as `aten.max` does.
         overload: Any = operation.overload
         if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
-            selection = self._selection(edge) if self.weights else None
+            selection = selection_of(edge, self.function.trace) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
             self.selections[edge] = selection
@@ -147,31 +147,6 @@ class _Leaves:
             for each in arguments
             if type(each) in (Scalar, Value)
         )
-
-    def _selection(self, edge: Edge) -> tuple[str, np.ndarray] | None:
-        """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
-
-        None where the entries are no elements of a weight.
-        """
-        trace, call = self.function.trace, LocalJacobian(edge, self.function.trace).call
-        names = edge.rule.pruned_arguments(edge.call)
-        if not edge.shared or len(names) != 1 or names[0] in call.dependent:
-            return None
-        (name,) = names
-        weight = call.arguments[name]
-        if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
-            return None
-
-        def values_of(weight: torch.Tensor) -> torch.Tensor:
-            of_weight = replace(call, arguments={**call.arguments, name: weight})
-            return edge.rule.transposed_values(of_weight, edge.transposed_pattern)[:, 0]
-
-        # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
-        # these from multiples and sums of elements.
-        numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
-        elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), numbered.cos()
-        are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
-        return (name, elements.numpy()) if are_elements else None
 
     def _terms_of(self, edge: Edge, first: int) -> Terms:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
@@ -243,6 +218,32 @@ class _Leaves:
             return type(argument) is Scalar
         tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
         return not tensor.ndim and tensor.is_floating_point() and not info.dependent
+
+
+def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
+    """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
+
+    None where the entries are no elements of a weight.
+    """
+    call = LocalJacobian(edge, trace).call
+    names = edge.rule.pruned_arguments(edge.call)
+    if not edge.shared or len(names) != 1 or names[0] in call.dependent:
+        return None
+    (name,) = names
+    weight = call.arguments[name]
+    if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
+        return None
+
+    def values_of(weight: torch.Tensor) -> torch.Tensor:
+        of_weight = replace(call, arguments={**call.arguments, name: weight})
+        return edge.rule.transposed_values(of_weight, edge.transposed_pattern)[:, 0]
+
+    # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
+    # these from multiples and sums of elements.
+    numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
+    elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), numbered.cos()
+    are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
+    return (name, elements.numpy()) if are_elements else None
 
 
 def _transposed(edge: Edge, values: np.ndarray) -> np.ndarray:
