@@ -128,9 +128,7 @@ class _Leaves:
         if edge.shared and (selects or not self._varies(edge, operation)):
             values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
             return terms_at(edge.pattern, coefficient=_transposed(edge, values))
-        # An operator may work on places in one overload alone, as `aten.max` does.
-        overload: Any = operation.overload
-        if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
+        if not is_elementwise(edge):
             selection = selection_of(edge, self.function.trace) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
@@ -173,19 +171,13 @@ class _Leaves:
         """The local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
         function, batch, parts = self.function, self.function.batch, []
         for edge in self.varying:
-            arguments = values.arguments(edge.operation.referenced)
             if edge in self.selections:
+                arguments = values.arguments(edge.operation.referenced)
                 weight = arguments[self.selections[edge][0]].reshape(1, -1)
                 weight = (weight.reciprocal() if _power(edge) == -1 else weight).to(function.x.dtype)
                 parts.append(weight if function.shared else weight.expand(batch, -1))
                 continue
-            name, layout = edge.call.argument, edge.operation.layout
-            assert layout is not None
-            shape = function.trace.tensor(edge.target).shape
-            derivative = elementwise_derivatives(edge.operation.evaluate, arguments, [name], shape)[name]
-            # A function may compute in coarser numbers, as under ``torch.autocast``.
-            of_samples = layout.split(derivative).reshape(batch, -1).to(function.x.dtype)
-            parts.append(of_samples[:1] if function.shared else of_samples)
+            parts.append(derivative_of(function, edge, values))
         return parts
 
     def _coefficient(self, edge: Edge) -> float | None:
@@ -218,6 +210,24 @@ class _Leaves:
             return type(argument) is Scalar
         tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
         return not tensor.ndim and tensor.is_floating_point() and not info.dependent
+
+
+def is_elementwise(edge: Edge) -> bool:
+    """Whether an operator works on each place by itself."""
+    # It may do so in one overload alone, as `aten.max` does.
+    overload: Any = edge.operation.overload
+    return torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)
+
+
+def derivative_of(function: TracedFunction, edge: Edge, values: Values) -> torch.Tensor:
+    """The derivative of an elementwise operator, ``(batch, elements)``, or ``(1, elements)`` where samples share it."""
+    arguments, name, layout = values.arguments(edge.operation.referenced), edge.call.argument, edge.operation.layout
+    assert layout is not None
+    shape = function.trace.tensor(edge.target).shape
+    derivative = elementwise_derivatives(edge.operation.evaluate, arguments, [name], shape)[name]
+    # A function may compute in coarser numbers, as under ``torch.autocast``.
+    of_samples = layout.split(derivative).reshape(function.batch, -1).to(function.x.dtype)
+    return of_samples[:1] if function.shared else of_samples
 
 
 def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:

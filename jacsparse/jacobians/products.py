@@ -19,12 +19,13 @@ from ..codegen import ElementGraph, sums
 from ..patterns import Diagonal, Identity
 from ..runtime import MEMORY_POOL
 from ..spgemm import RowGroups, equal_rows
-from ..stages import Edge, LocalJacobian, refuse_hooks
+from ..stages import Edge, LocalJacobian
 from ..tracing import Scalar, Trace, Value
 from .evaluator import Evaluator
-from .folding import Folded, selection_of
+from .folding import Folded, derivative_of, is_elementwise, selection_of
 from .fused_values import FusedValues
 from .traced_function import TracedFunction
+from .value_functions import ValueFunction
 
 #: The most entries of a Jacobian whose rows are compared, and the most terms of a plan for groups of them.
 MOST_ENTRIES, MOST_TERMS = 2**26, 2**22
@@ -153,16 +154,32 @@ class GroupedProducts(Evaluator):
         factors: Sequence[Edge],
         diagonals: Sequence[Sequence[Edge]],
         groups: RowGroups,
+        *,
+        replays: bool,
     ) -> None:
-        self.pattern, self.chain, self._diagonals, self._groups = function.pattern, function.chain, diagonals, groups
-        self._batch = 1 if function.shared else function.batch
+        self.pattern, self._groups, self._batch = function.pattern, groups, 1 if function.shared else function.batch
+        varying = [edge for edges in diagonals for edge in edges]
+        reads = [value.number for e in varying for value in e.operation.referenced.values() if type(value) is Value]
+        #: What computes the derivatives of the operators with diagonal matrices.
+        self._derivatives = ValueFunction(
+            function,
+            lambda values: [derivative_of(function, edge, values) for edge in varying],
+            reads,
+            replays=replays,
+        )
         self._weights = [_Weights.of(edge, function.trace) for edge in factors]
         begins = itertools.accumulate((weights.count for weights in self._weights), initial=0)
         elements = [begin + weights.elements for begin, weights in zip(begins, self._weights, strict=False)]
         sizes = [edges[0].call.in_size if edges else 0 for edges in diagonals]
-        #: Where the derivatives of each place's diagonals begin among those of all.
-        self._begins = [*itertools.accumulate(sizes, initial=0)]
-        scales = [begin if size else None for begin, size in zip(self._begins, sizes, strict=False)]
+        begins = [*itertools.accumulate(sizes, initial=0)]
+        #: For each derivative, where it begins among those of all factors, and whether it is the first one there.
+        self._places = [
+            (begin, not number)
+            for begin, edges in zip(begins, diagonals, strict=False)
+            for number in range(len(edges))
+        ]
+        self._count = begins[-1]
+        scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
         self._product = groups.plan(elements, scales, self._batch)
 
     @classmethod
@@ -177,8 +194,10 @@ class GroupedProducts(Evaluator):
             if edge is None or (edge.pruned_weights and not replays):
                 return None
             structure = edge.transposed_pattern.structure
-            if isinstance(structure, Diagonal):
-                diagonals[-1] += [] if isinstance(structure, Identity) else [edge]
+            if isinstance(structure, Identity):
+                continue
+            if isinstance(structure, Diagonal) and is_elementwise(edge):
+                diagonals[-1].append(edge)
             elif edge.shared:
                 factors.append(edge)
                 diagonals.append([])
@@ -193,7 +212,7 @@ class GroupedProducts(Evaluator):
             return None
         if groups.pattern != function.pattern:
             return None
-        return cls(function, factors, diagonals, groups)
+        return cls(function, factors, diagonals, groups, replays=replays)
 
     @property
     def details(self) -> str:
@@ -215,15 +234,13 @@ class GroupedProducts(Evaluator):
         return self.pattern.index_nbytes + self._product.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        refuse_hooks(self.chain.records(trace))
         dtype = torch.empty(0, dtype=trace.input.dtype).numpy().dtype
-        scales = MEMORY_POOL.empty((self._begins[-1], self._product.padded), dtype)
+        scales = MEMORY_POOL.empty((self._count, self._product.padded), dtype)
         scales[:, self._batch :] = 1
-        for begin, edges in zip(self._begins, self._diagonals, strict=False):
-            for number, edge in enumerate(edges):
-                derivatives = LocalJacobian(edge, trace).values.numpy()
-                of_samples = scales[begin : begin + len(derivatives), : self._batch]
-                np.multiply(derivatives, of_samples if number else 1, out=of_samples)
+        derivatives = [each.numpy().T for each in self._derivatives(trace)]
+        for derivative, (begin, is_first) in zip(derivatives, self._places, strict=True):
+            of_samples = scales[begin : begin + len(derivative), : self._batch]
+            np.multiply(derivative, 1 if is_first else of_samples, out=of_samples)
         values = np.concatenate([weights.values(trace) for weights in self._weights])
         out = MEMORY_POOL.empty((self.pattern.nnz, self._batch), dtype)
         self._product.multiply(values, scales, out)
@@ -267,6 +284,7 @@ class _Weights:
         """The numbers in a run."""
         if self.constants is not None:
             return self.constants
-        local = LocalJacobian(self.edge, trace)
-        values = local.values if self.name is None else local.call.arguments[self.name].detach().resolve_neg()
-        return values.contiguous().numpy().reshape(-1)
+        if self.name is None:
+            return LocalJacobian(self.edge, trace).values.numpy().reshape(-1)
+        weight = trace.elements(self.edge.operation.number_of(self.name)).detach()
+        return weight.to(trace.input.dtype).resolve_neg().numpy().reshape(-1)
