@@ -17,20 +17,20 @@ import numpy as np
 
 from ..patterns import Csr, Identity, Pattern
 from ..runtime import MEMORY_POOL, SIMD, inlined, kernel, row_starts, run_rows, thread_count, within_rows
-from .lanes import write_sum_of_rows
+from .lanes import copy, multiply_by, scale, write_sum_of_rows
 from .symbolic import product_pattern, row_work
 
 #: Elements that lie side by side where groups are small: of several samples.
-LANES = 64
+LANES = 256
 #: The most bytes of a group's matrix, for several samples at once.
 MOST_BYTES = 2**18
 
 
 @kernel
 def _multiply(
-    first, last, workers, blocks, samples, batch, scaled, templates, row_begins, rows, entries, counts, place_begins, places,
-    line_begins, line_starts, widths, stops, term_begins, elements, term_starts, values, scales,
-    scratch, weights, starts, out,
+    first, last, workers, blocks, samples, batch, templates, row_begins, entries, entry_stops, place_begins, places,
+    column_begins, column_widths, line_begins, line_starts, line_widths, line_stops, term_begins, elements, term_starts,
+    values, scales, scratch, weights, starts, out,
 ):  # fmt: skip
     steps = (len(line_begins) - 1) // (len(term_begins) - 1)
     room, terms, padded = len(scratch) // (2 * workers), len(weights) // workers, blocks * samples
@@ -46,51 +46,51 @@ def _multiply(
                     starts[np.uint64(begin + term)] = term_starts[np.uint64(at + term)]
             source, target = 2 * worker * room, (2 * worker + 1) * room
             top, size = row_begins[group], row_begins[group + 1] - row_begins[group]
-            for row in range(size):
-                for lane in range(samples):
-                    scale = scales[rows[top + row] * padded + sample + lane] if scaled else scratch.dtype.type(1)
-                    scratch[np.uint64(source + row * samples + lane)] = scale
+            scratch[target : target + size * samples] = 1
             place, term = place_begins[group], begin
             for step in range(template * steps, (template + 1) * steps):
                 for line in range(line_begins[step], line_begins[step + 1]):
-                    at, width, stop = target + line_starts[line], np.int64(widths[line]), begin + stops[line]
+                    at, width, stop = target + line_starts[line], np.int64(line_widths[line]), begin + line_stops[line]
                     write_sum_of_rows(scratch, at, width, weights, starts, term, stop, scratch, source, False)
-                    if places[place] >= 0:
-                        _scale(scratch, at, at + width, scales, places[place] * padded + sample, samples)
-                    place, term = place + 1, stop
-                source, target = target, source
+                    term = stop
+                source, target, at = target, source, target
+                for column in range(column_begins[step], column_begins[step + 1]):
+                    stop = at + column_widths[column]
+                    _scale(scratch, at, stop, scales, places[place] * padded + sample, samples)
+                    at, place = stop, place + 1
             count = min(samples, batch - sample)
             for row in range(size):
                 at = source + row * samples
-                for entry in range(entries[top + row], entries[top + row] + counts[top + row]):
-                    to = entry * batch + sample
-                    for lane in range(count):
-                        out[np.uint64(to + lane)] = scratch[np.uint64(at + lane)]
+                for entry in range(entries[top + row], entry_stops[top + row]):
+                    copy(out, entry * batch + sample, scratch, at, count)
                     at += size * samples
 
 
 @inlined
 def _scale(values, first, last, scales, at, samples):
     """Multiply elements, of so many samples side by side, by the scale of each sample."""
-    for lane in range(samples):
-        scale = scales[np.uint64(at + lane)]
-        for place in range(first + lane, last, samples):
-            values[np.uint64(place)] *= scale
+    if samples == 1:
+        scale(values, first, scales, at, last - first)
+        return
+    for place in range(first, last, samples):
+        multiply_by(values, place, scales, at, samples)
 
 
 def equal_rows(pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each set of rows with the same columns, and for each row the number of its set.
+    """The first row of each set of rows with the same columns, in order, and for each row the number of its set.
 
     Examples
     --------
     >>> firsts, sets = equal_rows(Pattern((3, 2), [0, 1, 3, 4], [1, 0, 1, 1]))
-    >>> sorted(firsts.tolist()), bool(sets[0] == sets[2] != sets[1])
-    ([0, 1], True)
+    >>> firsts.tolist(), sets.tolist()
+    ([0, 1], [0, 1, 0])
     """
     # Sums of random numbers tell sets of columns apart, but for one pair in 2**64.
     keys = np.random.default_rng(0).integers(2**64, size=pattern.shape[1], dtype=np.uint64)
     sums = np.append(np.uint64(0), np.cumsum(keys[pattern.indices], dtype=np.uint64))[pattern.indptr]
     _, firsts, sets = np.unique(np.diff(sums), return_index=True, return_inverse=True)
+    order = np.argsort(firsts)
+    firsts, sets = firsts[order], np.argsort(order)[sets]
     of_sets = _rows_at(pattern, firsts[sets])
     if np.array_equal(of_sets.indptr, pattern.indptr) and np.array_equal(of_sets.indices, pattern.indices):
         return firsts, sets
@@ -171,71 +171,78 @@ class RowGroups:
         """
         rows = np.lexsort(self._of_rows)
         last = np.flatnonzero(np.diff(self._of_rows[-1][rows], prepend=-1))
-        levels = [_Level(groups[rows], of, last) for groups, of in zip(self._of_rows, self._columns, strict=True)]
-        room = max(level.room for level in levels)
-        at_once = max(1, min(LANES // int(levels[-1].sizes.max()), MOST_BYTES // (8 * max(1, room))))
-        samples = -(-batch // -(-batch // at_once))
-        lines = [
-            _Lines(*step)
-            for step in zip(
-                levels[:-1], levels[1:], self._columns[:-1], self._factors, self._products, elements, strict=True
-            )
+        levels = [
+            _Level(groups[rows], columns, last, begin)
+            for groups, columns, begin in zip(self._of_rows, self._columns, scales, strict=True)
         ]
-        return GroupedProduct(rows, last, lines, scales, self.pattern, room, samples, batch, self.multiply_adds)
+        factors = zip(self._columns[:-1], self._factors, self._products, elements, strict=True)
+        lines = [_Lines(*pair, *each) for pair, each in zip(itertools.pairwise(levels), factors, strict=True)]
+        return GroupedProduct(rows, self.pattern, levels, lines, batch, self.multiply_adds)
 
 
 class _Level:
-    """The groups before or after a product, in the order of their rows, and where their matrices lie.
+    """The groups before or after a product in the order of their rows, and where their matrices lie.
 
-    Those whose rows are in one group at the end go through all products together, and their matrices lie side by side.
+    Those whose rows are in one group at the end go through all products together. Their matrices lie one behind the
+    other, each a column after the other.
     """
 
-    def __init__(self, of_rows: np.ndarray, columns: Pattern, last: np.ndarray) -> None:
-        #: The first row of each group, its number, its rows, and the group of its rows at the end.
+    def __init__(self, of_rows: np.ndarray, columns: Pattern, last: np.ndarray, scales: int | None) -> None:
+        #: The first row of each group, its number, its rows, and the group of these at the end.
         self.firsts = np.flatnonzero(np.diff(of_rows, prepend=-1))
         self.groups = of_rows[self.firsts]
         self.sizes = np.diff(self.firsts, append=len(of_rows))
         self.last = np.searchsorted(last, self.firsts, "right") - 1
+        entries, of_entries = _entries(columns, self.groups)
         ends = row_starts(self.sizes * np.diff(columns.indptr)[self.groups], np.int64)
         begins = ends[np.searchsorted(self.firsts, [*last, len(of_rows)])]
         #: Where each group's matrix begins in the memory of those that go together; and the largest such memory.
         self.starts, self.room = ends[:-1] - begins[self.last], int(np.diff(begins).max(initial=0))
+        #: For each column that is scaled, its group at the end, its rows, and the place of its scales.
+        scaled = slice(0, 0 if scales is None else None)
+        self.of_columns, self.widths = self.last[of_entries][scaled], self.sizes[of_entries][scaled]
+        self.places = columns.indices[entries][scaled] + np.int64(scales or 0)
+
+    def of(self, group: int) -> np.ndarray:
+        """The rows of each column that is scaled, of a group at the end."""
+        return self.widths[slice(*np.searchsorted(self.of_columns, (group, group + 1)))]
 
 
 class _Lines:
-    """The columns that the products of groups and a factor have: each is a sum of the group's columns, with weights."""
+    """The products of groups' matrices with a factor, by columns: sums of the matrices' columns with weights."""
 
     def __init__(
         self, before: _Level, after: _Level, groups: Pattern, factor: Pattern, products: Pattern, elements: np.ndarray
     ) -> None:
         parents = np.searchsorted(after.firsts, before.firsts, "right") - 1
         entries, of_lines = _entries(products, before.groups)
-        self.columns = products.indices[entries].astype(np.int64)
         within = within_rows(np.diff(products.indptr)[before.groups])
         begins = after.starts[parents] + before.firsts - after.firsts[parents]
-        self.starts = begins[of_lines] + within * after.sizes[parents[of_lines]]
-        self.widths, self.last = before.sizes[of_lines], before.last[of_lines]
+        self._starts = begins[of_lines] + within * after.sizes[parents[of_lines]]
+        self._widths, self._of_lines = before.sizes[of_lines], before.last[of_lines]
         inner, of_inner = _entries(groups, before.groups)
         within = within_rows(np.diff(groups.indptr)[before.groups])
         starts = before.starts[of_inner] + within * before.sizes[of_inner]
         terms, of_terms = _entries(factor, groups.indices[inner])
-        keys, width = of_inner[of_terms] * factor.shape[1] + factor.indices[terms], factor.shape[1]
-        lines = np.searchsorted(of_lines * width + self.columns, keys)
+        width = np.int64(factor.shape[1])
+        lines = np.searchsorted(
+            of_lines * width + products.indices[entries], of_inner[of_terms] * width + factor.indices[terms]
+        )
         order = np.argsort(lines, kind="stable")
-        #: The terms of all lines, one after the other: where a line's end, their weights, and the columns they scale.
-        self.stops = np.cumsum(np.bincount(lines, minlength=len(of_lines)))
-        self.elements, self.term_starts = elements[terms][order], starts[of_terms][order]
+        #: By line, where its terms begin; and by term, the place of its weight and where the column begins.
+        self._begins = row_starts(np.bincount(lines, minlength=len(of_lines)), np.int64)
+        self._elements, self._term_starts = elements[terms][order], starts[of_terms][order]
 
     def of(self, group: int) -> tuple[np.ndarray, ...]:
-        """What is done for a group at the end: places of lines, their widths, numbers of terms, and these."""
-        first, stop = np.searchsorted(self.last, (group, group + 1))
-        counts = np.diff(self.stops[first:stop], prepend=self._term(first))
-        terms = slice(self._term(first), self._term(stop))
-        lines = slice(first, stop)
-        return self.starts[lines], self.widths[lines], counts, self.elements[terms], self.term_starts[terms]
+        """The lines of a group at the end: where they begin, their rows, the numbers of their terms, and these."""
+        first, stop = np.searchsorted(self._of_lines, (group, group + 1))
+        lines, terms = slice(first, stop), slice(self._begins[first], self._begins[stop])
+        counts = np.diff(self._begins[first : stop + 1])
+        return self._starts[lines], self._widths[lines], counts, self._elements[terms], self._term_starts[terms]
 
-    def _term(self, line: int) -> int:
-        return int(self.stops[line - 1]) if line else 0
+
+#: What is done where there is no factor yet.
+_NO_LINES = (np.empty(0, np.int64),) * 5
 
 
 class GroupedProduct:
@@ -250,65 +257,59 @@ class GroupedProduct:
     def __init__(
         self,
         rows: np.ndarray,
-        last: np.ndarray,
-        lines: Sequence[_Lines],
-        scales: Sequence[int | None],
         pattern: Pattern,
-        room: int,
-        samples: int,
+        levels: Sequence[_Level],
+        lines: Sequence[_Lines],
         batch: int,
         multiply_adds: int,
     ) -> None:
-        self._samples, self._batch, self._room, self._scaled = samples, batch, room * samples, scales[0] is not None
-        self._blocks = -(-batch // samples)
-        self.padded = self._blocks * samples
-        programs = dict[tuple[bytes, ...], int]()
-        parts = list[list[tuple[np.ndarray, ...]]]()
-        sizes, templates = np.diff(last, append=len(rows)), np.empty(len(last), np.int32)
-        for group, size in enumerate(sizes.tolist()):
-            steps = [each.of(group) for each in lines]
-            key = (size.to_bytes(8, "little"), *(array.tobytes() for step in steps for array in step))
-            templates[group] = programs.setdefault(key, len(programs))
-            if len(programs) > len(parts):
-                parts.append(steps)
-        # Groups of a template follow one another.
+        last, sizes, room = levels[-1].firsts, levels[-1].sizes, max(level.room for level in levels)
+        at_once = max(1, min(LANES // int(sizes.max()), MOST_BYTES // (8 * max(1, room))))
+        self._samples = samples = -(-batch // -(-batch // at_once))
+        self.padded = -(-batch // samples) * samples
+        self._batch, self._room, self._work = batch, room * samples, multiply_adds * batch
+        #: Groups that are done alike have one template.
+        numbers, programs = dict[tuple[bytes, ...], int](), list[list[tuple[np.ndarray, ...]]]()
+        templates = np.empty(len(last), np.int64)
+        for group in range(len(last)):
+            of_lines = [_NO_LINES, *(each.of(group) for each in lines)]
+            steps = [(level.of(group), *of_step) for level, of_step in zip(levels, of_lines, strict=True)]
+            key = tuple(array.tobytes() for step in steps for array in step)
+            templates[group] = numbers.setdefault(key, len(numbers))
+            if len(numbers) > len(programs):
+                programs.append(steps)
         order = np.argsort(templates, kind="stable")
-        begins = np.repeat(last[order], sizes[order])
-        rows = rows[begins + within_rows(sizes[order])]
         ranks = np.argsort(order)
-        of_lines = np.concatenate([ranks[each.last] for each in lines])
-        places = np.concatenate(
-            [
-                np.full(len(each.columns), -1) if begin is None else begin + each.columns
-                for each, begin in zip(lines, scales[1:], strict=True)
-            ]
+        of_places = np.concatenate([ranks[level.of_columns] for level in levels])
+        places = np.concatenate([level.places for level in levels])
+        rows = rows[np.repeat(last[order], sizes[order]) + within_rows(sizes[order])]
+        widths, starts, line_widths, counts, elements, term_starts = (
+            [np.concatenate(arrays) for arrays in zip(*itertools.chain(*programs), strict=True)]
         )
-        line_counts = [[len(starts) for starts, *_ in steps] for steps in parts]
-        of_steps = [np.concatenate(arrays) for arrays in zip(*itertools.chain(*parts), strict=True)]
-        starts, widths, counts, elements, term_starts = of_steps
-        line_begins = row_starts(np.concatenate(line_counts), np.int64)
-        terms = row_starts(counts, np.int64)
-        term_begins = terms[line_begins[:: len(lines)]]
-        stops = terms[1:] - np.repeat(term_begins[:-1], np.diff(line_begins[:: len(lines)]))
-        #: The arguments of the kernel, and the most terms of a template.
-        self._plan = (
-            templates[order],
-            row_starts(sizes[order], np.int64),
-            rows.astype(np.int64),
-            pattern.indptr[rows].astype(np.int64),
-            np.diff(pattern.indptr)[rows].astype(np.int64),
-            row_starts(np.bincount(of_lines, minlength=len(last)), np.int64),
-            places[np.argsort(of_lines, kind="stable")].astype(np.int32),
+        column_begins, line_begins = (
+            row_starts(np.array([len(step[place]) for steps in programs for step in steps]), np.int64)
+            for place in (0, 1)
+        )
+        term_begins, of_templates = row_starts(counts, np.int64), line_begins[:: len(levels)]
+        stops = term_begins[1:] - np.repeat(term_begins[of_templates[:-1]], np.diff(of_templates))
+        term_begins = term_begins[of_templates]
+        self._terms = int(np.diff(term_begins).max(initial=0))
+        wide = templates[order], row_starts(sizes[order], np.int64), pattern.indptr[rows], pattern.indptr[rows + 1]
+        of_groups = row_starts(np.bincount(of_places, minlength=len(last)), np.int64)
+        self._arrays = (
+            *(each.astype(np.int64) for each in wide),
+            of_groups,
+            places[np.argsort(of_places, kind="stable")].astype(np.int32),
+            column_begins,
+            (widths * samples).astype(np.int32),
             line_begins,
             (starts * samples).astype(np.int32),
-            (widths * samples).astype(np.int32),
+            (line_widths * samples).astype(np.int32),
             stops.astype(np.int32),
             term_begins,
             elements.astype(np.int32),
             (term_starts * samples).astype(np.int32),
         )
-        self._terms = int(np.diff(term_begins).max(initial=0))
-        self._work = multiply_adds * batch
 
     @property
     def cost(self) -> float:
@@ -317,7 +318,7 @@ class GroupedProduct:
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return sum(array.nbytes for array in self._plan)
+        return sum(array.nbytes for array in self._arrays)
 
     def multiply(self, values: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
         """Write the values of the last product, ``(nnz, batch)``.
@@ -329,11 +330,10 @@ class GroupedProduct:
         scales : ndarray, (columns, padded)
             All scales.
         """
-        dtype, workers = out.dtype, thread_count()
-        scratch = MEMORY_POOL.empty((workers * 2 * self._room,), dtype)
-        weights = MEMORY_POOL.empty((workers * self._terms,), dtype)
-        starts = MEMORY_POOL.empty((workers * self._terms,), np.int32)
+        workers, terms = thread_count(), self._terms
+        scratch = MEMORY_POOL.empty((workers * 2 * self._room,), out.dtype)
+        weights, starts = (MEMORY_POOL.empty((workers * terms,), dtype) for dtype in (out.dtype, np.int32))
         work = np.arange(workers + 1) * (self._work // (workers * SIMD))
-        fixed = workers, self._blocks, self._samples, self._batch, self._scaled
+        fixed = workers, self.padded // self._samples, self._samples, self._batch
         memory = values, scales.reshape(-1), scratch, weights, starts, out.reshape(-1)
-        run_rows(_multiply, work, *fixed, *self._plan, *memory)
+        run_rows(_multiply, work, *fixed, *self._arrays, *memory)
