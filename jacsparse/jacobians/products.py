@@ -234,17 +234,22 @@ class GroupedProducts(Evaluator):
         return self.pattern.index_nbytes + self._product.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        dtype = torch.empty(0, dtype=trace.input.dtype).numpy().dtype
-        scales = MEMORY_POOL.empty((self._count, self._product.padded), dtype)
-        scales[:, self._batch :] = 1
-        derivatives = [each.numpy().T for each in self._derivatives(trace)]
-        for derivative, (begin, is_first) in zip(derivatives, self._places, strict=True):
-            of_samples = scales[begin : begin + len(derivative), : self._batch]
-            np.multiply(derivative, 1 if is_first else of_samples, out=of_samples)
         values = np.concatenate([weights.values(trace) for weights in self._weights])
-        out = MEMORY_POOL.empty((self.pattern.nnz, self._batch), dtype)
+        # What it is computed from is gone before the Jacobian takes memory.
+        scales = self._scales(trace, values.dtype)
+        out = MEMORY_POOL.empty((self.pattern.nnz, self._batch), values.dtype)
         self._product.multiply(values, scales, out)
         return torch.from_numpy(out)
+
+    def _scales(self, trace: Trace, dtype: np.dtype) -> np.ndarray:
+        """The derivatives of the operators with diagonal matrices, multiplied where several follow one another."""
+        scales = MEMORY_POOL.empty((self._count, self._product.padded), dtype)
+        scales[:, self._batch :] = 1
+        for derivative, (begin, is_first) in zip(self._derivatives(trace), self._places, strict=True):
+            factors = derivative.numpy().T
+            of_samples = scales[begin : begin + len(factors), : self._batch]
+            np.multiply(factors, 1 if is_first else of_samples, out=of_samples)
+        return scales
 
 
 @dataclass(frozen=True, eq=False)
