@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +23,8 @@ from .symbolic import product_pattern, row_work
 LANES = 256
 #: The most bytes of a group's matrix, for several samples at once.
 MOST_BYTES = 2**18
+#: Measured on CPUs, in multiply-adds of other sparse products: a term; and how many of its own take the time of one.
+TERM, FASTER = 6, 8
 
 
 @kernel
@@ -176,8 +177,11 @@ class RowGroups:
             for groups, columns, begin in zip(self._of_rows, self._columns, scales, strict=True)
         ]
         factors = zip(self._columns[:-1], self._factors, self._products, elements, strict=True)
-        lines = [_Lines(*pair, *each) for pair, each in zip(itertools.pairwise(levels), factors, strict=True)]
-        return GroupedProduct(rows, self.pattern, levels, lines, batch, self.multiply_adds)
+        lines = [
+            _Lines(before, after, *each)
+            for (before, after), each in zip(itertools.pairwise(levels), factors, strict=True)
+        ]
+        return GroupedProduct(rows, self.pattern, levels, lines, batch, (self.multiply_adds, self.terms))
 
 
 class _Level:
@@ -261,13 +265,13 @@ class GroupedProduct:
         levels: Sequence[_Level],
         lines: Sequence[_Lines],
         batch: int,
-        multiply_adds: int,
+        work: tuple[int, int],
     ) -> None:
         last, sizes, room = levels[-1].firsts, levels[-1].sizes, max(level.room for level in levels)
         at_once = max(1, min(LANES // int(sizes.max()), MOST_BYTES // (8 * max(1, room))))
         self._samples = samples = -(-batch // -(-batch // at_once))
         self.padded = -(-batch // samples) * samples
-        self._batch, self._room, self._work = batch, room * samples, multiply_adds * batch
+        self._batch, self._room, self._work, self._term_count = batch, room * samples, work[0] * batch, work[1]
         #: Groups that are done alike have one template.
         numbers, programs = dict[tuple[bytes, ...], int](), list[list[tuple[np.ndarray, ...]]]()
         templates = np.empty(len(last), np.int64)
@@ -283,9 +287,9 @@ class GroupedProduct:
         of_places = np.concatenate([ranks[level.of_columns] for level in levels])
         places = np.concatenate([level.places for level in levels])
         rows = rows[np.repeat(last[order], sizes[order]) + within_rows(sizes[order])]
-        widths, starts, line_widths, counts, elements, term_starts = (
-            [np.concatenate(arrays) for arrays in zip(*itertools.chain(*programs), strict=True)]
-        )
+        widths, starts, line_widths, counts, elements, term_starts = [
+            np.concatenate(arrays) for arrays in zip(*itertools.chain(*programs), strict=True)
+        ]
         column_begins, line_begins = (
             row_starts(np.array([len(step[place]) for steps in programs for step in steps]), np.int64)
             for place in (0, 1)
@@ -313,7 +317,8 @@ class GroupedProduct:
 
     @property
     def cost(self) -> float:
-        return 0.0
+        """The cost of all samples, in multiply-adds of other sparse products."""
+        return TERM * self._term_count * (self.padded // self._samples) + self._work / FASTER
 
     @property
     def nbytes(self) -> int:
@@ -329,6 +334,8 @@ class GroupedProduct:
             Those of all factors, which all samples share.
         scales : ndarray, (columns, padded)
             All scales.
+        out : ndarray, (nnz, batch)
+            What is written.
         """
         workers, terms = thread_count(), self._terms
         scratch = MEMORY_POOL.empty((workers * 2 * self._room,), out.dtype)

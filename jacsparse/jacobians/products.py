@@ -168,15 +168,13 @@ class GroupedProducts(Evaluator):
             replays=replays,
         )
         self._weights = [_Weights.of(edge, function.trace) for edge in factors]
-        begins = itertools.accumulate((weights.count for weights in self._weights), initial=0)
-        elements = [begin + weights.elements for begin, weights in zip(begins, self._weights, strict=False)]
+        firsts = itertools.accumulate((weights.count for weights in self._weights), initial=0)
+        elements = [first + weights.elements for first, weights in zip(firsts, self._weights, strict=False)]
         sizes = [edges[0].call.in_size if edges else 0 for edges in diagonals]
         begins = [*itertools.accumulate(sizes, initial=0)]
         #: For each derivative, where it begins among those of all factors, and whether it is the first one there.
         self._places = [
-            (begin, not number)
-            for begin, edges in zip(begins, diagonals, strict=False)
-            for number in range(len(edges))
+            (begin, not number) for begin, edges in zip(begins, diagonals, strict=False) for number in range(len(edges))
         ]
         self._count = begins[-1]
         scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
