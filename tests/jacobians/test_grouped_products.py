@@ -24,14 +24,11 @@ def test_values_are_those_of_autograd(batch: int, compile: bool) -> None:
     module, x = autoencoder(torch.float64), torch.randn(batch, 1, 16, 16, dtype=torch.float64)
     prepared = prepare_jacobian(module, x, compile=compile, method="products")
     assert isinstance(prepared._first.evaluator, GroupedProducts)
-    x = torch.randn_like(x)
-    actual = prepared(x)
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.mul_(1.1)
-    for jacobian in (actual, prepared(x)):
-        for sample in range(batch):
-            if jacobian is not actual:
-                dense = torch.autograd.functional.jacobian(module, x[sample : sample + 1]).reshape(256, 256)
-                torch.testing.assert_close(jacobian.todense(sample), dense)
-    assert not torch.equal(actual.values, prepared(x).values)
+    x = torch.randn_like(x)
+    jacobian = prepared(x)
+    for sample in range(batch):
+        dense = torch.autograd.functional.jacobian(module, x[sample : sample + 1]).reshape(256, 256)
+        torch.testing.assert_close(jacobian.todense(sample), dense)
