@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
+
 from jacsparse import prepare_jacobian
 from jacsparse.jacobians.products import GroupedProducts
-from torch import nn
 
 
 def autoencoder(dtype: torch.dtype) -> nn.Module:

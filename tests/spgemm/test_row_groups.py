@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 import scipy.sparse
@@ -26,7 +28,7 @@ def _compare(rng: np.random.Generator, dtype: type) -> None:
     sizes, batch = rng.integers(1, 9, rng.integers(2, 6)), int(rng.integers(1, 20))
     factors = [
         scipy.sparse.csr_array(rng.normal(size=shape) * (rng.random(shape) < 0.4))
-        for shape in zip(sizes[:-1], sizes[1:], strict=True)
+        for shape in itertools.pairwise(sizes)
     ]
     # Rows with the same columns, which may be empty.
     factors[0] = factors[0][np.repeat(np.arange(sizes[0]), rng.integers(1, 4, sizes[0]))]
