@@ -75,7 +75,7 @@ def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):
 
 @intrinsic(prefer_literal=True)
 def _multiply_by(typing_context, c, c_place, b, b_place, b_step, lanes):
-    """``c[c_place + l] *= b[b_place + l * b_step]`` for each of so many lanes; `lanes` and `b_step`, 0 or 1, are literals."""
+    """``c[c_place + l] *= b[b_place + l * b_step]`` for each of a literal number of lanes; `b_step` is a literal."""
     width, is_shared = lanes.literal_value, not b_step.literal_value
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
