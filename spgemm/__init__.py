@@ -7,6 +7,7 @@ from .methods import METHODS, Method, Product
 from .operands import check_tensor_itself
 from .plan import ProductPlan, check_limit, plan_product, planned
 from .plan_cache import PLAN_CACHE
+from .row_groups import RowGroups, equal_rows
 from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
@@ -25,6 +26,7 @@ __all__ = [
     "Method",
     "Product",
     "ProductPlan",
+    "RowGroups",
     "SparseJacobian",
     "Stencil",
     "StripProduct",
@@ -32,6 +34,7 @@ __all__ = [
     "check_limit",
     "check_tensor_itself",
     "counts",
+    "equal_rows",
     "fresh_keys",
     "matvec",
     "meeting",

@@ -74,6 +74,40 @@ def _add_scaled(typing_context, c, c_place, scale, b, b_place, lanes):
 
 
 @intrinsic(prefer_literal=True)
+def _multiply_by(typing_context, c, c_place, b, b_place, b_step, lanes):
+    """``c[c_place + l] *= b[b_place + l * b_step]`` for each of a literal number of lanes; `b_step` is a literal."""
+    width, is_shared = lanes.literal_value, not b_step.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        c_type, _, b_type, _, _, _ = signature.args
+        left = _load(context, builder, c_type, args[0], args[1], width)
+        right = _load(context, builder, b_type, args[2], args[3], 1 if is_shared else width)
+        if is_shared:
+            order = ir.Constant(ir.VectorType(ir.IntType(32), width), [0] * width)
+            right = builder.shuffle_vector(right, ir.Constant(right.type, ir.Undefined), order)
+        pointer, alignment = _place(context, builder, c_type, args[0], args[1], width)
+        builder.store(builder.fmul(left, right), pointer).align = alignment
+        return context.get_dummy_value()
+
+    return types.void(c, types.intp, b, types.intp, b_step, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
+def _copy(typing_context, c, c_place, b, b_place, lanes):
+    """``c[c_place + l] = b[b_place + l]`` for each of a literal number of lanes."""
+    width = lanes.literal_value
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        c_type, _, b_type, _, _ = signature.args
+        loaded = _load(context, builder, b_type, args[2], args[3], width)
+        pointer, alignment = _place(context, builder, c_type, args[0], args[1], width)
+        builder.store(loaded, pointer).align = alignment
+        return context.get_dummy_value()
+
+    return types.void(c, types.intp, b, types.intp, lanes), generate
+
+
+@intrinsic(prefer_literal=True)
 def _write_sums_of_scaled(
     typing_context, c, c_place, c_step, values, starts, first, last, b, shift, b_step, past_caches, lines, lanes
 ):  # fmt: skip
@@ -296,6 +330,51 @@ def add_products(y, at_y, a, at_a, b, at_b, count):
         q += 4
     while count - q >= 1:
         _add_product(y, at_y + q, a, at_a + q, b, at_b + q, 1)
+        q += 1
+
+
+@inlined
+def multiply_by(c, at_c, b, at_b, count):
+    """``c[at_c + q] *= b[at_b + q]`` for each ``q`` of `count` elements."""
+    q = np.int64(0)
+    while count - q >= 8:
+        _multiply_by(c, at_c + q, b, at_b + q, 1, 8)
+        q += 8
+    if count - q >= 4:
+        _multiply_by(c, at_c + q, b, at_b + q, 1, 4)
+        q += 4
+    while count - q >= 1:
+        _multiply_by(c, at_c + q, b, at_b + q, 1, 1)
+        q += 1
+
+
+@inlined
+def scale(c, at_c, b, at_b, count):
+    """``c[at_c + q] *= b[at_b]`` for each ``q`` of `count` elements."""
+    q = np.int64(0)
+    while count - q >= 8:
+        _multiply_by(c, at_c + q, b, at_b, 0, 8)
+        q += 8
+    if count - q >= 4:
+        _multiply_by(c, at_c + q, b, at_b, 0, 4)
+        q += 4
+    while count - q >= 1:
+        _multiply_by(c, at_c + q, b, at_b, 0, 1)
+        q += 1
+
+
+@inlined
+def copy(c, at_c, b, at_b, count):
+    """``c[at_c + q] = b[at_b + q]`` for each ``q`` of `count` elements."""
+    q = np.int64(0)
+    while count - q >= 8:
+        _copy(c, at_c + q, b, at_b + q, 8)
+        q += 8
+    if count - q >= 4:
+        _copy(c, at_c + q, b, at_b + q, 4)
+        q += 4
+    while count - q >= 1:
+        _copy(c, at_c + q, b, at_b + q, 1)
         q += 1
 
 

@@ -14,7 +14,7 @@ from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
 from .evaluator import Evaluator
 from .folding import folded
-from .products import ChainProducts, FoldedProducts
+from .products import ChainProducts, FoldedProducts, GroupedProducts
 from .products_with_vectors import INEXACT, WRONG_TANGENTS
 from .terms import NotFoldableError
 from .traced_function import TracedFunction
@@ -75,10 +75,12 @@ def evaluator_of(
     terms = folded_products()
     if terms is not None:
         return terms
-    products = ChainProducts(function)
+    products: Evaluator = ChainProducts(function)
     if not products.pattern.nnz:
         return products
-    cost = _cost_of_products(function)
+    cost, grouped = _cost_of_products(function), GroupedProducts.of(function)
+    if grouped is not None and grouped.cost < cost:
+        cost, products = grouped.cost, grouped
     if method == "products" or any(node.overload in INEXACT for node in function.nodes):
         return folded_products(cost) or products
     colors = coloring(function.pattern)

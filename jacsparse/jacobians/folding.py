@@ -17,7 +17,7 @@ from torch import fx
 from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import index_dtype, row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
-from ..tracing import Operation, Scalar, Value, Values
+from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import NONE, TERMS_PER_ENTRY, Algebra, NotFoldableError, Terms, WeightedSums, terms_at
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
@@ -121,10 +121,8 @@ class _Leaves:
         if edge.shared and (selects or not self._varies(edge, operation)):
             values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
             return terms_at(edge.pattern, coefficient=_transposed(edge, values))
-        # An operator may work on places in one overload alone, as `aten.max` does.
-        overload: Any = operation.overload
-        if not (torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)):
-            selection = self._selection(edge) if self.weights else None
+        if not is_elementwise(edge):
+            selection = selection_of(edge, self.function.trace) if self.weights else None
             if selection is None:
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
             self.selections[edge] = selection
@@ -140,31 +138,6 @@ class _Leaves:
             for each in arguments
             if type(each) in (Scalar, Value)
         )
-
-    def _selection(self, edge: Edge) -> tuple[str, np.ndarray] | None:
-        """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
-
-        None where the entries are no elements of a weight.
-        """
-        trace, call = self.function.trace, LocalJacobian(edge, self.function.trace).call
-        names = edge.rule.pruned_arguments(edge.call)
-        if not edge.shared or len(names) != 1 or names[0] in call.dependent:
-            return None
-        (name,) = names
-        weight = call.arguments[name]
-        if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
-            return None
-
-        def values_of(weight: torch.Tensor) -> torch.Tensor:
-            of_weight = replace(call, arguments={**call.arguments, name: weight})
-            return edge.rule.transposed_values(of_weight, edge.transposed_pattern)[:, 0]
-
-        # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
-        # these from multiples and sums of elements.
-        numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
-        elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), numbered.cos()
-        are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
-        return (name, elements.numpy()) if are_elements else None
 
     def _terms_of(self, edge: Edge, first: int) -> Terms:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
@@ -191,19 +164,13 @@ class _Leaves:
         """The local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""
         function, batch, parts = self.function, self.function.batch, []
         for edge in self.varying:
-            arguments = values.arguments(edge.operation.referenced)
             if edge in self.selections:
+                arguments = values.arguments(edge.operation.referenced)
                 weight = arguments[self.selections[edge][0]].reshape(1, -1)
                 weight = (weight.reciprocal() if _power(edge) == -1 else weight).to(function.x.dtype)
                 parts.append(weight if function.shared else weight.expand(batch, -1))
                 continue
-            name, layout = edge.call.argument, edge.operation.layout
-            assert layout is not None
-            shape = function.trace.tensor(edge.target).shape
-            derivative = elementwise_derivatives(edge.operation.evaluate, arguments, [name], shape)[name]
-            # A function may compute in coarser numbers, as under ``torch.autocast``.
-            of_samples = layout.split(derivative).reshape(batch, -1).to(function.x.dtype)
-            parts.append(of_samples[:1] if function.shared else of_samples)
+            parts.append(derivative_of(function, edge, values))
         return parts
 
     def _coefficient(self, edge: Edge) -> float | None:
@@ -236,6 +203,50 @@ class _Leaves:
             return type(argument) is Scalar
         tensor, info = self.function.trace.tensor(argument.number), self.function.graph.infos[argument.number]
         return not tensor.ndim and tensor.is_floating_point() and not info.dependent
+
+
+def is_elementwise(edge: Edge) -> bool:
+    """Whether an operator works on each place by itself."""
+    # It may do so in one overload alone, as `aten.max` does.
+    overload: Any = edge.operation.overload
+    return torch.Tag.pointwise in getattr(overload, "tags", ()) or edge.rule.elementwise(edge.call)
+
+
+def derivative_of(function: TracedFunction, edge: Edge, values: Values) -> torch.Tensor:
+    """The derivative of an elementwise operator, ``(batch, elements)``, or ``(1, elements)`` where samples share it."""
+    arguments, name, layout = values.arguments(edge.operation.referenced), edge.call.argument, edge.operation.layout
+    assert layout is not None
+    shape = function.trace.tensor(edge.target).shape
+    derivative = elementwise_derivatives(edge.operation.evaluate, arguments, [name], shape)[name]
+    # A function may compute in coarser numbers, as under ``torch.autocast``.
+    of_samples = layout.split(derivative).reshape(function.batch, -1).to(function.x.dtype)
+    return of_samples[:1] if function.shared else of_samples
+
+
+def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
+    """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
+
+    None where the entries are no elements of a weight.
+    """
+    call = LocalJacobian(edge, trace).call
+    names = edge.rule.pruned_arguments(edge.call)
+    if not edge.shared or len(names) != 1 or names[0] in call.dependent:
+        return None
+    (name,) = names
+    weight = call.arguments[name]
+    if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
+        return None
+
+    def values_of(weight: torch.Tensor) -> torch.Tensor:
+        of_weight = replace(call, arguments={**call.arguments, name: weight})
+        return edge.rule.transposed_values(of_weight, edge.transposed_pattern)[:, 0]
+
+    # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
+    # these from multiples and sums of elements.
+    numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
+    elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), numbered.cos()
+    are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
+    return (name, elements.numpy()) if are_elements else None
 
 
 def _transposed(edge: Edge, values: np.ndarray) -> np.ndarray:

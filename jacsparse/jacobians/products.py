@@ -1,22 +1,36 @@
 """Values by products of local Jacobians along paths.
 
 Where the entries fold into sums of local derivatives, and of their products with elements of weights, fused loops
-compute all of them. Else a call multiplies the matrices of the operators in the order of least cost.
+compute all of them. Else a call multiplies the matrices of the operators: where many rows of the Jacobian have the same
+entries, by groups of these from the output to the input, or else in the order of least cost.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from ..codegen import ElementGraph, sums
-from ..tracing import Trace
+from ..patterns import Diagonal, Identity
+from ..runtime import MEMORY_POOL
+from ..spgemm import RowGroups, equal_rows
+from ..stages import Edge, LocalJacobian
+from ..tracing import Scalar, Trace, Value
 from .evaluator import Evaluator
-from .folding import Folded
+from .folding import Folded, derivative_of, is_elementwise, selection_of
 from .fused_values import FusedValues
 from .traced_function import TracedFunction
+from .value_functions import ValueFunction
+
+#: The most entries of a Jacobian whose rows are compared, and the most terms of a plan for groups of them.
+MOST_ENTRIES, MOST_TERMS = 2**26, 2**22
+#: Groups have at least so many rows on average.
+SAME_ROWS = 4
 
 
 class FoldedProducts(Evaluator):
@@ -112,3 +126,164 @@ class ChainProducts(Evaluator):
         # Who replays a graph has looked at the pruned weights.
         records = (self.chain if self.function.replays else self.chain.adapted(trace)).records(trace)
         return trace.in_own_memory(self.chain.products(records, trace.input.detach()).values)
+
+
+class GroupedProducts(Evaluator):
+    """The values of a function's Jacobian by groups of rows with the same entries, from the output to the input.
+
+    A group's rows go through all operators at once, so that no matrix but the Jacobian is in memory as a whole. All
+    samples share the values of each operator whose matrix is not diagonal.
+
+    Parameters
+    ----------
+    function : TracedFunction
+        The function.
+    factors : sequence of Edge
+        The operators whose matrices are not diagonal, from the output to the input.
+    diagonals : sequence of sequence of Edge
+        Those with diagonal matrices: in front of the first factor, and behind each one.
+    groups : RowGroups
+        Those of the product of the factors.
+    """
+
+    name = "products"
+
+    def __init__(
+        self,
+        function: TracedFunction,
+        factors: Sequence[Edge],
+        diagonals: Sequence[Sequence[Edge]],
+        groups: RowGroups,
+    ) -> None:
+        self.function, self.pattern, self._groups = function, function.pattern, groups
+        self._batch = 1 if function.shared else function.batch
+        varying = [edge for edges in diagonals for edge in edges]
+        reads = [value.number for e in varying for value in e.operation.referenced.values() if type(value) is Value]
+        #: What computes the derivatives of the operators with diagonal matrices.
+        self._derivatives = ValueFunction(
+            function, lambda values: [derivative_of(function, edge, values) for edge in varying], reads
+        )
+        self._weights = [_Weights.of(edge, function.trace) for edge in factors]
+        firsts = itertools.accumulate((weights.count for weights in self._weights), initial=0)
+        elements = [first + weights.elements for first, weights in zip(firsts, self._weights, strict=False)]
+        sizes = [edges[0].call.in_size if edges else 0 for edges in diagonals]
+        begins = [*itertools.accumulate(sizes, initial=0)]
+        #: For each derivative, where it begins among those of all factors, and whether it is the first one there.
+        self._places = [
+            (begin, not number) for begin, edges in zip(begins, diagonals, strict=False) for number in range(len(edges))
+        ]
+        self._count = begins[-1]
+        scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
+        self._product = groups.plan(elements, scales, self._batch)
+
+    @classmethod
+    def of(cls, function: TracedFunction) -> GroupedProducts | None:
+        """The values by groups, where the function is a chain of such operators and groups have a few rows or more."""
+        x, factors, diagonals = function.x, list[Edge](), [list[Edge]()]
+        if x.is_cuda or not function.batch or function.pattern.nnz > MOST_ENTRIES:
+            return None
+        for stage in reversed(function.chain.stages):
+            edge = stage.operator
+            # A run tells its pruned weights, which a replay has looked at.
+            if edge is None or (edge.pruned_weights and not function.replays):
+                return None
+            structure = edge.transposed_pattern.structure
+            if isinstance(structure, Identity):
+                continue
+            if isinstance(structure, Diagonal) and is_elementwise(edge):
+                diagonals[-1].append(edge)
+            elif edge.shared:
+                factors.append(edge)
+                diagonals.append([])
+            else:
+                return None
+        firsts, _ = equal_rows(function.pattern)
+        if len(factors) < 2 or SAME_ROWS * len(firsts) > function.pattern.shape[0]:
+            return None
+        try:
+            groups = RowGroups([edge.pattern for edge in factors], most=MOST_TERMS)
+        except ValueError:
+            return None
+        if groups.pattern != function.pattern:
+            return None
+        return cls(function, factors, diagonals, groups)
+
+    @property
+    def details(self) -> str:
+        return f" ({self._groups.count} groups of rows with the same entries)"
+
+    @property
+    def cost(self) -> float:
+        """The cost of a call, in multiply-adds of sparse products."""
+        return self._product.cost
+
+    @property
+    def flop(self) -> int:
+        """Operations of the products for one sample."""
+        return 2 * self._groups.multiply_adds
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the plan, and of the pattern's indices."""
+        return self.pattern.index_nbytes + self._product.nbytes
+
+    def computed(self, trace: Trace) -> torch.Tensor:
+        values = np.concatenate([weights.values(trace) for weights in self._weights])
+        # What it is computed from is gone before the Jacobian takes memory.
+        scales = self._scales(trace, values.dtype)
+        out = MEMORY_POOL.empty((self.pattern.nnz, self._batch), values.dtype)
+        self._product.multiply(values, scales, out)
+        return torch.from_numpy(out)
+
+    def _scales(self, trace: Trace, dtype: np.dtype) -> np.ndarray:
+        """The derivatives of the operators with diagonal matrices, multiplied where several follow one another."""
+        scales = MEMORY_POOL.empty((self._count, self._product.padded), dtype)
+        scales[:, self._batch :] = 1
+        for derivative, (begin, is_first) in zip(self._derivatives(trace), self._places, strict=True):
+            factors = derivative.numpy().T
+            of_samples = scales[begin : begin + len(factors), : self._batch]
+            np.multiply(factors, 1 if is_first else of_samples, out=of_samples)
+        return scales
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """The numbers of which an operator's Jacobian is made, in all samples.
+
+    Attributes
+    ----------
+    elements : ndarray of int
+        For each entry of the Jacobian, which of the numbers it is.
+    name : str or None
+        The argument whose elements the numbers are; None where they are the entries of the transposed Jacobian.
+    constants : ndarray or None
+        The numbers, where they are the same in each run.
+    """
+
+    edge: Edge
+    count: int
+    elements: np.ndarray
+    name: str | None = None
+    constants: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, edge: Edge, trace: Trace) -> _Weights:
+        transposition = edge.transposed_pattern.transposition
+        selection = selection_of(edge, trace)
+        if selection is not None:
+            name, elements = selection
+            return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), elements[transposition], name)
+        others = [each for name, each in edge.operation.referenced.items() if name != edge.call.argument]
+        if any(type(each) in (Scalar, Value) for each in others):
+            return cls(edge, len(transposition), transposition)
+        numbers, elements = np.unique(LocalJacobian(edge, trace).values.numpy()[:, 0], return_inverse=True)
+        return cls(edge, len(numbers), elements[transposition], constants=numbers)
+
+    def values(self, trace: Trace) -> np.ndarray:
+        """The numbers in a run."""
+        if self.constants is not None:
+            return self.constants
+        if self.name is None:
+            return LocalJacobian(self.edge, trace).values.numpy().reshape(-1)
+        weight = trace.elements(self.edge.operation.number_of(self.name)).detach()
+        return weight.to(trace.input.dtype).resolve_neg().numpy().reshape(-1)

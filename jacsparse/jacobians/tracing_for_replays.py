@@ -18,7 +18,18 @@ from torch.utils import _pytree
 from ..decompositions import indices_of, is_sparse
 from ..patterns import UnsupportedOperatorError
 from ..stages import agree, chain_of, refuse_hooks
-from ..tracing import Node, Trace, Value, check_module, memory_of, module_of, name_of, traced, undisturbed, without_autocast
+from ..tracing import (
+    Node,
+    Trace,
+    Value,
+    check_module,
+    memory_of,
+    module_of,
+    name_of,
+    traced,
+    undisturbed,
+    without_autocast,
+)
 from .arguments import Arguments
 from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in

@@ -141,6 +141,8 @@ class ValueFunction:
         for node in alike:
             with graphs[1].inserting_after(last):
                 last = graphs[1].placeholder(f"alike_{node.name}")
+            # Counts of operations read shapes there.
+            last.meta.update(node.meta)
             of_rest[node].replace_all_uses_with(last)
         for graph in graphs:
             graph.eliminate_dead_code()

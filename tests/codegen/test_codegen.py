@@ -114,7 +114,9 @@ def test_kinks_are_those_of_the_program(x: list[float]) -> None:
     expected = by_pytorch(kinks, drawn(1, 6), batched=True).values(at)
     for compile in (False, True):
         prepared = prepare_jacobian(kinks, drawn(1, 6), compile=compile, batched=True)
-        assert torch.equal(prepared.values(at).nan_to_num(7.0), expected.nan_to_num(7.0))
+        # Not every square root of PyTorch's is the nearest number: on some processors the next one is returned.
+        few = 4 * torch.finfo(FLOAT).eps
+        torch.testing.assert_close(prepared.values(at), expected, rtol=few, atol=0.0, equal_nan=True)
 
 
 #: Each operator that loops know, in as few operands as it takes.

@@ -127,6 +127,14 @@ def test_seeds_in_parts(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -
     assert_equal(jacsparse.SparseJacobian(actual.pattern, actual.values.expand(-1, 3)), dense(f, x))
 
 
+def test_seeds_in_parts_print_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "PART", 1)
+    x = drawn(3, 8)
+    prepared = prepare_jacobian(lambda x: (x[:, None] * torch.sin(x)[:, :, None]) @ x[:, :, None], x, batched=True,
+                                method="compressed")  # fmt: skip
+    assert "flop" in repr(prepared)
+
+
 def pair(x: dict[str, torch.Tensor], t: float, p: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Any]:
     return {"a": x["u"][1:] * x["v"] * t, "b": (p[0] * x["u"]).sum(), "c": p[1] * x["v"] ** 2}
 
