@@ -76,7 +76,7 @@ def terms_at(pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient
     most = int(np.max(variable, initial=0))
     types = (index_dtype(0, 0, pattern.shape[1]), index_dtype(most, 0, 0), np.float64)
     arrays = zip((pattern.indices, variable, coefficient), types, strict=True)
-    columns = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
+    columns: list[np.ndarray] = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
     return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns).at(pattern)
 
 
