@@ -36,8 +36,8 @@ INTERNAL = {
         TRAINING_METHODS WORKERS draw_methods""",
     "solvers": "Propagator SOLVERS sequential solver_of",
     "spgemm": """
-        KEYS METHODS Method PACKED PLAN_CACHE Product StripProduct check_limit check_tensor_itself counts fresh_keys
-        matvec meeting multiply_adds planned product_meeting product_pattern spread sum_pattern
+        KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit check_tensor_itself counts
+        equal_rows fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern spread sum_pattern
         unchecked_jacobian""",
     "training": "Leapfrogger check_threads in_eval_mode",
 }
