@@ -19,7 +19,7 @@ from ..codegen import ElementGraph, sums
 from ..patterns import Diagonal, Identity
 from ..runtime import MEMORY_POOL
 from ..spgemm import RowGroups, equal_rows
-from ..stages import Edge, LocalJacobian
+from ..stages import START, Edge, LocalJacobian
 from ..tracing import Scalar, Trace, Value
 from .evaluator import Evaluator
 from .folding import Folded, derivative_of, is_elementwise, selection_of
@@ -198,7 +198,8 @@ class GroupedProducts(Evaluator):
             else:
                 return None
         firsts, _ = equal_rows(function.pattern)
-        if len(factors) < 2 or SAME_ROWS * len(firsts) > function.pattern.shape[0]:
+        # Where all rows are alike, PyTorch's products of full matrices do as much.
+        if len(factors) < 2 or len(firsts) < 2 or SAME_ROWS * len(firsts) > function.pattern.shape[0]:
             return None
         try:
             groups = RowGroups([edge.pattern for edge in factors], most=MOST_TERMS)
@@ -215,7 +216,7 @@ class GroupedProducts(Evaluator):
     @property
     def cost(self) -> float:
         """The cost of a call, in multiply-adds of sparse products."""
-        return self._product.cost
+        return START + self._product.cost
 
     @property
     def flop(self) -> int:
