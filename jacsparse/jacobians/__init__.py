@@ -13,9 +13,10 @@ Which files a call goes through, in order:
     `prepared` compares the arguments' form, and `prepared_program` finds what the function reads. Then `fused_values`
     computes all in one call, or `evaluator` in a replay.
 an evaluator (`evaluators` chooses)
-    `FoldedProducts` (`products`): sums of `terms`, by `folding`. `ChainProducts` (`products`): products of operators'
-    matrices. `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What each computes of
-    a run's values is one graph, of `value_functions`, which `fused_values` makes loops of.
+    `FoldedProducts` (`products`): sums of `terms`, by `folding`. `GroupedProducts` and `ChainProducts` (`products`):
+    products of operators' matrices, by groups of rows with the same entries, or one matrix after the other.
+    `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What each computes of a run's
+    values is one graph, of `value_functions`, which `fused_values` makes loops of.
 ``hessian(f, x)``, ``prepare_hessian(f, x)``
     `hessians`: the same of the function's `Gradient` (`gradients`), with a symmetric pattern and a star colouring.
 ``prepared.save(path)``, ``PreparedJacobian.load(path, f, x)``
