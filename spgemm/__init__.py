@@ -7,7 +7,7 @@ from .methods import METHODS, Method, Product
 from .operands import check_tensor_itself
 from .plan import ProductPlan, check_limit, plan_product, planned
 from .plan_cache import PLAN_CACHE
-from .row_groups import RowGroups, equal_rows
+from .row_groups import RowGroups, rows_alike
 from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
@@ -34,7 +34,6 @@ __all__ = [
     "check_limit",
     "check_tensor_itself",
     "counts",
-    "equal_rows",
     "fresh_keys",
     "matvec",
     "meeting",
@@ -44,6 +43,7 @@ __all__ = [
     "planned",
     "product_meeting",
     "product_pattern",
+    "rows_alike",
     "spread",
     "sum_pattern",
     "unchecked_jacobian",

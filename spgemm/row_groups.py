@@ -77,12 +77,12 @@ def _scale(values, first, last, scales, at, samples):
         multiply_by(values, place, scales, at, samples)
 
 
-def equal_rows(pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
+def rows_alike(pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
     """The first row of each set of rows with the same columns, in order, and for each row the number of its set.
 
     Examples
     --------
-    >>> firsts, sets = equal_rows(Pattern((3, 2), [0, 1, 3, 4], [1, 0, 1, 1]))
+    >>> firsts, sets = rows_alike(Pattern((3, 2), [0, 1, 3, 4], [1, 0, 1, 1]))
     >>> firsts.tolist(), sets.tolist()
     ([0, 1], [0, 1, 0])
     """
@@ -142,7 +142,7 @@ class RowGroups:
             if most is not None and self.terms > most:
                 raise ValueError(f"groups of rows take more than {most:,} terms")
             products = product_pattern(self._columns[-1], factor, work, cache=False)
-            firsts, groups = equal_rows(products)
+            firsts, groups = rows_alike(products)
             self._products.append(products)
             self._columns.append(_rows_at(products, firsts))
             self._of_rows.append(groups[self._of_rows[-1]])
@@ -157,6 +157,10 @@ class RowGroups:
         """The pattern of the last product."""
         return _rows_at(self._columns[-1], self._of_rows[-1])
 
+    def least_cost(self, batch: int) -> float:
+        """What so many samples cost at least, as `GroupedProduct.cost`."""
+        return TERM * self.terms + self.multiply_adds * batch / FASTER
+
     def plan(self, elements: Sequence[np.ndarray], scales: Sequence[int | None], batch: int) -> GroupedProduct:
         """The plan of the products.
 
@@ -169,6 +173,11 @@ class RowGroups:
             columns begin among all scales, and None where it has none. Those of the identity begin at 0.
         batch : int
             The number of samples, one or more.
+
+        Raises
+        ------
+        ValueError
+            Where a group's matrix is larger than the caches, in which the products are to stay.
         """
         rows = np.lexsort(self._of_rows)
         last = np.flatnonzero(np.diff(self._of_rows[-1][rows], prepend=-1))
@@ -268,7 +277,9 @@ class GroupedProduct:
         work: tuple[int, int],
     ) -> None:
         last, sizes, room = levels[-1].firsts, levels[-1].sizes, max(level.room for level in levels)
-        at_once = max(1, min(LANES // int(sizes.max()), MOST_BYTES // (8 * max(1, room))))
+        if 8 * room > MOST_BYTES:
+            raise ValueError(f"a group of rows takes {8 * room:,} bytes; at most {MOST_BYTES:,} stay in the caches")
+        at_once = max(1, min(LANES // int(sizes.max(initial=1)), MOST_BYTES // (8 * max(1, room))))
         self._samples = samples = -(-batch // -(-batch // at_once))
         self.padded = -(-batch // samples) * samples
         self._batch, self._room, self._work, self._term_count = batch, room * samples, work[0] * batch, work[1]

@@ -37,7 +37,7 @@ INTERNAL = {
     "solvers": "Propagator SOLVERS sequential solver_of",
     "spgemm": """
         KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit check_tensor_itself counts
-        equal_rows fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern spread sum_pattern
+        fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern rows_alike spread sum_pattern
         unchecked_jacobian""",
     "training": "Leapfrogger check_threads in_eval_mode",
 }

@@ -78,7 +78,8 @@ def evaluator_of(
     products: Evaluator = ChainProducts(function)
     if not products.pattern.nnz:
         return products
-    cost, grouped = _cost_of_products(function), GroupedProducts.of(function)
+    cost = _cost_of_products(function)
+    grouped = GroupedProducts.of(function, cost)
     if grouped is not None and grouped.cost < cost:
         cost, products = grouped.cost, grouped
     if method == "products" or any(node.overload in INEXACT for node in function.nodes):

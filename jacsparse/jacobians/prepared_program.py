@@ -81,10 +81,13 @@ class PreparedProgram:
             if connected:
                 trace.edges[0] = get_gradient_edge(trace.input)
                 known = {value: trace.elements(value) for value in function.inputs}
-                trace.output = function.connected_output(trace, known)
+                trace.output, connected_values = function.connected_output(trace, known)
             with torch.no_grad():
                 self._check_weights(trace)
                 values = self.evaluator.values(trace)
+            if connected:
+                # In the place of those without gradients that the evaluator leaves.
+                trace.copies |= connected_values
             if connected and every is not None:
                 values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, every).values
             return self._returned(trace, values, connected) if returns else (values, None, None)

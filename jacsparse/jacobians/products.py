@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from ..codegen import ElementGraph, sums
-from ..patterns import Diagonal, Identity
+from ..patterns import Diagonal, Full, Identity
 from ..runtime import MEMORY_POOL
-from ..spgemm import RowGroups, equal_rows
+from ..spgemm import RowGroups, rows_alike
 from ..stages import START, Edge, LocalJacobian
 from ..tracing import Scalar, Trace, Value
 from .evaluator import Evaluator
@@ -177,10 +177,16 @@ class GroupedProducts(Evaluator):
         self._product = groups.plan(elements, scales, self._batch)
 
     @classmethod
-    def of(cls, function: TracedFunction) -> GroupedProducts | None:
-        """The values by groups, where the function is a chain of such operators and groups have a few rows or more."""
+    def of(cls, function: TracedFunction, most: float) -> GroupedProducts | None:
+        """The values by groups, where the function is a chain of such operators and groups have a few rows or more.
+
+        None also where they cost more than `most`, which is known before they are planned.
+        """
         x, factors, diagonals = function.x, list[Edge](), [list[Edge]()]
         if x.is_cuda or not function.batch or function.pattern.nnz > MOST_ENTRIES:
+            return None
+        # Where all rows are alike, PyTorch's products of full matrices do as much.
+        if isinstance(function.pattern.structure, Full):
             return None
         for stage in reversed(function.chain.stages):
             edge = stage.operator
@@ -197,17 +203,19 @@ class GroupedProducts(Evaluator):
                 diagonals.append([])
             else:
                 return None
-        firsts, _ = equal_rows(function.pattern)
-        # Where all rows are alike, PyTorch's products of full matrices do as much.
-        if len(factors) < 2 or len(firsts) < 2 or SAME_ROWS * len(firsts) > function.pattern.shape[0]:
+        if len(factors) < 2:
+            return None
+        firsts, _ = rows_alike(function.pattern)
+        if len(firsts) < 2 or SAME_ROWS * len(firsts) > function.pattern.shape[0]:
             return None
         try:
             groups = RowGroups([edge.pattern for edge in factors], most=MOST_TERMS)
+            least = START + groups.least_cost(1 if function.shared else function.batch)
+            if least >= most or groups.pattern != function.pattern:
+                return None
+            return cls(function, factors, diagonals, groups)
         except ValueError:
             return None
-        if groups.pattern != function.pattern:
-            return None
-        return cls(function, factors, diagonals, groups)
 
     @property
     def details(self) -> str:

@@ -73,11 +73,12 @@ class Terms:
 
 def terms_at(pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0) -> Terms:
     """A matrix of one term for each entry."""
-    most = int(np.max(variable, initial=0))
-    types = (index_dtype(0, 0, pattern.shape[1]), index_dtype(most, 0, 0), np.float64)
-    arrays = zip((pattern.indices, variable, coefficient), types, strict=True)
-    columns: list[np.ndarray] = [np.full(pattern.nnz, each, dtype) for each, dtype in arrays]
-    return Terms(pattern.shape, pattern.indptr.astype(np.int64), *columns).at(pattern)
+    nnz, most = pattern.nnz, int(np.max(variable, initial=0))
+    columns = np.full(nnz, pattern.indices, index_dtype(0, 0, pattern.shape[1]))
+    variables = np.full(nnz, variable, index_dtype(most, 0, 0))
+    coefficients = np.full(nnz, coefficient, np.float64)
+    indptr = pattern.indptr.astype(np.int64)
+    return Terms(pattern.shape, indptr, columns, variables, coefficients).at(pattern)
 
 
 @dataclass(frozen=True)

@@ -130,17 +130,18 @@ class TracedFunction:
         x = trace.input.detach().requires_grad_()
         known = {value: trace.elements(value).detach() for value in self.inputs}
         with torch.enable_grad():
-            y = self.connected_output(trace, known | {0: x})
+            y, _ = self.connected_output(trace, known | {0: x})
         return lambda gradient: gradient_of(y, x, gradient, retain_graph=True).reshape(len(x), -1)
 
-    def connected_output(self, trace: Trace, known: Mapping[int, torch.Tensor]) -> torch.Tensor:
-        """The output, computed from `inputs` with the derivatives of the run; so are the values to keep."""
+    def connected_output(
+        self, trace: Trace, known: Mapping[int, torch.Tensor]
+    ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+        """The output, and the values to keep, computed from `inputs` with the derivatives of the run."""
         output = self.graph.last
         assert output is not None
         values = _Connected(self.graph, known, self.scalars(trace))
         y = values[output.value]
-        trace.copies |= {value: values[value] for value in self.kept}
-        return y if output.active else y.detach()
+        return y if output.active else y.detach(), {value: values[value] for value in self.kept}
 
     def forget(self, *, module: bool = False) -> None:
         """Let go of the run's elements, and on request of the module; what replays ask for then are forms."""

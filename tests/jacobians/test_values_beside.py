@@ -386,3 +386,13 @@ def test_a_symmetric_pattern_of_a_hessian() -> None:
 def test_patterns_that_cannot_be_taken(options: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         prepare_jacobian(torch.exp, drawn(4), batched=False, **options)
+
+
+@pytest.mark.parametrize("first", [4.0, 0.0], ids=["finite", "infinite"])
+@pytest.mark.parametrize("method", ["products", "compressed"])
+def test_gradients_of_aux(method: str, first: float) -> None:
+    f, at = lambda x: (x.sqrt() * x.roll(1), x.sqrt() * 3), torch.ones(3, dtype=FLOAT)
+    prepared = prepare_jacobian(f, at, method=method, has_aux=True, create_graph=True)
+    x = torch.tensor([first, 1.0, 2.0], dtype=FLOAT, requires_grad=True)
+    _, aux = prepared(x)
+    assert torch.equal(*(torch.autograd.grad(each[1:].sum(), x)[0][1:] for each in (aux, f(x)[1])))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import scipy.sparse
 import torch
-from jacsparse.patterns import Pattern
+from jacsparse.patterns import Full, Pattern
 from jacsparse.spgemm import RowGroups
 
 
@@ -58,3 +58,9 @@ def test_more_terms_than_allowed_are_refused() -> None:
     full = Pattern.from_scipy(scipy.sparse.csr_array(np.ones((3, 3))))
     with pytest.raises(ValueError, match="terms"):
         RowGroups([full, full], most=5)
+
+
+def test_groups_that_no_cache_holds_are_refused() -> None:
+    full = Pattern.of(Full(400, 400))
+    with pytest.raises(ValueError, match="a group of rows takes 1,280,000 bytes"):
+        RowGroups([full]).plan([np.arange(400 * 400)], [None, None], 1)
