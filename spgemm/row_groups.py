@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -111,6 +112,11 @@ def _rows_at(pattern: Pattern, rows: np.ndarray) -> Pattern:
     return Pattern.of(Csr(len(rows), pattern.shape[1], indptr, pattern.indices[_entries(pattern, rows)[0]]))
 
 
+def _cost(terms: int, multiply_adds: int) -> float:
+    """The cost of groups' products, in multiply-adds of other sparse products."""
+    return TERM * terms + multiply_adds / FASTER
+
+
 class RowGroups:
     """The groups of rows with the same columns in the products ``A_1``, ``A_1 A_2`` and so on.
 
@@ -157,9 +163,20 @@ class RowGroups:
         """The pattern of the last product."""
         return _rows_at(self._columns[-1], self._of_rows[-1])
 
+    @cached_property
+    def room(self) -> int:
+        """The most elements that the matrices of a group have together, before or after a product."""
+        counts = (np.diff(columns.indptr)[rows] for columns, rows in zip(self._columns, self._of_rows, strict=True))
+        return max(int(np.bincount(self._of_rows[-1], each).max(initial=0)) for each in counts)
+
+    @property
+    def fit_in_caches(self) -> bool:
+        """Whether the matrices of each group do."""
+        return 8 * self.room <= MOST_BYTES
+
     def least_cost(self, batch: int) -> float:
         """What so many samples cost at least, as `GroupedProduct.cost`."""
-        return TERM * self.terms + self.multiply_adds * batch / FASTER
+        return _cost(self.terms, self.multiply_adds * batch)
 
     def plan(self, elements: Sequence[np.ndarray], scales: Sequence[int | None], batch: int) -> GroupedProduct:
         """The plan of the products.
@@ -179,6 +196,10 @@ class RowGroups:
         ValueError
             Where a group's matrix is larger than the caches, in which the products are to stay.
         """
+        if not self.fit_in_caches:
+            raise ValueError(
+                f"a group of rows takes {8 * self.room:,} bytes; at most {MOST_BYTES:,} stay in the caches"
+            )
         rows = np.lexsort(self._of_rows)
         last = np.flatnonzero(np.diff(self._of_rows[-1][rows], prepend=-1))
         levels = [
@@ -190,7 +211,7 @@ class RowGroups:
             _Lines(before, after, *each)
             for (before, after), each in zip(itertools.pairwise(levels), factors, strict=True)
         ]
-        return GroupedProduct(rows, self.pattern, levels, lines, batch, (self.multiply_adds, self.terms))
+        return GroupedProduct(rows, self, levels, lines, batch)
 
 
 class _Level:
@@ -209,8 +230,8 @@ class _Level:
         entries, of_entries = _entries(columns, self.groups)
         ends = row_starts(self.sizes * np.diff(columns.indptr)[self.groups], np.int64)
         begins = ends[np.searchsorted(self.firsts, [*last, len(of_rows)])]
-        #: Where each group's matrix begins in the memory of those that go together; and the largest such memory.
-        self.starts, self.room = ends[:-1] - begins[self.last], int(np.diff(begins).max(initial=0))
+        #: Where each group's matrix begins in the memory of those that go together.
+        self.starts = ends[:-1] - begins[self.last]
         #: For each column that is scaled, its group at the end, its rows, and the place of its scales.
         scaled = slice(0, 0 if scales is None else None)
         self.of_columns, self.widths = self.last[of_entries][scaled], self.sizes[of_entries][scaled]
@@ -270,19 +291,17 @@ class GroupedProduct:
     def __init__(
         self,
         rows: np.ndarray,
-        pattern: Pattern,
+        groups: RowGroups,
         levels: Sequence[_Level],
         lines: Sequence[_Lines],
         batch: int,
-        work: tuple[int, int],
     ) -> None:
-        last, sizes, room = levels[-1].firsts, levels[-1].sizes, max(level.room for level in levels)
-        if 8 * room > MOST_BYTES:
-            raise ValueError(f"a group of rows takes {8 * room:,} bytes; at most {MOST_BYTES:,} stay in the caches")
+        last, sizes, pattern, room = levels[-1].firsts, levels[-1].sizes, groups.pattern, groups.room
         at_once = max(1, min(LANES // int(sizes.max(initial=1)), MOST_BYTES // (8 * max(1, room))))
         self._samples = samples = -(-batch // -(-batch // at_once))
         self.padded = -(-batch // samples) * samples
-        self._batch, self._room, self._work, self._term_count = batch, room * samples, work[0] * batch, work[1]
+        self._batch, self._room = batch, room * samples
+        self._multiply_adds, self._terms = groups.multiply_adds * batch, groups.terms
         #: Groups that are done alike have one template.
         numbers, programs = dict[tuple[bytes, ...], int](), list[list[tuple[np.ndarray, ...]]]()
         templates = np.empty(len(last), np.int64)
@@ -308,7 +327,7 @@ class GroupedProduct:
         term_begins, of_templates = row_starts(counts, np.int64), line_begins[:: len(levels)]
         stops = term_begins[1:] - np.repeat(term_begins[of_templates[:-1]], np.diff(of_templates))
         term_begins = term_begins[of_templates]
-        self._terms = int(np.diff(term_begins).max(initial=0))
+        self._most_terms = int(np.diff(term_begins).max(initial=0))
         wide = templates[order], row_starts(sizes[order], np.int64), pattern.indptr[rows], pattern.indptr[rows + 1]
         of_groups = row_starts(np.bincount(of_places, minlength=len(last)), np.int64)
         self._arrays = (
@@ -329,7 +348,7 @@ class GroupedProduct:
     @property
     def cost(self) -> float:
         """The cost of all samples, in multiply-adds of other sparse products."""
-        return TERM * self._term_count * (self.padded // self._samples) + self._work / FASTER
+        return _cost(self._terms * (self.padded // self._samples), self._multiply_adds)
 
     @property
     def nbytes(self) -> int:
@@ -348,10 +367,10 @@ class GroupedProduct:
         out : ndarray, (nnz, batch)
             What is written.
         """
-        workers, terms = thread_count(), self._terms
+        workers, terms = thread_count(), self._most_terms
         scratch = MEMORY_POOL.empty((workers * 2 * self._room,), out.dtype)
         weights, starts = (MEMORY_POOL.empty((workers * terms,), dtype) for dtype in (out.dtype, np.int32))
-        work = np.arange(workers + 1) * (self._work // (workers * SIMD))
+        work = np.arange(workers + 1) * (self._multiply_adds // (workers * SIMD))
         fixed = workers, self.padded // self._samples, self._samples, self._batch
         memory = values, scales.reshape(-1), scratch, weights, starts, out.reshape(-1)
         run_rows(_multiply, work, *fixed, *self._arrays, *memory)

@@ -80,7 +80,7 @@ def evaluator_of(
         return products
     cost = _cost_of_products(function)
     grouped = GroupedProducts.of(function, cost)
-    if grouped is not None and grouped.cost < cost:
+    if grouped is not None:
         cost, products = grouped.cost, grouped
     if method == "products" or any(node.overload in INEXACT for node in function.nodes):
         return folded_products(cost) or products

@@ -120,7 +120,7 @@ class _Leaves:
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
         if edge.shared and (selects or not self._varies(edge, operation)):
             values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
-            return terms_at(edge.pattern, coefficient=_transposed(edge, values))
+            return terms_at(edge.pattern, coefficient=transposed(edge, values))
         if not is_elementwise(edge):
             selection = selection_of(edge, self.function.trace) if self.weights else None
             if selection is None:
@@ -142,7 +142,7 @@ class _Leaves:
     def _terms_of(self, edge: Edge, first: int) -> Terms:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
-            return terms_at(edge.pattern, variable=_transposed(edge, first + self.selections[edge][1]))
+            return terms_at(edge.pattern, variable=transposed(edge, first + self.selections[edge][1]))
         return terms_at(edge.pattern, variable=np.arange(first, first + edge.pattern.nnz))
 
     def _varying_matrices(self) -> dict[Edge, Terms]:
@@ -249,7 +249,7 @@ def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
     return (name, elements.numpy()) if are_elements else None
 
 
-def _transposed(edge: Edge, values: np.ndarray) -> np.ndarray:
+def transposed(edge: Edge, values: np.ndarray) -> np.ndarray:
     """Values of the transposed Jacobian of an edge, in the order of the Jacobian's entries."""
     pattern = edge.transposed_pattern
     return values if isinstance(pattern.structure, Diagonal) else values[pattern.transposition]

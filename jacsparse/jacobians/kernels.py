@@ -137,7 +137,7 @@ def add_terms(
 def select_terms(
     first, last, indptr, selected, column, variable, coefficient, out_indptr, out_column, out_variable, out_coefficient
 ):  # fmt: skip
-    """The terms where a mask is true; for all rows at once."""
+    """The terms where a mask is true; one call is for all rows."""
     end = 0
     for row in range(first, last):
         for p in range(indptr[row], indptr[row + 1]):
@@ -149,7 +149,7 @@ def select_terms(
 
 @kernel
 def find_entries(first, last, indptr, column, entries, begins):
-    """Where the entries of each row begin, and the terms of each entry; for all rows at once."""
+    """Where the entries of each row begin, and the terms of each entry; one call is for all rows."""
     entry = 0
     for row in range(first, last):
         for p in range(indptr[row], indptr[row + 1]):
@@ -161,7 +161,7 @@ def find_entries(first, last, indptr, column, entries, begins):
 
 @kernel
 def number_entries(first, last, entries, begins, following, numbers, counts):
-    """Numbers of entries, consecutive ones for the first entries of all rows, then for the second ones; serially."""
+    """Numbers of entries: first the first ones of all rows, then the second ones; one call is for all rows."""
     for row in range(first, last):
         for entry in range(entries[row], entries[row + 1]):
             place = entry - entries[row]

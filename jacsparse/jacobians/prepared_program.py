@@ -85,10 +85,9 @@ class PreparedProgram:
             with torch.no_grad():
                 self._check_weights(trace)
                 values = self.evaluator.values(trace)
-            if connected:
+            if connected and every is not None:
                 # In the place of those without gradients that the evaluator leaves.
                 trace.copies |= connected_values
-            if connected and every is not None:
                 values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, every).values
             return self._returned(trace, values, connected) if returns else (values, None, None)
 

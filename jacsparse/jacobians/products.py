@@ -22,7 +22,7 @@ from ..spgemm import RowGroups, rows_alike
 from ..stages import START, Edge, LocalJacobian
 from ..tracing import Scalar, Trace, Value
 from .evaluator import Evaluator
-from .folding import Folded, derivative_of, is_elementwise, selection_of
+from .folding import Folded, derivative_of, is_elementwise, selection_of, transposed
 from .fused_values import FusedValues
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -180,7 +180,7 @@ class GroupedProducts(Evaluator):
     def of(cls, function: TracedFunction, most: float) -> GroupedProducts | None:
         """The values by groups, where the function is a chain of such operators and groups have a few rows or more.
 
-        None also where they cost more than `most`, which is known before they are planned.
+        None also where they do not cost less than `most`, which is mostly known before they are planned.
         """
         x, factors, diagonals = function.x, list[Edge](), [list[Edge]()]
         if x.is_cuda or not function.batch or function.pattern.nnz > MOST_ENTRIES:
@@ -210,12 +210,13 @@ class GroupedProducts(Evaluator):
             return None
         try:
             groups = RowGroups([edge.pattern for edge in factors], most=MOST_TERMS)
-            least = START + groups.least_cost(1 if function.shared else function.batch)
-            if least >= most or groups.pattern != function.pattern:
-                return None
-            return cls(function, factors, diagonals, groups)
         except ValueError:
             return None
+        least = START + groups.least_cost(1 if function.shared else function.batch)
+        if least >= most or not groups.fit_in_caches or groups.pattern != function.pattern:
+            return None
+        grouped = cls(function, factors, diagonals, groups)
+        return grouped if grouped.cost < most else None
 
     @property
     def details(self) -> str:
@@ -261,12 +262,17 @@ class _Weights:
 
     Attributes
     ----------
+    edge : Edge
+        The operator.
+    count : int
+        How many numbers there are.
     elements : ndarray of int
         For each entry of the Jacobian, which of the numbers it is.
     name : str or None
-        The argument whose elements the numbers are; None where they are the entries of the transposed Jacobian.
+        The argument whose elements the numbers are, if they are one's.
     constants : ndarray or None
-        The numbers, where they are the same in each run.
+        The numbers, where they are the same in each run. Without these and a name, the numbers are the entries of the
+        transposed Jacobian.
     """
 
     edge: Edge
@@ -277,16 +283,16 @@ class _Weights:
 
     @classmethod
     def of(cls, edge: Edge, trace: Trace) -> _Weights:
-        transposition = edge.transposed_pattern.transposition
         selection = selection_of(edge, trace)
         if selection is not None:
             name, elements = selection
-            return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), elements[transposition], name)
+            return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), transposed(edge, elements), name)
         others = [each for name, each in edge.operation.referenced.items() if name != edge.call.argument]
         if any(type(each) in (Scalar, Value) for each in others):
-            return cls(edge, len(transposition), transposition)
+            nnz = edge.pattern.nnz
+            return cls(edge, nnz, transposed(edge, np.arange(nnz)))
         numbers, elements = np.unique(LocalJacobian(edge, trace).values.numpy()[:, 0], return_inverse=True)
-        return cls(edge, len(numbers), elements[transposition], constants=numbers)
+        return cls(edge, len(numbers), transposed(edge, elements), constants=numbers)
 
     def values(self, trace: Trace) -> np.ndarray:
         """The numbers in a run."""

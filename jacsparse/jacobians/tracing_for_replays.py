@@ -91,10 +91,10 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
     _check_indices(trace)
     if options.create_graph:
         _check_gradients(trace)
-    kept = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
+    returned_values = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
     if options.result:
         assert graph.last is not None
-        kept.append(graph.last.value)
+        returned_values.append(graph.last.value)
     floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
     varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
     watched = [tensor for tensor in floats if options.pruned and id(tensor) not in places]
@@ -107,7 +107,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             function = TracedFunction(trace, chain, replays=True)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
-    function.kept = tuple(dict.fromkeys(kept))
+    function.kept = tuple(dict.fromkeys(returned_values))
     return TracedProgram(function, dense, tensors, captures, contents, returned)
 
 
@@ -241,10 +241,10 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         what = f"{where}: {effect}, so that no prepared program repeats the call{source}"
         return UnsupportedOperatorError(f"{what}; {remedy}")
 
-    again = in_training = "call jacsparse.jacobian, which runs it each time"
-    module = module_of(f)
+    jacobian, module = "jacsparse.jacobian, which runs it each time", module_of(f)
+    again = in_training = f"call {jacobian}"
     if module is not None and any(part.training for part in module.modules()):
-        in_training = f"call .eval() on the module first, or {again[5:]}"
+        in_training = f"call .eval() on the module first, or {jacobian}"
     graph, made = trace.graph, set[int]()
     varies = {0, *graph.captures}
     for node in graph.nodes:
