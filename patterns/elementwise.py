@@ -88,6 +88,11 @@ class PointwiseRule(_DiagonalRule):
         divides = call.operator == "aten.div" and call.argument == "other"
         return call.operator in ("aten.mul", "aten.div") and not divides and not call.batched
 
+    def reads_of(self, call: Call) -> tuple[str, ...]:
+        # Where the operand is broadcast, the operator runs once more.
+        again = call.in_shape != call.out_shape and not self._is_one(call) and not self.shared(call)
+        return ("input",) if again else self.reads
+
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if self._is_one(call):
             return call.input.new_ones((pattern.nnz, 1))

@@ -226,6 +226,10 @@ class Rule(ABC):
         """Whether all samples share their values, which then do not depend on the input."""
         return False
 
+    def reads_of(self, call: Call) -> tuple[str, ...]:
+        """Those of `reads` that the values of this use are computed from."""
+        return self.reads
+
     def elementwise(self, call: Call) -> bool:
         """Whether each output depends on the operand at its own place alone, once operands are broadcast."""
         return False

@@ -68,8 +68,9 @@ class LocalJacobian:
         edge, operation, path = self.edge, self._operation, self.edge.call.path
         arguments = {**edge.call.arguments, **operation.referenced}
         arguments.pop(edge.call.argument, None)
-        x = self._elements(edge.source, f"{path}.{edge.call.argument}", read="input" in edge.rule.reads)
-        result = self._elements(edge.target, f"{path}: what {operation.name} gave", read="output" in edge.rule.reads)
+        reads = edge.rule.reads_of(edge.call)
+        x = self._elements(edge.source, f"{path}.{edge.call.argument}", read="input" in reads)
+        result = self._elements(edge.target, f"{path}: what {operation.name} gave", read="output" in reads)
         return edge.call.with_tensors(
             arguments=_Arguments(arguments, self._argument),
             input=self._of_samples(x, self._into),

@@ -134,6 +134,19 @@ def test_a_function_that_writes_to_an_argument_runs_once() -> None:
         assert (b - (1 + drawn(3))).abs().amax() <= BOUND
 
 
+def test_a_broadcast_operand_that_is_overwritten_after_its_use() -> None:
+    def normalised(x: torch.Tensor, *, overwrite: bool) -> torch.Tensor:
+        norm = x.square().sum(-1, keepdim=True).sqrt()
+        y = x / norm
+        return y + 0 * norm.add_(1).detach() if overwrite else y
+
+    x = drawn(4, 5)
+    expected = jacsparse.jacobian(lambda x: normalised(x, overwrite=False), x)
+    for _ in range(4):
+        actual = jacsparse.jacobian(lambda x: normalised(x, overwrite=True), x)
+        assert (actual.todense() - expected.todense()).abs().amax() <= BOUND
+
+
 @pytest.mark.parametrize("size", [(3, 2, 5), (1, 4, 3), (5, 5, 2)])
 def test_indices_lie_one_after_the_other(size: tuple[int, ...]) -> None:
     # PyTorch's backward pass of this pooling ends the process, or is wrong, where they do not.

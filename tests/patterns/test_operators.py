@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -19,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.stages import ChainCache, Record, pull_back_all
+from jacsparse.stages import ChainCache, Edge, Record, pull_back_all
 from tests.helpers import autograd_jacobian
 from tests.patterns.operators import OPERATORS, Apply, adaptive_pools, average_pools, convolutions, linears, max_pools
 
@@ -125,11 +126,20 @@ def check_parts(record: Record) -> None:
         assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.transposed_pattern.indices)
         counts = np.concatenate([[], *(np.diff(part.indptr) for part in parts)])
         assert np.array_equal(counts, np.diff(edge.transposed_pattern.indptr))
+        check_reads(record, edge)
         by_bounds = edge.rule.transposed_parts(record.call(edge), edge.transposed_pattern, bounds)
         if by_bounds is not None and rows:
             whole, actual = record.values(edge), torch.cat(list(by_bounds))
             limit = 1e-13 * max(1.0, whole.abs().max().item() if whole.numel() else 0.0)
             assert torch.allclose(actual.expand(whole.shape), whole, rtol=0, atol=limit)
+
+
+def check_reads(record: Record, edge: Edge) -> None:
+    """A rule reads no elements of a tensor that it does not name: these may have been overwritten since."""
+    call, reads = record.call(edge), edge.rule.reads_of(edge.call)
+    others = {name: torch.full_like(getattr(call, name), torch.nan) for name in {"input", "output"} - {*reads}}
+    values = edge.rule.transposed_values(replace(call, **others), edge.transposed_pattern)
+    assert torch.equal(values.nan_to_num(), record.values(edge).nan_to_num())
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
