@@ -189,7 +189,7 @@ class Scan(_OfChain):
             scanner = Scanner(chain, self.schedule, self.memory_limit)
         self._scanners[id(chain)] = scanner
         # Plans may be large: only the last ones stay.
-        while len(self._scanners) > ChainCache.most:
+        while len(self._scanners) > ChainCache.most_graphs:
             self._scanners.popitem(last=False)
         return scanner
 

@@ -1,6 +1,16 @@
 """Elementwise operators: each output depends on the input at its own place, so the Jacobian is a diagonal.
 
 Where the input is broadcast, each row has one entry, in the column that its place was broadcast from.
+
+An operator that ATen tags as pointwise needs no rule of its own. With a formula for its values it is a subclass of
+`_DiagonalRule`, or of `PointwiseRule` where operands are broadcast; `shared` says where it is linear, `reads` what its
+formula reads. Elsewhere there may be more to say of it:
+
+- `jacsparse.codegen.operations` lists what loops compute, of it and of the operator that its backward pass calls;
+  PyTorch computes the others, between the loops.
+- `jacsparse.decompositions.backward_operators` is for what its backward pass calls, which Hessians are made of, where
+  that has no rule; `jacsparse.jacobians.folding` knows which operators multiply by a number.
+- `jacsparse.jacobians.products_with_vectors` is for tangents that differ from its backward pass, as at kinks.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ The product ``C = A B``, weighted by ``G`` on C's pattern, is a trilinear form::
 Its partial derivatives are the product itself, ``∂T/∂g``, and the two gradients ``∂T/∂a = (G Bᵀ)`` on A's pattern and
 ``∂T/∂b = (Aᵀ G)`` on B's. Each is linear in two of the three arguments, and its own gradients are the other two
 derivatives. The same holds for a matrix times a vector, where ``∂T/∂a`` is an outer product at the entries of A.
+
+These are for products that a user takes; ``jacobian(..., create_graph=True)`` has its own in `jacsparse.jacobians`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class Method(ABC):
     #: Whether ``auto`` tries it, in the order of `METHODS`.
     automatic: ClassVar[bool] = False
     #: The name of the method that ``auto`` takes in its place on CUDA devices, where that one's index arrays fit.
-    on_device: ClassVar[str | None] = None
+    device_substitute: ClassVar[str | None] = None
     #: Whether one factor is passed as winners, which are row numbers; `winners` names that factor.
     selects: ClassVar[bool] = False
 

@@ -114,13 +114,13 @@ class ProductPlan:
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):
-            self._on_device.multiply_on_device(left, right, c)
+            self._device_method.multiply_on_device(left, right, c)
         else:
             self._method.multiply(left, right, c)
         return returned
 
     @functools.cached_property
-    def _on_device(self) -> Method:
+    def _device_method(self) -> Method:
         return self._method if self.device_method == self.method else METHODS[self.device_method](self._product)
 
     @functools.cached_property
@@ -295,9 +295,9 @@ def check_limit(memory_limit: int | None) -> int:
 
 def _for_devices(product: Product, limit: int, method: type[Method]) -> type[Method]:
     """What multiplies on CUDA devices in a method's place: lists of pairs for each entry of C, where they fit."""
-    if method.on_device is None or METHODS[method.on_device].index_nbytes(product) > limit:
+    if method.device_substitute is None or METHODS[method.device_substitute].index_nbytes(product) > limit:
         return method
-    return METHODS[method.on_device]
+    return METHODS[method.device_substitute]
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:

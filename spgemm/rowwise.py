@@ -68,7 +68,7 @@ class Rowwise(Method):
 
     name = "rowwise"
     automatic = True
-    on_device: ClassVar[str | None] = "merge"
+    device_substitute: ClassVar[str | None] = "merge"
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:

@@ -91,7 +91,7 @@ class Slots(Method):
 
     name = "slots"
     automatic = True
-    on_device: ClassVar[str | None] = "merge"
+    device_substitute: ClassVar[str | None] = "merge"
 
     @classmethod
     def _slot_dtype(cls, product: Product) -> np.dtype:
@@ -184,7 +184,7 @@ class Select(Slots):
 
     name = "select"
     automatic = selects = True
-    on_device = None
+    device_substitute = None
 
     @classmethod
     def obstacle(cls, product: Product) -> str | None:

@@ -60,7 +60,7 @@ def _without_recent_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests whose functions have one code would share programs, and the trials to make them.
     importlib.import_module("jacsparse.stages.chain_cache")._RECENT.clear()
     # So that few calls of a function take all ways to its Jacobian.
-    monkeypatch.setattr("jacsparse.jacobians.evaluation.BEFORE", 1)
+    monkeypatch.setattr("jacsparse.jacobians.unprepared.BEFORE", 1)
 
 
 # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import functools
 import importlib
 import pkgutil
 import re
@@ -125,3 +126,29 @@ def test_public_names_have_examples() -> None:
     for name in jacsparse.__all__:
         thing = getattr(jacsparse, name)
         assert getattr(thing, "__doc__", None), name
+
+
+#: What says where to look in the code: whose names in backticks are to exist.
+MAPS = ("CONTRIBUTING.md", *(f"jacsparse/{room}/__init__.py" for room in ("jacobians", "stages", "tracing")))
+
+
+@functools.cache
+def names_in_code() -> set[str]:
+    """All names that the library defines, and those of its files and folders."""
+    names = set[str]()
+    for folder in ("jacsparse", "patterns", "spgemm", "models", "benchmarks", "docs", "tests", ".ci"):
+        for path in (ROOT / folder).rglob("*"):
+            names |= {path.name, path.stem, *path.relative_to(ROOT).parts}
+            if path.suffix in (".py", ".cu"):
+                names |= set(re.findall(r"\w+", path.read_text(encoding="utf-8")))
+    return names | {path.name for path in ROOT.iterdir()}
+
+
+@pytest.mark.parametrize("page", MAPS)
+def test_maps_name_what_exists(page: str) -> None:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    text = text if page.endswith(".md") else text.split('"""')[1]
+    quoted = [words for words in re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text) if re.fullmatch(r"[\w./]+", words)]
+    assert len(quoted) > 10
+    unknown = {part for words in quoted for part in re.findall(r"\w+", words)} - names_in_code()
+    assert not unknown

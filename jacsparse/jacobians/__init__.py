@@ -1,34 +1,78 @@
 """Sparse Jacobians and Hessians of functions, their patterns, prepared ones, and their comparison with autograd.
 
-Which files a call goes through, in order:
+**Which files a call goes through.** For what a graph, a trace, a program and a chain are, see the heads of
+`jacsparse.tracing` and `jacsparse.stages`.
 
 ``jacobian(f, x)``
     `options` and `arguments` check what was passed, `flat_function` makes `f` a module of one flat tensor, and
-    `evaluation` runs it. The run's graph has a `Plan`: first the chain of local Jacobians is multiplied, later an
-    evaluator's values are taken. `differentiable` gives values gradients.
+    `unprepared` runs it. `ChainCache.of_run` finds the run's graph, with its chain of local Jacobians, or makes both.
+    The graph's `JacobianPlan` has the chain multiplied in the first runs; then it looks for a cheaper way (`choice`),
+    whose `Evaluator.values` are those of later runs.
 ``prepare_jacobian(f, x)``
-    `prepared` asks `tracing_for_replays` for a run that can be replayed, a `TracedFunction`, and `evaluators` for the
-    way to its values; a `PreparedProgram` is both. The result is compared with `f`.
+    `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
+    finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
+    `PreparedJacobian` (`prepared`) has one, and others for other numbers among the arguments. It is compared with `f`.
 ``prepared(x)``
-    `prepared` compares the arguments' form, and `prepared_program` finds what the function reads. Then `fused_values`
-    computes all in one call, or `evaluator` in a replay.
-an evaluator (`evaluators` chooses)
+    `PreparedJacobian._evaluated` takes the first of these ways that applies:
+
+    1. `PreparedProgram.values_of_memory`, a call of `FusedValues`, where all arguments are tensors with axes, loops
+       compute all of the values, and nothing is returned beside them.
+    2. Once `_checked` has compared the arguments' form, and `_program` found the program for the numbers among them,
+       the same loops in `PreparedProgram.__call__`.
+    3. A replay there: `Trace.replayed`, in which values are computed when they are asked for, and `Evaluator.values`.
+
+    Values that are not finite as products are those of backward passes: `Evaluator.finite`.
+an evaluator (`evaluator_of` says which one)
     `FoldedProducts` (`products`): sums of `terms`, by `folding`. `GroupedProducts` and `ChainProducts` (`products`):
     products of operators' matrices, by groups of rows with the same entries, or one matrix after the other.
     `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What each computes of a run's
     values is one graph, of `value_functions`, which `fused_values` makes loops of.
+``create_graph=True``
+    Gradients of values do not depend on how the values were computed: `differentiable` takes PyTorch's second
+    derivatives of the run, to which `unprepared` and, for a replay, `TracedFunction.connected_output` connect them.
 ``hessian(f, x)``, ``prepare_hessian(f, x)``
     `hessians`: the same of the function's `Gradient` (`gradients`), with a symmetric pattern and a star colouring.
 ``prepared.save(path)``, ``PreparedJacobian.load(path, f, x)``
     `saved_programs` has what was decided, as arrays; loading traces `f` again, and compares the digests.
 ``jacobian_pattern(f, x)``, ``verify(f, x)``
     `sparsity`; `verification`, on `edge_matrices`.
+
+**What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and differ from the run that a
+graph was made in at the first call that is another one (`Followed`). Calls of a prepared Jacobian do not run `f`: they
+read its parameters and buffers by their names, and take all else that it reads for constant; what of that has changed
+since, only `PreparedJacobian.check` finds.
+
+======================================  ==============================================  ==============================
+what may differ                         in a run                                        in a prepared call
+======================================  ==============================================  ==============================
+elements that were overwritten          `Trace.elements` computes them anew, or raises  the same
+weights that were zero                  `Chain.adapted`                                 `PreparedProgram._check_weights`
+elements of indices and masks           `Followed`, by `Node.contents`                  `PreparedProgram._captures`
+numbers                                 `JacobianPlan._by_chosen`                       `PreparedJacobian._program`
+shapes, dtypes, autocast                `Followed`                                      `PreparedJacobian._checked`
+rules that were registered since        `ChainCache.of_run` drops its graphs            nothing
+======================================  ==============================================  ==============================
+
+**Where memory is bounded.** At once: `PART_BYTES` of tangents in `compressed` and of rows in `edge_matrices`;
+`MOST_SCRATCH` of `fused_values`; in `stages` `GRADIENT_BYTES`, `KEY_BYTES`, `Chain._check_size`, which refuses what no
+memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by
+samples and strips; `MOST_BYTES` of groups of rows and `MEMORY_LIMIT` of indices in `spgemm`. Beyond others an evaluator
+is not taken: `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS` (`products`).
+Kept for later calls: `ChainCache.most_graphs`, `MOST_PROGRAMS`, `PLAN_CACHE` and `MEMORY_POOL`, and `LIMIT` of the disk
+cache. What PyTorch's operators take in the run is bounded by nothing.
+
+**What differs on a GPU.** Nothing is folded, grouped or compiled: a prepared call is a replay, by `ChainProducts` or
+`Compressed`, chosen by the costs of CPUs. Patterns, colourings, orders and plans are made on the CPU, and their arrays
+copied once (`uploaded`). Products are `Method.multiply_on_device`, all samples at once, and some methods have a
+`device_substitute`; values of rules have kernels of their own (`value_kernels_cuda` in `patterns`). Code asks
+`on_device` where it launches kernels, which tests emulate, and ``Tensor.is_cuda`` where PyTorch alone does the work.
+Each call waits for the device where it compares elements, or looks whether all are finite.
 """
 
-from .evaluation import jacobian
 from .hessians import PreparedHessian, hessian, prepare_hessian
 from .prepared import PreparedJacobian, prepare_jacobian
 from .sparsity import hessian_pattern, jacobian_pattern
+from .unprepared import jacobian
 from .verification import Verification, VerificationError, verify
 
 __all__ = [

@@ -25,7 +25,7 @@ from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 #: Bytes that a pass with many seeds may compute at once: tangents of all operators, if none were freed.
-PART = 2**27
+PART_BYTES = 2**27
 #: On a CPU, a pass computes at once at most half as many bytes as the values have, but each of its calls this many on
 #: average: calls for less take longer than they compute.
 CALL_BYTES = 3 * 2**17
@@ -46,12 +46,14 @@ class Compressed(Evaluator):
         directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
         count = sum(len(of_colors) for of_colors, *_ in directions)
         # What does not depend on the input is computed once for all seeds.
-        width = max(1, x.element_size() * sum(map(function.elements, function.nodes)))
-        part = PART
+        width = max(1, x.element_size() * sum(map(function.element_count, function.nodes)))
+        part = PART_BYTES
         if not (compile or x.is_cuda):
-            part = min(PART, max(CALL_BYTES * len(function.nodes), x.element_size() * math.prod(self._shape) // 2))
+            part = min(
+                PART_BYTES, max(CALL_BYTES * len(function.nodes), x.element_size() * math.prod(self._shape) // 2)
+            )
         # Two small parts would not pay.
-        together = count * width <= min(PART, 2 * part)
+        together = count * width <= min(PART_BYTES, 2 * part)
         most = count if together else max(1, part // width)
         groups = [directions] if together else [[direction] for direction in directions]
         self._passes = [_Pass(function, each, most) for each in groups if each]

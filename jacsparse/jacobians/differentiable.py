@@ -1,12 +1,16 @@
 """Values with gradients: those of a run, whose backward pass takes PyTorch's second derivatives of that run.
 
-A weighting ``W`` of the values is a sum over the colours of the pattern,
+How the values themselves were computed plays no part. A weighting ``W`` of them is a sum over the pattern's colours,
 
     Σ_ij W_ij J_ij = Σ_c u_cᵀ J v_c,
 
 where a colour of columns has its columns in ``v_c`` and its weights, each in its row, in ``u_c``; a colour of rows has
 its rows in ``u_c`` and its weights in ``v_c``. PyTorch's backward pass gives ``Jᵀ u_c``, and a second one the gradient
 of its product with ``v_c``. Forward mode would need a third derivative of operators that have no formula for tangents.
+
+The run has to be connected, by autograd's graph, to what gradients go to: `unprepared` runs the function so, and
+`TracedFunction.connected_output` computes it once more for a replay. Gradients of products of matrices that a user
+multiplies are in `spgemm.gradients`.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ class _WeightedSum:
 
     def __init__(self, jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> None:
         self._pattern, self._entries, self._samples = jacobian.pattern, entries, jacobian.batch
-        start = trace.edge(0)
+        start = trace.gradient_edge(0)
         assert start is not None
         self._start, self._output = start, trace.output
         #: What gradients go to; that of `x` is the one of the run's copy of it.

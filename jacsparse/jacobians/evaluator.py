@@ -20,7 +20,7 @@ class Evaluator(ABC):
     Attributes
     ----------
     name : str
-        The method's name.
+        The method's name, as a user asks for it; several ways have the name ``products``.
     function : TracedFunction
         The function.
     pattern : Pattern
@@ -42,17 +42,18 @@ class Evaluator(ABC):
 
         Those that are not finite as products are computed by backward passes.
         """
-        x, fused = trace.input, self.fused
-        if fused is not None:
-            values, are_finite = fused.of(trace)
+        if self.fused is not None:
+            values, are_finite = self.fused.of(trace)
         else:
             values = self.computed(trace)
             # A function may return coarser numbers, as under ``torch.autocast``.
-            values = values if values.dtype is x.dtype else values.to(x.dtype)
+            values = values.to(trace.input.dtype)
             are_finite = bool(self.function.chain.registered_values) or all_finite(values)
-        if are_finite:
-            return values
-        return with_backward_passes(values, self.pattern, len(x), self.function.pull_back(trace))
+        return values if are_finite else self.finite(values, trace)
+
+    def finite(self, values: torch.Tensor, trace: Trace) -> torch.Tensor:
+        """Values of which those that are not finite as products are those of backward passes."""
+        return with_backward_passes(values, self.pattern, len(trace.input), self.function.pull_back(trace))
 
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:

@@ -156,7 +156,7 @@ class _Leaves:
         for part in dict.fromkeys(parts):
             firsts[part] = first
             first += part.meta["val"].shape[1]
-        computed.keep(list(firsts))
+        computed.return_only(list(firsts))
         self.algebra.variables = first
         return {edge: self._terms_of(edge, firsts[part]) for edge, part in zip(self.varying, parts, strict=True)}
 

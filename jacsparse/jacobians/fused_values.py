@@ -40,7 +40,7 @@ ELEMENT = 10
 #: Bytes at multiples of which memories begin.
 ALIGNMENT = 64
 #: The most bytes of scratch memory that are kept between calls.
-KEPT = 2**20
+MOST_SCRATCH = 2**20
 
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
@@ -98,7 +98,7 @@ class FusedValues:
         except (UnreadableWriteError, MixedDtypesError):
             fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
         self._make_table(fusion, inputs)
-        arrays = [loop.runs for loop in fusion.loops] + [each for each in self._kept if isinstance(each, torch.Tensor)]
+        arrays = [loop.runs for loop in fusion.loops] + [each for each in self._alive if isinstance(each, torch.Tensor)]
         #: Bytes of what it holds for all calls.
         self.nbytes = sum(array.nbytes for array in arrays)
         if compile:
@@ -131,7 +131,7 @@ class FusedValues:
             if not memory.of_tile:
                 offsets[memory.dtype] = self._bytes
                 self._bytes += -(-count * memory.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        fixed, left, self._kept = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
+        fixed, left, self._alive = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
@@ -145,7 +145,7 @@ class FusedValues:
             elif isinstance(source, Scratch):
                 self._scratch.append((slot, offsets[source.dtype]))
             elif isinstance(source, torch.Tensor):
-                self._kept.append(source)
+                self._alive.append(source)
                 address = source.data_ptr()
             elif isinstance(source, fx.Node):
                 left.append(source)
@@ -201,7 +201,7 @@ class FusedValues:
         else:
             self._code.run(table)
         are_finite = not table[-1]
-        if self._bytes <= KEPT:
+        if self._bytes <= MOST_SCRATCH:
             self._free.append((table, scratch))
         return out, are_finite
 

@@ -1,4 +1,9 @@
-"""Hessians: symmetric Jacobians of gradients."""
+"""Hessians: symmetric Jacobians of gradients.
+
+The pattern is that of a `Gradient`'s Jacobian, as any function's: its run makes the calls of the function and those of
+autograd's backward pass, each of which has a rule or is decomposed. Of that, `symmetric_part` keeps the entries whose
+mirror images are entries too: where one of a pair is certainly zero, so is the other. A star colouring is of that part.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +17,11 @@ from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
 from .arguments import Arguments
 from .colorings import Coloring, SymmetricPart, star_coloring, symmetric_part
-from .evaluation import jacobian_and_returned
 from .gradients import Gradient
 from .options import Keywords, Options, PreparationKeywords, with_parts
 from .prepared import PreparedJacobian, Result
 from .prepared_program import Evaluated
+from .unprepared import jacobian_and_returned
 
 
 class PreparedHessian(PreparedJacobian[Result]):

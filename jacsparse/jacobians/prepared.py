@@ -17,18 +17,18 @@ from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import agree
 from ..tracing import name_of, undisturbed, without_saving_hooks
 from .arguments import Arguments
+from .choice import evaluator_of
 from .colorings import Coloring, coloring
-from .evaluation import jacobian_and_returned
-from .evaluators import evaluator_of
 from .flat_function import FlatFunction, run_once
 from .options import Options, PreparationKeywords, with_parts
 from .prepared_program import Evaluated, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import traced_program
+from .unprepared import jacobian_and_returned
 from .verification import VerificationError, error_of_product, tolerance_for
 
 #: The most programs of one prepared Jacobian, for other numbers among the arguments.
-MOST = 8
+MOST_PROGRAMS = 8
 
 
 #: What a call returns: a SparseJacobian, or a tuple that begins with one.
@@ -41,7 +41,8 @@ class PreparedJacobian(Generic[Result]):
     It trusts its program: a call does not run the function. Parameters and buffers of a module are read by their names,
     other tensors that the function reads are those that it read when it was prepared. Where a number among the
     arguments is no factor or term but decides what the function does, as by ``math.sin`` or a comparison, another one
-    makes a program of its own. `check` compares with the function itself. Any number of threads may call it.
+    makes a program of its own. `check` compares with the function itself: a call does not see that attributes, globals,
+    the mode of a module or registered rules are others than when it was prepared. Any number of threads may call it.
 
     Attributes
     ----------
@@ -161,7 +162,7 @@ class PreparedJacobian(Generic[Result]):
                 "it was prepared: prepare one for these"
             )
         numbers = arguments.numbers_but(traced.tensors)
-        self._programs = [*self._programs[1 - MOST :], (kinds, numbers, program)]
+        self._programs = [*self._programs[1 - MOST_PROGRAMS :], (kinds, numbers, program)]
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:

@@ -69,22 +69,24 @@ class PreparedProgram:
         captures = self._captures(arguments.leaves)
         read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
         connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
-        if self._in_one_call is not None and not returns and not connected:
-            values, are_finite = self._in_one_call({0: arguments.memory(), **captures})
+        computed: torch.Tensor | None = None
+        if self._without_trace is not None and not returns and not connected:
+            computed, are_finite = self._without_trace({0: arguments.memory(), **captures})
             if are_finite:
-                return values, None, None
+                return computed, None, None
         function, x = self.traced.function, arguments.flat(connected=connected)
         x = requiring_gradient(x) if connected else x
         before, traced_input = function.trace, x.view_as(x) if connected else x
         trace = Trace.replayed(function.graph, before.module, traced_input, captures, before.scalars)
         with torch.set_grad_enabled(connected), without_autocast(x.device):
             if connected:
-                trace.edges[0] = get_gradient_edge(trace.input)
+                trace.gradient_edges[0] = get_gradient_edge(trace.input)
                 known = {value: trace.elements(value) for value in function.inputs}
                 trace.output, connected_values = function.connected_output(trace, known)
             with torch.no_grad():
                 self._check_weights(trace)
-                values = self.evaluator.values(trace)
+                evaluator = self.evaluator
+                values = evaluator.values(trace) if computed is None else evaluator.finite(computed, trace)
             if connected and every is not None:
                 # In the place of those without gradients that the evaluator leaves.
                 trace.copies |= connected_values
@@ -96,10 +98,10 @@ class PreparedProgram:
 
         `memory` holds the elements of what the function is differentiated by, and no leaf is a number.
         """
-        if self._in_one_call is None or self.unpruned_pattern is not None:
+        if self._without_trace is None or self.unpruned_pattern is not None:
             return None
         captures = self._captures(leaves) if self.traced.captures else {}
-        values, are_finite = self._in_one_call({**captures, 0: memory})
+        values, are_finite = self._without_trace({**captures, 0: memory})
         return values if are_finite else None
 
     def _captures(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
@@ -162,7 +164,7 @@ class PreparedProgram:
             )
 
     @cached_property
-    def _in_one_call(self) -> FusedValues | None:
+    def _without_trace(self) -> FusedValues | None:
         """What computes the values without a trace; None where something has to be looked at in one."""
         fused, function = self.evaluator.fused, self.traced.function
         looks = self.watched or function.chain.registered_values

@@ -28,7 +28,7 @@ from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
 #: The most entries of a Jacobian whose rows are compared, and the most terms of a plan for groups of them.
-MOST_ENTRIES, MOST_TERMS = 2**26, 2**22
+MOST_ENTRIES, MOST_PLAN_TERMS = 2**26, 2**22
 #: Groups have at least so many rows on average.
 SAME_ROWS = 4
 
@@ -209,7 +209,7 @@ class GroupedProducts(Evaluator):
         if len(firsts) < 2 or SAME_ROWS * len(firsts) > function.pattern.shape[0]:
             return None
         try:
-            groups = RowGroups([edge.pattern for edge in factors], most=MOST_TERMS)
+            groups = RowGroups([edge.pattern for edge in factors], most=MOST_PLAN_TERMS)
         except ValueError:
             return None
         least = START + groups.least_cost(1 if function.shared else function.batch)

@@ -31,7 +31,7 @@ _ELEMENTWISE = (
 #: element of all lines, those of `scatter_reduce` ignore elements, those of `cholesky_inverse` are of another function.
 WRONG_TANGENTS = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten.cholesky_inverse.default)
 #: Those with products that are cheaper than backward passes alone; gradients of many at once are wrong for `cdist`.
-INEXACT = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten._cdist_forward.default)
+NOT_COMPRESSED = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten._cdist_forward.default)
 
 #: All have the arguments input, weight, bias, running_mean, running_var, training, momentum and one for rounding.
 _NORMALISATIONS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)

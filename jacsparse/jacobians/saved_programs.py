@@ -14,10 +14,10 @@ from ..patterns import Pattern
 from ..runtime import read_archive, write_archive
 from ..tracing import name_of
 from .arguments import Arguments
+from .choice import evaluator_of
 from .colorings import Coloring
 from .compressed import Compressed
 from .evaluator import Evaluator
-from .evaluators import evaluator_of
 from .options import Options
 from .prepared_program import PreparedProgram
 from .tracing_for_replays import TracedProgram

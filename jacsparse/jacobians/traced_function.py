@@ -119,7 +119,7 @@ class TracedFunction:
         """Whether the number at a place may be another in later runs."""
         return self.numbers_vary and place in self.scalar_dtypes
 
-    def elements(self, node: Node) -> int:
+    def element_count(self, node: Node) -> int:
         """The number of elements that a call computes."""
         return sum(self.trace.tensor(value).numel() for value in node.results)
 

@@ -80,7 +80,7 @@ class ValueFunction:
         every: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
         return every[: len(every) - len(self._kept)]
 
-    def keep(self, outputs: Sequence[fx.Node]) -> None:
+    def return_only(self, outputs: Sequence[fx.Node]) -> None:
         """Return these results of calls alone."""
         node = self.graph.graph.output_node()
         every: Any = node.args[0]

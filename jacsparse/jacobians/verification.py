@@ -18,8 +18,8 @@ from ..stages import Chain, Edge, Record, Run, refuse_hooks
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
-from .evaluation import recent_graphs
 from .flat_function import module_and_batch, run_once
+from .unprepared import chains_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -169,7 +169,7 @@ def verify(
     memory = check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        chain, run = recent_graphs(f, pruned).of_run(module, x)
+        chain, run = chains_of(f, pruned).of_run(module, x)
         refuse_hooks(run.records)
         if tolerance is None:
             edges = ((record, edge) for record in run.records for edge in record.stage.edges)

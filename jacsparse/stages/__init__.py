@@ -1,4 +1,26 @@
-"""A program as a chain of stages, and the matrices of stages by vertex elimination."""
+"""A program as a chain of stages, and the matrices of stages by vertex elimination.
+
+**The words.** An `Edge` is one operand of an operation, which has a local Jacobian: a `Rule` of `jacsparse.patterns`
+gives its pattern, and its values for a `Call`. A `Stage` is what lies between two cuts of a program (`cutting`): one
+operation or a few. A `Chain` is all stages of a program; `chain_cache` finds that of an earlier run. In a trace, an
+edge is a `LocalJacobian`, and a stage a `Record`: these have values. Matrices are transposed, so that their rows are
+inputs.
+
+**In which order they are multiplied.** `best_order` (`order`) compares the parenthesisations of the stages by the costs
+at the head of that file and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the cheapest
+one. `accumulated` makes it an `Accumulation` of products and sums; in a stage of several operators, `eliminate` takes
+the vertex of the fewest multiply-adds next. The chain's pattern is that of the accumulation.
+
+**How they are computed.** `Accumulation.run` asks for the values of edges, which are those of `LocalJacobian`: the
+rule's, or PyTorch's derivative where the rule has none. `last_products` goes by strips where products are large,
+`infinite_entries` mends what is not finite, by backward passes (`graph_gradients`).
+
+**Another kind of step** is a name of `Order.how`: a case in ``Order.__str__``, a candidate in `_cheapest`, with its
+cost, and a case in `accumulated`. If what it computes is neither a product nor a sum, it is also a subclass of
+`_Matrix`, that a method of `Accumulation` adds and `Accumulation.run` computes. ``backward`` and `Pulled` are the
+example: one pass of the operators' own backward for an interval. Steps within folded entries are `WeightedSums` of
+`jacsparse.jacobians.terms`.
+"""
 
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, is_light, matrix_of
 from .balance import boundaries

@@ -38,7 +38,7 @@ FULL = 0.3
 #: How many multiply-adds with a full matrix take the time of one of two sparse matrices: less than was measured.
 FASTER = 12
 #: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
-LARGE = 500_000
+LARGE_PRODUCT = 500_000
 
 #: A matrix by its number in an `Accumulation`, or in another representation.
 Matrix = TypeVar("Matrix")
@@ -79,12 +79,12 @@ class _Product(_Matrix):
     def is_large(self) -> bool:
         """Whether it takes many multiply-adds of a sparse and a full matrix."""
         left, right = self.factors
-        return self.multiplies_full and left.nnz * right.shape[1] >= LARGE
+        return self.multiplies_full and left.nnz * right.shape[1] >= LARGE_PRODUCT
 
     @property
     def moves(self) -> bool:
         """Whether it mostly moves and scales values, and many."""
-        return 10 * self.stored.nnz >= LARGE and self.multiply_adds <= 2 * self.stored.nnz
+        return 10 * self.stored.nnz >= LARGE_PRODUCT and self.multiply_adds <= 2 * self.stored.nnz
 
     @cached_property
     def plan(self) -> ProductPlan:
@@ -170,7 +170,7 @@ class Accumulation:
         stored = Pattern.of(Full(*pattern.shape)) if full else pattern
         return self._append(_Sum(pattern, stored, tuple(terms), patterns))
 
-    def pull_back(self, key: Hashable, right: int, pattern: Pattern) -> int:
+    def add_pulled(self, key: Hashable, right: int, pattern: Pattern) -> int:
         """Add the product of the operators of a key and a matrix, which their own backward computes."""
         if not isinstance(self.matrices[right].stored.structure, Full):
             right = self.add([right], full=True)
@@ -217,7 +217,10 @@ class Accumulation:
                 assert pull is not None
                 columns = operands[0].reshape(*self.matrices[matrix.operands[0]].stored.shape, operands[0].shape[1])
                 return pull(matrix.key, columns).flatten(0, 1)
-            return matrix.plan.multiply(*operands) if isinstance(matrix, _Product) else matrix.plan.add(operands)  # type: ignore[no-any-return]
+            if isinstance(matrix, _Product):
+                return matrix.plan.multiply(*operands)
+            assert isinstance(matrix, _Sum), type(matrix)
+            return matrix.plan.add(operands)
 
         compute = partial(self._computed, value=value, last_use=last_use)
         values = compute([number for number in order if number not in large], {}, needed=read)

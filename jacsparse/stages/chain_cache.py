@@ -27,10 +27,14 @@ class Run(NamedTuple):
 
 
 class ChainCache:
-    """The graphs of recent runs, with their chains, of which one is used again where a run makes the same calls."""
+    """The graphs of recent runs, with their chains, of which one is used again where a run makes the same calls.
+
+    `jacsparse.tracing` says when it does. A chain is replaced where pruned weights changed, and with it what was
+    planned for it; all go where a rule is registered.
+    """
 
     #: The most graphs in the cache.
-    most = 8
+    most_graphs = 8
 
     def __init__(self, *, pruned: bool = True, couples: bool = False) -> None:
         self.pruned, self.couples = pruned, couples
@@ -56,13 +60,13 @@ class ChainCache:
         """The chain of a trace's graph, from the cache where an earlier run has made it, and each stage's record."""
         graph = trace.graph
         with self._lock, without_autocast(trace.input.device):
-            chain = graph.cache.get(self.pruned)
+            chain = graph.chains.get(self.pruned)
             if chain is None:
                 chain = chain_of(trace, pruned=self.pruned, couples=self.couples)
             # Weights that were zero when the patterns were made may have changed since.
-            chain = graph.cache[self.pruned] = chain.adapted(trace)
+            chain = graph.chains[self.pruned] = chain.adapted(trace)
             if graph not in self._graphs[:1]:
-                self._graphs = [graph, *(each for each in self._graphs if each is not graph)][: self.most]
+                self._graphs = [graph, *(each for each in self._graphs if each is not graph)][: self.most_graphs]
             return chain, chain.records(trace)
 
     def of(self, module: nn.Module, x: torch.Tensor, *, by_autograd: bool = True) -> tuple[Chain, Run]:
@@ -80,7 +84,7 @@ class ChainCache:
 
 
 #: The most modules and functions in `_RECENT`.
-_MOST = 32
+_MOST_OWNERS = 32
 
 #: The caches that `recent_chains` was last asked for, by whose they are and by its options.
 _RECENT: weakref.WeakKeyDictionary[Any, dict[tuple[bool, bool, str], ChainCache]] = weakref.WeakKeyDictionary()
@@ -100,7 +104,7 @@ def recent_chains(
         caches = _RECENT.get(owner)
         if caches is None:
             caches = _RECENT[owner] = {}
-            while len(_RECENT) > _MOST:
+            while len(_RECENT) > _MOST_OWNERS:
                 del _RECENT[next(iter(_RECENT))]
         if key not in caches:
             caches[key] = ChainCache(pruned=pruned, couples=couples)

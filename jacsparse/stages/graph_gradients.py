@@ -42,7 +42,7 @@ def pull_back(
         raised where one does, or may; the message begins with the stage's path.
     """
     trace, last = records[0].trace, records[0]
-    output = trace.edge(last.stage.stop)
+    output = trace.gradient_edge(last.stage.stop)
     if output is None:
         return [torch.zeros_like(record.input) for record in inputs], {}
     like = trace.tensor(last.stage.stop)
@@ -55,7 +55,7 @@ def pull_back(
     hooked = [record for record in strict if has_hooks(record, of_nodes=True)] if strict else []
     hooks = [(record, *pair) for record in hooked for pair in _around_hooks(record)] if hooked else []
     edges = [get_gradient_edge(tensors[place]) for place in together]
-    wanted: list[Any] = [trace.edge(record.stage.start) for record in inputs]
+    wanted: list[Any] = [trace.gradient_edge(record.stage.start) for record in inputs]
     wanted += edges
     for _, *pair in hooks:
         wanted += pair
@@ -77,7 +77,7 @@ def pull_back(
             if has_hooks(record, of_nodes=True):
                 raise _hidden(record, tensors[alone[0]])
         ends = [(get_gradient_edge(tensors[place]), tensors[place]) for place in alone]
-        start = trace.edge(records[-1].stage.start)
+        start = trace.gradient_edge(records[-1].stage.start)
         behind = [] if start is None else [(start, records[-1].input)]
         gradients |= zip(alone, walk(output, gradient, [*ends, *behind]), strict=False)
     return of_inputs, {place: result for place, result in gradients.items() if result is not None}
@@ -98,7 +98,7 @@ def _has_tensor_hooks(record: Record) -> bool:
 
 def _has_node_hooks(record: Record) -> bool:
     # The nodes of hooked operations have the hooks of a module.
-    edges = (record.trace.edge(each.value) for each in record.stage.operations if not each.node.hooked)
+    edges = (record.trace.gradient_edge(each.value) for each in record.stage.operations if not each.node.hooked)
     return any(edge is not None and edge.node is not None and has_node_hooks(edge.node) for edge in edges)
 
 
@@ -111,7 +111,7 @@ def _around_hooks(record: Record) -> list[tuple[GradientEdge | None, GradientEdg
     hooks = [(each.value, *each.operands.values()) for each in record.stage.operations if each.node.hooked]
     if _has_tensor_hooks(record) or _has_node_hooks(record) or any(users[inside] > 1 for _, inside in hooks):
         raise _changes(record)
-    return [(record.trace.edge(outside), record.trace.edge(inside)) for outside, inside in hooks]
+    return [(record.trace.gradient_edge(outside), record.trace.gradient_edge(inside)) for outside, inside in hooks]
 
 
 def _hidden(record: Record, tensor: torch.Tensor) -> RuntimeError:

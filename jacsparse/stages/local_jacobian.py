@@ -117,7 +117,7 @@ class LocalJacobian:
     @functools.cached_property
     def node(self) -> Any:
         """Autograd's node, with the tensors that the forward pass saved; None where it is not of this call alone."""
-        edge, node = self.trace.edge(self.edge.target), self._operation.node
+        edge, node = self.trace.gradient_edge(self.edge.target), self._operation.node
         if edge is None or edge.node is None or node.shift is None:
             return None
         same = edge.node._sequence_nr() == self.trace.sequences[node.place] + node.shift  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ class LocalJacobian:
     @functools.cached_property
     def _place(self) -> int | None:
         """The index of the operand's gradient among the node's results; None where it cannot be told."""
-        source, node = self.trace.edge(self.edge.source), self.node
+        source, node = self.trace.gradient_edge(self.edge.source), self.node
         if node is None or source is None:
             return None
         places = [place for place, edge in enumerate(node.next_functions) if edge == source[:2]]

@@ -34,7 +34,7 @@ START = 200_000
 PASS = 1_000_000
 
 #: Bytes of one tensor's keys that are passed through the stages at once.
-AT_ONCE = 2**27
+KEY_BYTES = 2**27
 #: Elements of a tensor that sums over all of them are estimated from.
 SAMPLED = 2**14
 
@@ -78,7 +78,7 @@ class Estimates:
         # the interval on their right, by the stage and the last one; and on their left, by the stage and the first one.
         self.entries, self.through, self.onward = np.zeros((3, n, n))
         largest = max((max(edge.transposed_pattern.shape) for stage in stages for edge in stage.edges), default=1)
-        width = max(1, AT_ONCE // max(1, 4 * KEYS * int(largest)))
+        width = max(1, KEY_BYTES // max(1, 4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
         # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
         ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(self._sizes)]
@@ -202,15 +202,16 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
                 cost = left.cost + start[last] + estimates.onward[last, first]
                 orders.append(Order("from", last, left=left, cost=cost))
             if not stages[first].hooked:
-                cost, onwards = right.cost + PASS, passing.get((first + 1, last))
+                behind, cost, onwards = right, right.cost + PASS, passing.get((first + 1, last))
                 if onwards is not None and onwards.cost < cost:
-                    cost, right = onwards.cost, onwards
+                    behind, cost = onwards, onwards.cost
                 cost += start[first] + math.prod(stages[last].out_shape) * backward[first]
-                orders.append(Order("backward", first, right=right, cost=cost))
+                orders.append(Order("backward", first, right=behind, cost=cost))
             orders = [replace(order, cost=float(order.cost + estimates.entries[first, last])) for order in orders]
             best[first, last] = min(orders, key=lambda order: order.cost)
-            if orders[-1].how == "backward":
-                passing[first, last] = orders[-1]
+            for order in orders:
+                if order.how == "backward":
+                    passing[first, last] = order
     return best[0, n - 1]
 
 
@@ -231,6 +232,7 @@ def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
             return stage.joined(accumulation, lambda edge: leaf(order.stage, edge))
         if order.how == "backward":
             return pull_back(order)
+        assert order.how in ("through", "from"), order.how
         interval = add(order.left if order.how == "from" else order.right)  # type: ignore[arg-type]
         return None if interval is None else _multiply(accumulation, stage, order, interval, leaf)
 
@@ -257,7 +259,7 @@ def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
                 )
         if product is None:
             return None
-        return accumulation.pull_back((order.stage, span[-1].stage), interval, shadow.matrices[product].pattern)
+        return accumulation.add_pulled((order.stage, span[-1].stage), interval, shadow.matrices[product].pattern)
 
     accumulation.result = add(order)
     return accumulation

@@ -15,6 +15,9 @@ from ..tracing import Trace
 from .local_jacobian import LocalJacobian
 from .stage import Edge, Stage
 
+#: Bytes of gradients that `pull_back_all` holds at once.
+GRADIENT_BYTES = 2**26
+
 
 @dataclass(eq=False)
 class Record:
@@ -150,10 +153,6 @@ class Scaled:
         return Scaled(torch.addcmul(other.product(), self.gradients, self.scale))
 
 
-#: Bytes of gradients that `pull_back_all` holds at once.
-AT_ONCE = 2**26
-
-
 def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Tensor:
     """``Jᵀ K`` for each sample by the operators' own backward, from the last record's output to the first one's input.
 
@@ -166,7 +165,7 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
     if not gradients.numel():
         return gradients.new_zeros(math.prod(records[0].stage.in_shape), *columns.shape[1:2], batch)
     parts = []
-    for part in gradients.split(max(1, AT_ONCE // (largest * batch * columns.element_size()))):
+    for part in gradients.split(max(1, GRADIENT_BYTES // (largest * batch * columns.element_size()))):
         scaled = Scaled(part)
         for record in reversed(records):
             scaled = record.pull_back_columns(scaled)

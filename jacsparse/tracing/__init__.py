@@ -1,4 +1,24 @@
-"""Traces of forward passes as ATen calls, and the programs that they run."""
+"""Traces of forward passes as ATen calls, and the programs that they run.
+
+**The words**, here and in what uses them:
+
+`Graph`
+    ATen calls, each a `Node`, on numbered tensors, each a `Value`, and on numbers, each a `Scalar`. All runs that make
+    these calls have this graph. What a call reads that no call made is a capture. A write makes a new value.
+`Trace`
+    The tensors and numbers of one run of a graph, or of a replay. `Trace.tensor` is for a value's form alone: it may
+    have been overwritten since, where `Trace.elements` are those of the run. A `GradientEdge` is a place in autograd's
+    graph.
+`Program`
+    The calls of a graph through which a derivative passes, each an `Operation`, as one sample sees them.
+
+**When a cached graph is another run's.** A graph is never marked as invalid. The `Tracer` sees each call of a run, and
+`Followed` compares it with the next one of a cached graph: operator, grad mode, literal arguments, which values the
+tensors are, form of captures, class of autograd's nodes, elements of indices and masks on which patterns depend
+(`Node.contents`). Numbers may differ, but not in type, nor between 0, 1 and others. At the first other call another
+cached graph goes on that begins with the same calls, or a copy of this beginning. Who makes something of a graph looks
+at the rest, which differs between its runs; the head of `jacsparse.jacobians` lists what looks at what.
+"""
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
 from .calls import calls_of, with_constants

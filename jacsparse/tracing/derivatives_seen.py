@@ -54,9 +54,9 @@ class SeenDerivatives:
                 self.refuse(maker, what, "take real and imaginary parts before the conjugate")
             return False
         # A write in place may have made it the result of a torch.autograd.Function since.
-        if value not in trace.edges or isinstance(node, BackwardCFunction):
+        if value not in trace.gradient_edges or isinstance(node, BackwardCFunction):
             self.examine(node, trace.graph.infos[value].maker)
-            trace.edges.setdefault(value, GradientEdge(node, tensor.output_nr))
+            trace.gradient_edges.setdefault(value, GradientEdge(node, tensor.output_nr))
         return True
 
     def examine(self, node: Any, maker: Node | None) -> None:
@@ -91,7 +91,7 @@ class SeenDerivatives:
 
     def leaves_behind(self, node: Any, reader: Node) -> list[torch.Tensor]:
         """The parameters that a node of this run leads to; the error is set where it leads to the input as well."""
-        start = self.trace.edges[0]
+        start = self.trace.gradient_edges[0]
         leaves: list[torch.Tensor] = []
         waiting, seen = [node], set()
         while waiting:

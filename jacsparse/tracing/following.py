@@ -96,7 +96,7 @@ class Followed:
             for operand in node.operands:
                 # A write gives a tensor another node.
                 if operand.active:
-                    trace.note_edge(operand.value)
+                    trace.note_gradient_edge(operand.value)
         trace.sequences.append(next_node() - 1)
         self.count += 1
 
@@ -113,7 +113,10 @@ class Followed:
     def _is(
         self, node: Node, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None, graph: Graph
     ) -> bool:
-        """Whether a call is that of a node. Written for speed: it is called for each operator of a run."""
+        """Whether a call is that of a node, as the head of `jacsparse.tracing` says.
+
+        Written for speed: it is called for each operator of a run.
+        """
         if overload is not node.overload and with_memory(overload) != node.overload:
             return False
         if (torch.is_grad_enabled() if seen is None else seen) is not node.seen or len(args) != len(node.args):

@@ -214,8 +214,10 @@ class Graph:
     last: Operand | None = None
     #: The value of the output; None where it is no result of a call.
     output: int | None = None
-    #: What was made of the graph for later runs: chains, by whether they prune, and plans, by ``("plan", prunes)``.
-    cache: dict[Any, Any] = field(default_factory=dict)
+    #: What was made of the graph for later runs, by whether pruned weights are left out: `stages` makes chains, and
+    #: `jacobians` plans of Jacobians, each of one chain.
+    chains: dict[bool, Any] = field(default_factory=dict)
+    plans: dict[bool, Any] = field(default_factory=dict)
 
     def before(self, place: int) -> Graph:
         """A graph of the calls before a place."""

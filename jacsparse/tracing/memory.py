@@ -54,7 +54,7 @@ class Memory:
             if tensor is not None:
                 trace.versions[value] = version_of(tensor)
                 self.values.setdefault(memory_of(tensor), []).append(value)
-                trace.note_edge(value)
+                trace.note_gradient_edge(value)
 
     def same_elements(self, result: torch.Tensor, tensor: torch.Tensor) -> None:
         """Give a tensor the value of another one."""
@@ -71,7 +71,7 @@ class Memory:
                 trace.copies[value] = trace.tensor(value).detach().clone()
         if number is None:
             return
-        trace.note_edge(number)
+        trace.note_gradient_edge(number)
         if node.facts.reshapes:
             # On the same memory, in the old shape.
             same = tensor.detach()

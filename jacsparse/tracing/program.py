@@ -170,7 +170,7 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
             program.layouts[value] = operation.layout
             program.shapes[value] = operation.layout.shape_of_sample(result.shape)
     # The parts of a decomposed operator are one node to autograd: tensors between them have no gradient.
-    without_gradient = {value for value in program.operations if trace.edge(value) is None}
+    without_gradient = {value for value in program.operations if trace.gradient_edge(value) is None}
     program.uncut = without_gradient | _written_views(trace) | _between_hooks(trace)
     _check_refusals(program)
     return program

@@ -46,7 +46,7 @@ class Tracer(DispatchMode):
         #: The calls that take the place of an operator's, while it is decomposed.
         self.parts: list[Node] | None = None
         self.derivatives = SeenDerivatives(trace)
-        trace.note_edge(0)
+        trace.note_gradient_edge(0)
         alike = [graph for graph in graphs if graph.input == trace.graph.input]
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
         self.followed = Followed(trace, self.memory, self.derivatives, alike)

@@ -29,13 +29,13 @@ class Trace:
         self.tensors: list[torch.Tensor | None] = [x]
         #: Their versions when they were computed.
         self.versions = [version_of(x)]
-        #: The elements of values that were overwritten later.
+        #: The elements of values that were overwritten later; in a replay, of all that were computed.
         self.copies: dict[int, torch.Tensor] = {}
         self.scalars: list[Any] = []
         #: By call, the number of the node that autograd made last when it began.
         self.sequences: list[int] = []
         #: Where autograd computes the gradients of values, as far as that is known.
-        self.edges: dict[int, GradientEdge] = {}
+        self.gradient_edges: dict[int, GradientEdge] = {}
         #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
         self.saved_by_hooks = False
         self._hooks = RemovableHandle.next_id
@@ -146,18 +146,18 @@ class Trace:
         memories = {memory_of(tensor) for tensor in self.tensors if tensor is not None}
         return values.clone() if memory_of(values) in memories else values
 
-    def edge(self, value: int) -> GradientEdge | None:
+    def gradient_edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
         # A write gives a tensor another node.
-        if value not in self.edges and self.is_intact(value):
-            self.note_edge(value)
-        return self.edges.get(value)
+        if value not in self.gradient_edges and self.is_intact(value):
+            self.note_gradient_edge(value)
+        return self.gradient_edges.get(value)
 
-    def note_edge(self, value: int) -> None:
+    def note_gradient_edge(self, value: int) -> None:
         """Note where autograd computes the gradient of a value now, unless that is known."""
         tensor = self.tensors[value]
-        if value not in self.edges and tensor is not None and tensor.grad_fn is not None:
-            self.edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
+        if value not in self.gradient_edges and tensor is not None and tensor.grad_fn is not None:
+            self.gradient_edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 
 def _without_elements(tensor: torch.Tensor) -> torch.Tensor:

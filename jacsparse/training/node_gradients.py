@@ -21,7 +21,7 @@ def pull_back_by_nodes(
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Gradients of a stage's input and of externals, by their places, for a gradient of its output."""
     trace = record.trace
-    output, start = trace.edge(record.stage.stop), trace.edge(record.stage.start)
+    output, start = trace.gradient_edge(record.stage.stop), trace.gradient_edge(record.stage.start)
     if output is None or start is None:
         return torch.zeros_like(record.input), {}
     of_trace = trace.externals

@@ -286,7 +286,7 @@ def test_says_what_it_compiles(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_seeds_in_parts_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jacsparse.jacobians.compressed.PART", 1)
+    monkeypatch.setattr("jacsparse.jacobians.compressed.PART_BYTES", 1)
     with pytest.raises(ValueError, match=r"compile is True, and the seeds of its colours take too much memory"):
         prepare_jacobian(heat, drawn(2, 7), method="compressed", compile=True, batched=True)
 

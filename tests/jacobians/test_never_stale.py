@@ -193,7 +193,7 @@ def test_hooks_are_refused_after_other_calls() -> None:
 
 def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where elements of weights fold, a program does the same.
-    monkeypatch.setattr("jacsparse.jacobians.evaluators.MOST_TERMS", 0)
+    monkeypatch.setattr("jacsparse.jacobians.choice.MOST_TERMS", 0)
     patterns = []
     for edges in (2000, 2000, 1999):
         f, h = messages(300, edges, 6)

@@ -119,7 +119,7 @@ def test_equals_autograd(name: str, method: str, batch: int) -> None:
 @pytest.mark.parametrize("most", [1, 2000])
 @pytest.mark.parametrize("name", [*FUNCTIONS, "both ways"])
 def test_seeds_in_parts(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "PART", most)
+    monkeypatch.setattr(compressed, "PART_BYTES", most)
     both_ways = (lambda x: torch.cat([x**2 * x[:, :1], x.sin().sum(1, keepdim=True)], 1), (20,))
     f, shape = FUNCTIONS.get(name, both_ways)
     prepared, x = prepare_jacobian(f, drawn(3, *shape), method="compressed", batched=True), drawn(3, *shape, seed=1)
@@ -128,7 +128,7 @@ def test_seeds_in_parts(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_seeds_in_parts_print_their_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "PART", 1)
+    monkeypatch.setattr(compressed, "PART_BYTES", 1)
     x = drawn(3, 8)
     prepared = prepare_jacobian(lambda x: (x[:, None] * torch.sin(x)[:, :, None]) @ x[:, :, None], x, batched=True,
                                 method="compressed")  # fmt: skip
@@ -693,7 +693,7 @@ def test_wrong_tangents_of_pytorch_are_not_taken() -> None:
 
 def test_a_wrong_derivative_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     # That of its forward mode, were it not known.
-    monkeypatch.setattr("jacsparse.jacobians.evaluators.WRONG_TANGENTS", ())
+    monkeypatch.setattr("jacsparse.jacobians.choice.WRONG_TANGENTS", ())
     f, x = lambda x: x.scatter_reduce(0, torch.tensor([0, 0, 1]), x, "prod"), drawn(3)
     with pytest.raises(jacsparse.VerificationError, match="prepare it again with method='products'"):
         prepare_jacobian(f, x, batched=False, method="compressed")
@@ -750,7 +750,7 @@ def test_programs_of_objects_do_not_add_up() -> None:
     prepared = prepare_jacobian(f, x, np.ones(2), batched=False)
     for number in range(20):
         assert_equal(prepared(x, np.full(2, number)), dense(lambda x, n=number: x**2 * 2.0 * n, x, batched=False))
-    assert len(prepared._programs) == prepared_room.MOST
+    assert len(prepared._programs) == prepared_room.MOST_PROGRAMS
 
 
 def test_activations_fold() -> None:

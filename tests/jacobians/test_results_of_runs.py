@@ -17,7 +17,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse import prepare_jacobian
-from jacsparse.jacobians.evaluators import evaluator_of
+from jacsparse.jacobians.choice import evaluator_of
 from jacsparse.jacobians.traced_function import TracedFunction
 from jacsparse.stages import chain_of
 from jacsparse.tracing import traced
@@ -258,12 +258,12 @@ def test_nothing_keeps_the_tensors_of_a_run(prepared: bool, sums: bool) -> None:
 
 @pytest.mark.parametrize("before", [1, 3])
 def test_another_way_is_looked_for_once_after_some_calls(monkeypatch: pytest.MonkeyPatch, before: int) -> None:
-    evaluation = importlib.import_module("jacsparse.jacobians.evaluation")
+    unprepared = importlib.import_module("jacsparse.jacobians.unprepared")
     looked: list[int] = []
-    evaluator_of = evaluation.evaluator_of
-    monkeypatch.setattr(evaluation, "BEFORE", before)
+    evaluator_of = unprepared.evaluator_of
+    monkeypatch.setattr(unprepared, "BEFORE", before)
     monkeypatch.setattr(
-        evaluation, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
+        unprepared, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
     )
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -290,11 +290,11 @@ def test_expanded_operands_with_axes_of_one_element() -> None:
 
 
 def test_another_way_is_looked_for_when_no_weight_is_zero_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation = importlib.import_module("jacsparse.jacobians.evaluation")
+    unprepared = importlib.import_module("jacsparse.jacobians.unprepared")
     looked: list[int] = []
-    evaluator_of = evaluation.evaluator_of
+    evaluator_of = unprepared.evaluator_of
     monkeypatch.setattr(
-        evaluation, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
+        unprepared, "evaluator_of", lambda *args, **named: looked.append(1) or evaluator_of(*args, **named)
     )
     layer = nn.Linear(4, 4, dtype=torch.float64)
     layer.weight.data[1] = 0.0

@@ -54,7 +54,7 @@ def test_every_order_is_right(
 ) -> None:
     monkeypatch.setattr("jacsparse.stages.order.DENSE", dense)
     monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
-    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE", 0)
+    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE_PRODUCT", 0)
     module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
     actual = jacsparse.jacobian(module, x)
     assert actual.batch == batch and actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
@@ -97,7 +97,7 @@ def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
     module, x = network(False).to(dtype), torch.randn(3, 2, 4, 4, dtype=dtype)
     at_once = jacsparse.jacobian(module, x).values
-    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE", 0)
+    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE_PRODUCT", 0)
     assert torch.equal(jacsparse.jacobian(module, x).values, at_once) and at_once.any()
 
 
@@ -121,14 +121,14 @@ def test_last_products_by_strips_have_the_bits_of_whole_ones(
         return multiplied[-1]
 
     monkeypatch.setattr(StripProduct, "multiply", multiply)
-    large = accumulation.LARGE
+    large = accumulation.LARGE_PRODUCT
     for number in (1.0, math.inf):
         with torch.no_grad():
             layer = module[3]
             layer.weight_orig[tuple(layer.weight_mask.nonzero()[0])] = number
         results = []
         for least in (large, 0):
-            monkeypatch.setattr(accumulation, "LARGE", least)
+            monkeypatch.setattr(accumulation, "LARGE_PRODUCT", least)
             results.append(jacsparse.jacobian(module, x).values.nan_to_num(7.0))
         assert torch.equal(*results) and results[0].any()
     assert multiplied == [True] * batch + [False]

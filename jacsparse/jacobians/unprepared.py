@@ -17,9 +17,9 @@ from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hooks, refuse_other_derivatives
 from ..tracing import Graph, Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
+from .choice import evaluator_of
 from .differentiable import with_gradients, wrong_third_derivative
 from .evaluator import Evaluator
-from .evaluators import evaluator_of
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
 from .options import Keywords, Options, with_parts
@@ -28,10 +28,10 @@ from .traced_function import TracedFunction, same_numbers
 
 _LOGGER = logging.getLogger("jacsparse")
 #: The calls of a graph before a way other than by its chain is looked for; and those where the chain's products and
-#: sums move more than `LARGE` values. Looking takes about as long as these calls do, the first one above all, so that
-#: few calls of a function cost about twice what they need, however many there will be.
+#: sums move more than `LARGE_MOVED` values. Looking takes about as long as these calls do, the first one above all, so
+#: that few calls of a function cost about twice what they need, however many there will be.
 BEFORE, BEFORE_LARGE = 2, 8
-LARGE = 2**21
+LARGE_MOVED = 2**21
 
 
 @overload
@@ -188,17 +188,17 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         if create_graph:
             contexts.enter_context(saved_buffers(function))
             x = requiring_gradient(x)
-        chain, (trace, records) = recent_graphs(f, pruned).of_run(function, x, connected=create_graph)
+        chain, (trace, records) = chains_of(f, pruned).of_run(function, x, connected=create_graph)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
         if create_graph:
             if chain.trained_zeros(trace):
-                pruned, (chain, records) = False, recent_graphs(f, False).of_trace(trace)
+                pruned, (chain, records) = False, chains_of(f, False).of_trace(trace)
             _check_second_derivatives(f, trace, chain, records)
         jacobian = plan_of(trace.graph, chain, pruned).jacobian(trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
-            every = recent_graphs(f, False).of_trace(trace)[0] if chain.pruned_weights else chain
+            every = chains_of(f, False).of_trace(trace)[0] if chain.pruned_weights else chain
             jacobian = with_gradients(jacobian, trace, x, every.pattern)
         # A module returned the output itself.
         returned = function.returned if isinstance(function, FlatFunction) else None
@@ -217,7 +217,7 @@ def _check_second_derivatives(f: Callable[..., Any], trace: Trace, chain: Chain,
             raise problem
 
 
-class Plan:
+class JacobianPlan:
     """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
 
     A `ProductPlan` is of one product. The patterns of the chain hold while the same weights are zero.
@@ -238,6 +238,7 @@ class Plan:
                 refuse_hooks(records)
                 return planned
         with without_autocast(x.device):
+            # Gradients of these values are not used: `with_gradients` gives them others.
             result = self.chain.jacobian(records, x)
             with torch.no_grad():
                 self._choose(trace, result)
@@ -281,18 +282,18 @@ class Plan:
     @functools.cached_property
     def _before(self) -> int:
         """The runs before one in which a way is looked for."""
-        return BEFORE_LARGE if len(self.chain) > 1 and self.chain.accumulation.moved > LARGE else BEFORE
+        return BEFORE_LARGE if len(self.chain) > 1 and self.chain.accumulation.moved > LARGE_MOVED else BEFORE
 
 
-def plan_of(graph: Graph, chain: Chain, pruned: bool) -> Plan:
+def plan_of(graph: Graph, chain: Chain, pruned: bool) -> JacobianPlan:
     """The plan of a graph's chain, for patterns with or without pruned weights; a new one after another chain's."""
-    plan: Plan | None = graph.cache.get(("plan", pruned))
+    plan: JacobianPlan | None = graph.plans.get(pruned)
     if plan is None or plan.chain is not chain:
-        plan = graph.cache["plan", pruned] = Plan(chain)
+        plan = graph.plans[pruned] = JacobianPlan(chain)
     return plan
 
 
-def recent_graphs(f: Callable[..., Any], pruned: bool) -> ChainCache:
+def chains_of(f: Callable[..., Any], pruned: bool) -> ChainCache:
     """The graphs of a module, or of the code that a function runs, for patterns with or without pruned weights."""
     if isinstance(f, Gradient):
         return recent_chains(f.f, pruned=pruned, of="gradient")

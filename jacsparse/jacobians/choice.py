@@ -1,10 +1,11 @@
-"""The way to a Jacobian's values of least predicted cost.
+"""The choice of the way to a Jacobian's values: of the least predicted cost.
 
-Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs.
+Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs; GPUs take the same ones.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
@@ -15,13 +16,16 @@ from .compressed import Compressed
 from .evaluator import Evaluator
 from .folding import folded
 from .products import ChainProducts, FoldedProducts, GroupedProducts
-from .products_with_vectors import INEXACT, WRONG_TANGENTS
+from .products_with_vectors import NOT_COMPRESSED, WRONG_TANGENTS
 from .terms import NotFoldableError
 from .traced_function import TracedFunction
 
+_LOGGER = logging.getLogger("jacsparse")
+
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
 VALUE = 6
-#: A term of a folded entry: about 2 ns; and the most terms of weights, which take microseconds each to prepare.
+#: A term of a folded entry: about 2 ns; and the most terms where weights are among them, which take microseconds each
+#: to prepare.
 TERM = 4
 MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
@@ -35,21 +39,35 @@ def evaluator_of(
     compile: bool = False,
     coloring: Callable[[Pattern], Coloring] = cheapest_coloring,
 ) -> Evaluator:
-    """The way to the values that was asked for, or the one of less predicted cost."""
+    """The way to the values that was asked for, or the first of these that applies:
+
+    1. `ChainProducts`, where values of an operator were registered: the other ways take PyTorch's derivatives.
+    2. `Compressed`, where ``compressed`` or a pattern of one's own was asked for.
+    3. `FoldedProducts` without elements of weights, whatever other ways cost.
+    4. For ``products``, or where PyTorch's products with vectors are not exact, the one of the least cost of
+       `FoldedProducts` with elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
+    5. The one of the least cost of these and `Compressed`.
+
+    On a GPU these are `ChainProducts` and `Compressed` alone. The costs are logged at the level DEBUG. A new way is a
+    subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
+    `SavedProgram.evaluator`.
+    """
 
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, compile=compile)
 
     def folded_products(cost: float | None = None) -> FoldedProducts | None:
-        """Sums of products of local derivatives and, up to a cost, elements of weights; None where there are none."""
+        """Sums of products of local derivatives and, if a cost is given, of elements of weights, up to that cost.
+
+        None where the entries are no such sums, or cost more.
+        """
         most = None
         if cost is not None:
             most = int(min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch))))
         try:
-            terms = folded(function, most=most)
+            return FoldedProducts(function, folded(function, most=most), compile=compile)
         except NotFoldableError:
             return None
-        return FoldedProducts(function, terms, compile=compile)
 
     registered = function.chain.registered_values
     if registered and method == "compressed":
@@ -72,9 +90,9 @@ def evaluator_of(
             if not colors.counts[0] or coloring is not cheapest_coloring:
                 raise
             return compressed(row_coloring(function.pattern))
-    terms = folded_products()
-    if terms is not None:
-        return terms
+    sums = folded_products()
+    if sums is not None:
+        return sums
     products: Evaluator = ChainProducts(function)
     if not products.pattern.nnz:
         return products
@@ -82,13 +100,15 @@ def evaluator_of(
     grouped = GroupedProducts.of(function, cost)
     if grouped is not None:
         cost, products = grouped.cost, grouped
-    if method == "products" or any(node.overload in INEXACT for node in function.nodes):
+    if method == "products" or any(node.overload in NOT_COMPRESSED for node in function.nodes):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
     cost_of_colors = _cost_of_colors(function, colors)
-    terms = folded_products(min(cost, cost_of_colors))
-    if terms is not None or cost < cost_of_colors:
-        return terms or products
+    counts = sum(colors.counts)
+    _LOGGER.debug("costs: products%s %.2g, %d colours %.2g", products.details, cost, counts, cost_of_colors)
+    sums = folded_products(min(cost, cost_of_colors))
+    if sums is not None or cost < cost_of_colors:
+        return sums or products
     try:
         return compressed(colors)
     except UnsupportedOperatorError:
@@ -108,7 +128,7 @@ def _cost_of_products(function: TracedFunction) -> float:
 
 def _cost_of_colors(function: TracedFunction, colors: Coloring) -> float:
     """The cost of products of the whole function with a seed for each colour."""
-    computed = [function.elements(node) for node in function.nodes]
+    computed = [function.element_count(node) for node in function.nodes]
     value = VALUE * function.x.element_size() / 8
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
