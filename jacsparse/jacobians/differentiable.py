@@ -24,7 +24,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
-from ..stages import walk
+from ..stages import Chain, Record, refuse_other_derivatives, walk
 from ..tracing import Trace, ending_at, saved_handle, without_autocast
 from .colorings import coloring
 
@@ -78,7 +78,7 @@ class _WeightedSum:
         self._start, self._output = start, trace.output
         #: What gradients go to; that of `x` is the one of the run's copy of it.
         self._inputs = [x, *trace.externals]
-        self._problem = wrong_third_derivative(trace, "gradients of gradients of a Jacobian's values")
+        self._problem = _wrong_third_derivative(trace, "gradients of gradients of a Jacobian's values")
 
     def _vectors(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each colour the vectors ``u``, ``(batch, rows)``, and ``v``, ``(batch, columns)``."""
@@ -101,10 +101,12 @@ class _WeightedSum:
         differentiable = torch.is_grad_enabled()
         if differentiable and self._problem is not None:
             raise self._problem
-        x, *externals = self._inputs
-        # A function may read the tensor, too, that it is differentiated by.
-        every = [(x, self._start), *((tensor, get_gradient_edge(tensor)) for tensor in externals)]
-        ends = [end for end, each in zip(every, needed, strict=True) if each]
+        # A function may read the tensor, too, that it is differentiated by: that is the first one.
+        ends = [
+            (tensor, get_gradient_edge(tensor) if place else self._start)
+            for place, (tensor, each) in enumerate(zip(self._inputs, needed, strict=True))
+            if each
+        ]
         totals: list[torch.Tensor | None] = [None] * len(ends)
         with torch.enable_grad(), without_autocast(weights.device):
             for u, v in self._vectors(weights if differentiable else weights.detach()):
@@ -140,7 +142,20 @@ class _WeightedSum:
         return walk(get_gradient_edge(product), torch.ones_like(product), [(edge, tensor) for tensor, edge in ends])
 
 
-def wrong_third_derivative(trace: Trace, what: str) -> UnsupportedOperatorError | None:
+def check_second_derivatives(trace: Trace, chain: Chain, records: Sequence[Record], *, of_gradient: bool) -> None:
+    """Raise where gradients of values by PyTorch's second derivatives are not those of the function's Jacobian.
+
+    They are others where registered values are, and for a function that is itself a gradient, where PyTorch's third
+    derivative of an operator is wrong.
+    """
+    if chain.registered_values:
+        refuse_other_derivatives(records, "the gradient of values")
+    problem = _wrong_third_derivative(trace, "gradients of a Hessian's values") if of_gradient else None
+    if problem is not None:
+        raise problem
+
+
+def _wrong_third_derivative(trace: Trace, what: str) -> UnsupportedOperatorError | None:
     """An error that names the first operator of a run whose third derivative is wrong in PyTorch; None without one."""
     for node in trace.graph.nodes:
         reason = WRONG_THIRD.get(node.name)

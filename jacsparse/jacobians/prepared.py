@@ -15,7 +15,7 @@ from ..patterns import Pattern, gradient_of
 from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import agree
-from ..tracing import name_of, undisturbed, without_saving_hooks
+from ..tracing import name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
 from .colorings import Coloring, coloring
@@ -131,12 +131,19 @@ class PreparedJacobian(Generic[Result]):
 
     def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
         """The program for the numbers and objects among arguments of the prepared form."""
+        known = self._known(arguments)
+        if known is not None:
+            return known
+        with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
+            # Another thread may have made it meanwhile.
+            return self._known(arguments) or self._made(arguments, saved)
+
+    def _known(self, arguments: Arguments) -> PreparedProgram | None:
         kinds = arguments.kinds_of_plain
         for others, numbers, program in self._programs:
             if others == kinds and numbers == arguments.numbers_but(program.traced.tensors):
                 return program
-        with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
-            return self._made(arguments, saved)
+        return None
 
     @without_saving_hooks()
     def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
@@ -149,20 +156,22 @@ class PreparedJacobian(Generic[Result]):
             trace = traced.function.trace
             self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
             self._out_shape = traced.returned.out_shape
-        if saved is None:
-            evaluator = evaluator_of(traced.function, self.method, compile=options.compile, coloring=self._coloring)
-        else:
-            evaluator = saved.evaluator(self._f, traced, options.compile)
-        if options.compile and evaluator.uncompiled is not None:
-            raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
-        program = PreparedProgram.of(traced, evaluator, options.create_graph)
+        with without_autocast(traced.function.x.device):
+            if saved is None:
+                evaluator = evaluator_of(traced.function, self.method, compile=options.compile, coloring=self._coloring)
+            else:
+                evaluator = saved.evaluator(self._f, traced, options.compile)
+            if options.compile and evaluator.uncompiled is not None:
+                raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
+            program = PreparedProgram.of(traced, evaluator, options.create_graph)
         if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
             raise ValueError(
                 f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
                 "it was prepared: prepare one for these"
             )
         numbers = arguments.numbers_but(traced.tensors)
-        self._programs = [*self._programs[1 - MOST_PROGRAMS :], (kinds, numbers, program)]
+        # The first one stays.
+        self._programs = [*self._programs[:1], *self._programs[1:][2 - MOST_PROGRAMS :], (kinds, numbers, program)]
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
@@ -171,7 +180,7 @@ class PreparedJacobian(Generic[Result]):
         if alike is not None:
             return alike
         arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
-        arguments = arguments.laid_out_as(self._arguments)
+        arguments = replace(arguments.laid_out_as(self._arguments), has_gradients=self._arguments.has_gradients)
         *_, (default_dtype, autocast), _ = self._arguments.form
         now, autocast_now = arguments.surroundings()
         if now != default_dtype:

@@ -31,6 +31,7 @@ from ..tracing import (
     without_autocast,
 )
 from .arguments import Arguments
+from .differentiable import check_second_derivatives
 from .flat_function import FlatFunction, Returned, run_once
 from .gradients import Gradient, registered_in
 from .options import Options
@@ -107,6 +108,9 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             function = TracedFunction(trace, chain, replays=True)
         else:
             function = TracedFunction.with_pattern(trace, options.pattern)
+        if options.create_graph:
+            records = function.chain.records(trace)
+            check_second_derivatives(trace, function.chain, records, of_gradient=isinstance(f, Gradient))
     function.kept = tuple(dict.fromkeys(returned_values))
     return TracedProgram(function, dense, tensors, captures, contents, returned)
 

@@ -14,11 +14,11 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hooks, refuse_other_derivatives
+from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hooks
 from ..tracing import Graph, Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
-from .differentiable import with_gradients, wrong_third_derivative
+from .differentiable import check_second_derivatives, with_gradients
 from .evaluator import Evaluator
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
@@ -194,7 +194,7 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         if create_graph:
             if chain.trained_zeros(trace):
                 pruned, (chain, records) = False, chains_of(f, False).of_trace(trace)
-            _check_second_derivatives(f, trace, chain, records)
+            check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
         jacobian = plan_of(trace.graph, chain, pruned).jacobian(trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
@@ -205,16 +205,6 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         out_shape = tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
         result = unchecked_jacobian(jacobian.pattern, jacobian.values, arguments.in_shape, out_shape)
         return result, *_returned(trace.output, returned, options)
-
-
-def _check_second_derivatives(f: Callable[..., Any], trace: Trace, chain: Chain, records: Sequence[Record]) -> None:
-    """Raise where gradients of values by PyTorch's second derivatives are not those of the function's Jacobian."""
-    if chain.registered_values:
-        refuse_other_derivatives(records, "the gradient of values")
-    if isinstance(f, Gradient):
-        problem = wrong_third_derivative(trace, "gradients of a Hessian's values")
-        if problem is not None:
-            raise problem
 
 
 class JacobianPlan:

@@ -227,7 +227,8 @@ class Chain:
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
         lines += [
-            f"  {stage.path}: {stage.name} {stage.in_shape} to {stage.out_shape}, {stage.pattern.summary()}"
+            f"  {stage.path}: {stage.name} {stage.in_shape} to {stage.out_shape}, "
+            f"{'no matrix' if stage.couples else stage.pattern.summary()}"
             for stage in self.stages
         ]
         return "\n".join(lines)

@@ -33,9 +33,9 @@ START = 200_000
 #: Fixed cost of a backward pass: about 500 µs.
 PASS = 1_000_000
 
-#: Bytes of one tensor's keys that are passed through the stages at once.
+#: Bytes of one tensor's keys that are passed through the stages at once, and of counts that are kept for all stages.
 KEY_BYTES = 2**27
-#: Elements of a tensor that sums over all of them are estimated from.
+#: The most elements of a tensor that sums over all of them are estimated from.
 SAMPLED = 2**14
 
 
@@ -81,7 +81,10 @@ class Estimates:
         width = max(1, KEY_BYTES // max(1, 4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
         # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
-        ahead = [np.zeros((min(size, SAMPLED), n - place), dtype=np.float32) for place, size in enumerate(self._sizes)]
+        self._sampled = min(SAMPLED, 1 + KEY_BYTES // (2 * n * n))
+        ahead = [
+            np.zeros((min(size, self._sampled), n - place), dtype=np.float32) for place, size in enumerate(self._sizes)
+        ]
         for chunk in chunks:
             for number, later, scale, reached in self._passed(chunk, self.through, backwards=True):
                 self.entries[number, later] = scale * reached.sum(axis=0)
@@ -120,7 +123,7 @@ class Estimates:
                 start, end = end, start
             following = None
             for vertex, vertex_keys in spread(edges, start, keys):
-                part, scale = _sampled(len(vertex_keys))
+                part, scale = _sample(len(vertex_keys), self._sampled)
                 reached = counts(vertex_keys[part], begins[passed])
                 for source, _, pattern in edges:
                     if source == vertex:
@@ -134,11 +137,11 @@ class Estimates:
             keys = following
 
 
-def _sampled(size: int) -> tuple[Any, float]:
-    """The numbers of at most `SAMPLED` of `size` elements, equal for equal sizes; and how many each stands for."""
-    if size <= SAMPLED:
+def _sample(size: int, most: int) -> tuple[Any, float]:
+    """The numbers of at most so many of `size` elements, equal for equal sizes; and how many each stands for."""
+    if size <= most:
         return slice(None), 1.0
-    return np.sort(np.random.default_rng(size).choice(size, SAMPLED, replace=False)), size / SAMPLED
+    return np.sort(np.random.default_rng(size).choice(size, most, replace=False)), size / most
 
 
 def best_order(stages: Sequence[Stage]) -> Order:

@@ -200,7 +200,8 @@ class Info:
 class Graph:
     """The calls of a function of one tensor."""
 
-    input: Form
+    #: The form of the input, and the default dtype, which calls that make tensors do not name.
+    input: tuple[Form, torch.dtype]
     nodes: list[Node] = field(default_factory=list)
     #: By value.
     infos: list[Info] = field(default_factory=lambda: [Info(None, dependent=True)])

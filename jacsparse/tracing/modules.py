@@ -35,6 +35,8 @@ def check_module(module: object) -> nn.Module:
 def name_of(f: Any) -> str:
     """The name of a function, or the class of a module or of another callable."""
     f = _without_partial(f)
+    if isinstance(f, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
+        return str(f)
     return getattr(f, "__qualname__", None) or type(f).__name__
 
 

@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import jacsparse
-from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian
+from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian, prepare_jacobian
 from tests.helpers import BOUND, FLOAT, drawn
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
@@ -180,6 +180,8 @@ def test_third_derivatives_that_are_wrong_in_pytorch(f: Function) -> None:
     x = drawn(4).requires_grad_()
     with pytest.raises(UnsupportedOperatorError, match=r"PyTorch's third derivative .* write it with other operators"):
         hessian(f, x, create_graph=True)
+    with pytest.raises(UnsupportedOperatorError, match=r"PyTorch's third derivative .* write it with other operators"):
+        prepare_hessian(f, x, create_graph=True)
     g = lambda x: functional.layer_norm(x, (4,))  # noqa: E731
     total = jacobian(g, x, batched=False, create_graph=True).values.square().sum()
     with pytest.raises(UnsupportedOperatorError, match="gradients of gradients"):
@@ -344,6 +346,23 @@ def test_complex_numbers_are_refused() -> None:
         for options in ({}, {"create_graph": True}):
             with pytest.raises(UnsupportedOperatorError, match="complex numbers"):
                 hessian(f, drawn(5), **options)
+
+
+def test_prepared_of_some_of_the_tensors_that_had_gradients() -> None:
+    x, t = drawn(4).requires_grad_(), drawn(4, seed=1)
+    expected = by_autograd(lambda x: (x * t).sin(), x[None], torch.ones(1, 4, 4, dtype=FLOAT))[0][0]
+    prepared = prepare_jacobian(lambda x, t: (x * t).sin(), x, t, create_graph=True)
+    for other in (t, t.clone().requires_grad_()):
+        (actual,) = torch.autograd.grad(prepared(x, other).values.sum(), x)
+        assert (actual - expected).abs().amax() <= BOUND
+    layer = nn.Linear(4, 4, dtype=FLOAT)
+    prepared = prepare_jacobian(lambda x: layer(x).sin(), x, create_graph=True)
+    layer.weight.requires_grad_(False)
+    of_bias, of_x = torch.autograd.grad(prepared(x).values.sum(), [layer.bias, x])
+    x = x.detach()
+    layer.weight.requires_grad_()
+    expected = torch.autograd.grad(jacobian(lambda x: layer(x).sin(), x, create_graph=True).values.sum(), layer.bias)[0]
+    assert (of_bias - expected).abs().amax() <= BOUND and of_x.shape == x.shape
 
 
 def test_without_gradients_of_inputs() -> None:

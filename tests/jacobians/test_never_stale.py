@@ -356,6 +356,24 @@ def test_indices_that_were_written_to_before_are_followed(taken: Callable[..., t
         torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), torch.func.jacrev(f)(x))
 
 
+def test_the_default_dtype() -> None:
+    """It is the one of tensors that a function makes without naming one."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x * torch.linspace(0, 1, 3)).sin() * torch.full((3,), 1.2)
+
+    default = torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            for _ in range(4):
+                x = drawn(3).to(torch.float32)
+                expected = torch.autograd.functional.jacobian(f, x).to(torch.float32)
+                torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), expected)
+    finally:
+        torch.set_default_dtype(default)
+
+
 def test_places_of_writes_end_with_their_graphs() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(5)

@@ -751,6 +751,15 @@ def test_programs_of_objects_do_not_add_up() -> None:
     for number in range(20):
         assert_equal(prepared(x, np.full(2, number)), dense(lambda x, n=number: x**2 * 2.0 * n, x, batched=False))
     assert len(prepared._programs) == prepared_room.MOST_PROGRAMS
+    assert prepared._programs[0][-1] is prepared._first
+
+
+def test_threads_make_a_program_once() -> None:
+    prepared = prepare_jacobian(lambda x, c: x**2 * math.sin(c), drawn(3), 1.0)
+    with ThreadPoolExecutor(8) as pool:
+        for values in pool.map(lambda _: prepared.values(drawn(3), 2.0), range(16)):
+            assert (values[:, 0] - 2 * drawn(3) * math.sin(2.0)).abs().amax() <= BOUND
+    assert len(prepared._programs) == 2
 
 
 def test_activations_fold() -> None:

@@ -77,6 +77,7 @@ def of_weight(wrapped: nn.Module, network: Network, x: torch.Tensor) -> torch.Te
 #: What takes derivatives by autograd, with what it is compared with where the registered values are right.
 BY_AUTOGRAD: dict[str, Callable[[Network, torch.Tensor], torch.Tensor]] = {
     "create_graph": lambda network, x: jacobian(f, x, create_graph=True, batched=True).values,
+    "prepared create_graph": lambda network, x: prepare_jacobian(f, x, create_graph=True)(x).values,
     "hessian": lambda network, x: hessian(total, x[0]).values,
     "linear": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="linear"), network, x),
     "blelloch": lambda network, x: of_weight(jacsparse.nn.Scan(network, schedule="blelloch"), network, x),

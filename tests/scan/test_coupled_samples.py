@@ -149,6 +149,7 @@ def test_a_convolutional_network(batch: int) -> None:
 
 def test_products_do_not_go_across() -> None:
     chain = chain_for_all(cnn(), torch.randn(4, 2, 6, 6, dtype=FLOAT), couples=True)
+    assert "no matrix" in repr(chain)
     assert [chain.stages[number].path for number in chain.coupling] == ["1", "7"]
     assert repr(chain.stages[1]) == "<Stage 1: couples samples, (3, 6, 6) to (3, 6, 6)>"
     plan = schedule.resolve("blelloch", len(chain), chain)
