@@ -2,12 +2,16 @@
 
 Where the input is broadcast, each row has one entry, in the column that its place was broadcast from.
 
-An operator that ATen tags as pointwise needs no rule of its own. With a formula for its values it is a subclass of
-`_DiagonalRule`, or of `PointwiseRule` where operands are broadcast; `shared` says where it is linear, `reads` what its
-formula reads. Elsewhere there may be more to say of it:
+An operator that ATen tags as pointwise needs no rule of its own. With a formula for its values it has one, under
+`add_rule`: a subclass of `_DiagonalRule`, or of `PointwiseRule` where several operands may depend on the input or are
+broadcast. `shared` says where it is linear, `reads` and `reads_of` which of input and output its formula reads: others
+may have been overwritten. `Rule.values` says who asks for them. An operator that changes in steps is one of `CONSTANT`
+instead. Elsewhere there may be more to say of it:
 
 - `jacsparse.codegen.operations` lists what loops compute, of it and of the operator that its backward pass calls;
-  PyTorch computes the others, between the loops.
+  PyTorch computes the others, between the loops. A function that no other operator calls needs an opcode in
+  `jacsparse.codegen.kernels` too.
+- `OF_NUMBERS` in `jacsparse.tracing.operators` has those with a number that later runs may change.
 - `jacsparse.decompositions.backward_operators` is for what its backward pass calls, which Hessians are made of, where
   that has no rule; `jacsparse.jacobians.folding` knows which operators multiply by a number.
 - `jacsparse.jacobians.products_with_vectors` is for tangents that differ from its backward pass, as at kinks.

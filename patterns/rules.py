@@ -282,9 +282,9 @@ class Rule(ABC):
         """Values of `J` on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
 
         They have to be those of PyTorch's derivative, unless a user registered them. Products of operators' matrices
-        are made of them, in the first calls of ``jacobian`` and in scans. Other ways to a Jacobian's values take them
-        where all samples share them, and PyTorch's derivative elsewhere. Where the entries may be elements of a weight,
-        they are asked for with other weights too, to see which.
+        are made of them, in the first calls of ``jacobian`` and in scans. Folded and grouped products take them where
+        all samples share them, and PyTorch's derivative elsewhere; products with vectors take none of them. Where
+        entries may be elements of a weight, they are asked for with other weights too, to see which.
 
         A rule without a formula takes the operator's own derivative, in a pass for each colour of the pattern.
         """

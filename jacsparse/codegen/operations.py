@@ -1,4 +1,8 @@
-"""Elementwise operations as instructions of LLVM, with PyTorch's results at kinks, ties, infinities and NaN."""
+"""Elementwise operations as instructions, with PyTorch's results at kinks, ties, infinities and NaN.
+
+Those are of LLVM (`machine_code`), or of the kernel that interprets loops (`interpreter`). A function that an operation
+calls is one of LLVM's or the C library's, and has an opcode in `kernels`.
+"""
 
 from __future__ import annotations
 

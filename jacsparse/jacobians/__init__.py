@@ -15,8 +15,9 @@
 ``prepared(x)``
     `PreparedJacobian._evaluated` takes the first of these ways that applies:
 
-    1. `PreparedProgram.values_of_memory`, a call of `FusedValues`, where all arguments are tensors with axes, loops
-       compute all of the values, and nothing is returned beside them.
+    1. `PreparedProgram.values_of_memory`, a call of `FusedValues`, where one contiguous tensor is differentiated by and
+       all arguments are tensors with axes, in no tuple; loops compute all of the values; no pruned weight has to be
+       looked at; values have no gradients; and nothing is returned beside them.
     2. Once `_checked` has compared the arguments' form, and `_program` found the program for the numbers among them,
        the same loops in `PreparedProgram.__call__`.
     3. A replay there: `Trace.replayed`, in which values are computed when they are asked for, and `Evaluator.values`.
@@ -25,13 +26,16 @@
 an evaluator (`evaluator_of` says which one)
     `FoldedProducts` (`products`): sums of `terms`, by `folding`. `GroupedProducts` and `ChainProducts` (`products`):
     products of operators' matrices, by groups of rows with the same entries, or one matrix after the other.
-    `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What each computes of a run's
-    values is one graph, of `value_functions`, which `fused_values` makes loops of.
+    `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What is computed of a run's
+    values is a graph, a `ValueFunction`: of `FoldedProducts`, and of `Compressed` where that is compiled and has one
+    part, `fused_values` makes loops.
 ``create_graph=True``
     Gradients of values do not depend on how the values were computed: `differentiable` takes PyTorch's second
     derivatives of the run, to which `unprepared` and, for a replay, `TracedFunction.connected_output` connect them.
+    `check_second_derivatives` refuses what these are wrong for.
 ``hessian(f, x)``, ``prepare_hessian(f, x)``
-    `hessians`: the same of the function's `Gradient` (`gradients`), with a symmetric pattern and a star colouring.
+    `hessians`: the same of the function's `Gradient` (`gradients`), with a symmetric pattern; a prepared and compressed
+    one has a star colouring. What backward passes call has rules, or parts of `jacsparse.decompositions`.
 ``prepared.save(path)``, ``PreparedJacobian.load(path, f, x)``
     `saved_programs` has what was decided, as arrays; loading traces `f` again, and compares the digests.
 ``jacobian_pattern(f, x)``, ``verify(f, x)``
@@ -39,34 +43,37 @@ an evaluator (`evaluator_of` says which one)
 
 **What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and differ from the run that a
 graph was made in at the first call that is another one (`Followed`). Calls of a prepared Jacobian do not run `f`: they
-read its parameters and buffers by their names, and take all else that it reads for constant; what of that has changed
-since, only `PreparedJacobian.check` finds.
+read its parameters and buffers by their names, and of other tensors those that `f` read when it was prepared, with the
+elements of now. All else is constant; what of that has changed since, only `PreparedJacobian.check` finds.
 
-======================================  ==============================================  ==============================
+======================================  ==============================================  ================================
 what may differ                         in a run                                        in a prepared call
-======================================  ==============================================  ==============================
-elements that were overwritten          `Trace.elements` computes them anew, or raises  the same
+======================================  ==============================================  ================================
+elements that were overwritten          `Trace.elements` computes them anew, or raises  nothing: a replay does not write
 weights that were zero                  `Chain.adapted`                                 `PreparedProgram._check_weights`
 elements of indices and masks           `Followed`, by `Node.contents`                  `PreparedProgram._captures`
 numbers                                 `JacobianPlan._by_chosen`                       `PreparedJacobian._program`
-shapes, dtypes, autocast                `Followed`                                      `PreparedJacobian._checked`
+shapes, dtypes, autocast                `Tracer` of the input, `Followed` of the rest   `PreparedJacobian._checked`
+hooks                                   `refuse_hooks`                                  nothing
 rules that were registered since        `ChainCache.of_run` drops its graphs            nothing
-======================================  ==============================================  ==============================
+======================================  ==============================================  ================================
 
-**Where memory is bounded.** At once: `PART_BYTES` of tangents in `compressed` and of rows in `edge_matrices`;
-`MOST_SCRATCH` of `fused_values`; in `stages` `GRADIENT_BYTES`, `KEY_BYTES`, `Chain._check_size`, which refuses what no
-memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by
-samples and strips; `MOST_BYTES` of groups of rows and `MEMORY_LIMIT` of indices in `spgemm`. Beyond others an evaluator
-is not taken: `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS` (`products`).
-Kept for later calls: `ChainCache.most_graphs`, `MOST_PROGRAMS`, `PLAN_CACHE` and `MEMORY_POOL`, and `LIMIT` of the disk
-cache. What PyTorch's operators take in the run is bounded by nothing.
+**Where memory is bounded.** At once: `PART_BYTES` of tangents in `compressed`, and of rows in `edge_matrices`; in
+`stages` `GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `Chain._check_size`, which refuses what no memory holds,
+and `Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by samples and
+strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An evaluator is not
+taken beyond `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS` (`products`).
+Kept for later calls: `ChainCache.most_graphs` for each of `_MOST_OWNERS`, `MOST_PROGRAMS` (`prepared`), `MOST_SCRATCH`
+(`fused_values`) of a call's own memory, `PLAN_CACHE`, `MEMORY_POOL`, and `LIMIT`, in MiB, of `disk_cache`. What
+PyTorch's operators take in the run, and what loops take within a call, is bounded by nothing.
 
 **What differs on a GPU.** Nothing is folded, grouped or compiled: a prepared call is a replay, by `ChainProducts` or
-`Compressed`, chosen by the costs of CPUs. Patterns, colourings, orders and plans are made on the CPU, and their arrays
-copied once (`uploaded`). Products are `Method.multiply_on_device`, all samples at once, and some methods have a
-`device_substitute`; values of rules have kernels of their own (`value_kernels_cuda` in `patterns`). Code asks
-`on_device` where it launches kernels, which tests emulate, and ``Tensor.is_cuda`` where PyTorch alone does the work.
-Each call waits for the device where it compares elements, or looks whether all are finite.
+`Compressed`, chosen by the costs of CPUs. Patterns, colourings, orders and plans are made on the CPU; arrays of
+patterns and plans are copied once (`uploaded`), those of colourings and of symmetric parts in each call. Products are
+`Method.multiply_on_device`, all samples at once, and some methods have a `device_substitute`; values of rules have
+kernels of their own (`value_kernels_cuda` in `patterns`). Code asks `on_device` where it launches kernels, which tests
+emulate, and ``Tensor.is_cuda`` where it keeps to PyTorch's operators. Each call waits for the device where it compares
+elements, or looks whether all are finite.
 """
 
 from .hessians import PreparedHessian, hessian, prepare_hessian

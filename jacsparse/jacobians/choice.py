@@ -6,10 +6,11 @@ Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs; G
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
-from ..stages import DENSE, START
+from ..stages import DENSE, PASS, START, Pulled
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
@@ -30,6 +31,8 @@ TERM = 4
 MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
+#: How much less both are in machine code.
+COMPILED = 4
 
 
 def evaluator_of(
@@ -43,15 +46,24 @@ def evaluator_of(
 
     1. `ChainProducts`, where values of an operator were registered: the other ways take PyTorch's derivatives.
     2. `Compressed`, where ``compressed`` or a pattern of one's own was asked for.
-    3. `FoldedProducts` without elements of weights, whatever other ways cost.
-    4. For ``products``, or where PyTorch's products with vectors are not exact, the one of the least cost of
-       `FoldedProducts` with elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
-    5. The one of the least cost of these and `Compressed`.
+    3. `FoldedProducts` without elements of weights, whatever other ways cost; `ChainProducts` where there is no entry.
+    4. For ``products``, or with an operator of `NOT_COMPRESSED`, the one of the least cost of `FoldedProducts` with
+       elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
+    5. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
 
-    On a GPU these are `ChainProducts` and `Compressed` alone. The costs are logged at the level DEBUG. A new way is a
-    subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
-    `SavedProgram.evaluator`.
+    `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`. On a GPU there are `ChainProducts`
+    and `Compressed` alone. What was taken is logged at the level DEBUG, with the costs that were compared.
+    `PreparedJacobian.prepare` asks for ``products`` where what was taken here does not agree with autograd.
+
+    A new way is a subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
+    `saved_programs`. `PreparedJacobian` and `PreparedHessian` ask whether the name is ``compressed``.
     """
+    evaluator = _chosen(function, method, compile, coloring)
+    _LOGGER.debug("values by %s%s", evaluator.name, evaluator.details)
+    return evaluator
+
+
+def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Callable[[Pattern], Coloring]) -> Evaluator:
 
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, compile=compile)
@@ -77,8 +89,8 @@ def evaluator_of(
             "pass method='products'",
         )
     if registered:
-        # The other ways take PyTorch's derivatives too.
         return ChainProducts(function)
+    # The star colouring of a Hessian has no rows; a check finds wrong tangents.
     if coloring is cheapest_coloring and any(node.overload in WRONG_TANGENTS for node in function.nodes):
         coloring = row_coloring
     if method == "compressed" or function.given is not None:
@@ -103,7 +115,7 @@ def evaluator_of(
     if method == "products" or any(node.overload in NOT_COMPRESSED for node in function.nodes):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
-    cost_of_colors = _cost_of_colors(function, colors)
+    cost_of_colors = _cost_of_colors(function, colors, compile)
     counts = sum(colors.counts)
     _LOGGER.debug("costs: products%s %.2g, %d colours %.2g", products.details, cost, counts, cost_of_colors)
     sums = folded_products(min(cost, cost_of_colors))
@@ -121,15 +133,23 @@ def _cost_of_products(function: TracedFunction) -> float:
     chain = function.chain
     if not len(chain):
         return 0.0
-    accumulation, batch = chain.accumulation, 1 if function.shared else function.batch
-    work = VALUE * function.x.element_size() / 8 * accumulation.moved + accumulation.multiply_adds
-    return START * len(accumulation.matrices) + batch * max(work, chain.order.cost)
+    matrices, batch = chain.accumulation.matrices, 1 if function.shared else function.batch
+    values, multiply_adds = chain.accumulation.work(batch, lambda key: key[1].shared)
+    cost: float = START * len(matrices) + multiply_adds
+    for matrix in matrices:
+        if isinstance(matrix, Pulled):
+            first, last = matrix.key
+            stages, columns = chain.stages[first : last + 1], batch * matrix.pattern.shape[1]
+            # Gradients are written and read.
+            values += 2 * columns * sum(math.prod(stage.in_shape) for stage in stages)
+            cost += PASS + DENSE * columns * sum(stage.backward_work for stage in stages)
+    return cost + VALUE * function.x.element_size() / 8 * values
 
 
-def _cost_of_colors(function: TracedFunction, colors: Coloring) -> float:
+def _cost_of_colors(function: TracedFunction, colors: Coloring, compile: bool) -> float:
     """The cost of products of the whole function with a seed for each colour."""
     computed = [function.element_count(node) for node in function.nodes]
-    value = VALUE * function.x.element_size() / 8
+    call, value = (each / (COMPILED if compile else 1) for each in (CALL, VALUE * function.x.element_size() / 8))
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
-    return CALL * len(computed) + colors.cost * (value * sum(computed) + function.batch * dense)
+    return call * len(computed) + colors.cost * (value * sum(computed) + function.batch * dense)

@@ -370,7 +370,8 @@ def prepare_jacobian(
         as in `jacobian`. All other arguments are passed as they are.
     method : str
         ``products`` multiplies local Jacobians along paths; ``compressed`` takes products of the whole function with a
-        seed for each colour; ``auto`` takes the one of less predicted cost.
+        seed for each colour; ``auto`` takes the one of less predicted cost, and the first one where no weights are
+        multiplied, as of elementwise operators and selections.
     compile : bool
         Whether one piece of machine code computes the values, which takes a tenth of a second to a few seconds to
         make. It fuses elementwise operators, selections and sums of products; what else a call computes, as products of
@@ -399,7 +400,7 @@ def prepare_jacobian(
     ------
     TypeError, ValueError
         Where arguments or outputs are not of this kind, the method is unknown or does not apply, or with `compile`,
-        where operators' Jacobians are multiplied as matrices, as for large networks.
+        where operators' Jacobians are multiplied one after the other, as for large networks.
     UnsupportedOperatorError
         Where an operator has no rule, or the calls depend on what tensors hold.
 

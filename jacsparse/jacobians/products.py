@@ -131,8 +131,9 @@ class ChainProducts(Evaluator):
 class GroupedProducts(Evaluator):
     """The values of a function's Jacobian by groups of rows with the same entries, from the output to the input.
 
-    A group's rows go through all operators at once, so that no matrix but the Jacobian is in memory as a whole. All
-    samples share the values of each operator whose matrix is not diagonal.
+    A group's rows go through all operators at once, so that no product but the Jacobian is in memory as a whole. All
+    samples share the values of each operator whose matrix is not diagonal. It is a kernel as it is: ``compile`` changes
+    nothing.
 
     Parameters
     ----------

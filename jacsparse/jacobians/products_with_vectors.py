@@ -30,7 +30,8 @@ _ELEMENTWISE = (
 #: Operators of which PyTorch's tangents are inexact, or wrong: those of `logcumsumexp` are relative to the largest
 #: element of all lines, those of `scatter_reduce` ignore elements, those of `cholesky_inverse` are of another function.
 WRONG_TANGENTS = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten.cholesky_inverse.default)
-#: Those with products that are cheaper than backward passes alone; gradients of many at once are wrong for `cdist`.
+#: Those whose functions ``auto`` does not compress: products cost less than backward passes alone, and PyTorch's
+#: gradients of many rows at once are wrong for `cdist`.
 NOT_COMPRESSED = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten._cdist_forward.default)
 
 #: All have the arguments input, weight, bias, running_mean, running_var, training, momentum and one for rounding.

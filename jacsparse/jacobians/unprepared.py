@@ -210,7 +210,8 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
 class JacobianPlan:
     """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
 
-    A `ProductPlan` is of one product. The patterns of the chain hold while the same weights are zero.
+    A `ProductPlan` is of one product. The patterns of the chain hold while the same weights are zero; where some are
+    left out, all runs multiply the chain.
     """
 
     def __init__(self, chain: Chain) -> None:

@@ -104,9 +104,10 @@ class _Sum(_Matrix):
 
 @dataclass
 class Pulled(_Matrix):
-    """The product of the operators of a key and a full matrix, computed by the operators' own backward."""
+    """The product of an interval of stages and a full matrix, computed by the operators' own backward."""
 
-    key: Hashable
+    #: The first and the last stage.
+    key: tuple[int, int]
 
 
 @dataclass
@@ -170,8 +171,8 @@ class Accumulation:
         stored = Pattern.of(Full(*pattern.shape)) if full else pattern
         return self._append(_Sum(pattern, stored, tuple(terms), patterns))
 
-    def add_pulled(self, key: Hashable, right: int, pattern: Pattern) -> int:
-        """Add the product of the operators of a key and a matrix, which their own backward computes."""
+    def add_pulled(self, key: tuple[int, int], right: int, pattern: Pattern) -> int:
+        """Add the product of an interval of stages and a matrix, which the operators' own backward computes."""
         if not isinstance(self.matrices[right].stored.structure, Full):
             right = self.add([right], full=True)
         return self._append(Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key))
@@ -206,7 +207,7 @@ class Accumulation:
 
         if isinstance(alone, _Leaf):
             return in_order(leaf(alone.key))
-        order, last_use = self._order(result)
+        order, last_use = self._uses(result)
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
 
@@ -291,11 +292,29 @@ class Accumulation:
 
     @property
     def moved(self) -> int:
-        """The number of values that all products and sums read and write for one sample."""
+        """The number of values of all matrices, and of those that products and sums read, for one sample."""
         operands = (self.matrices[operand] for matrix in self.matrices for operand in matrix.operands)
         return sum(matrix.stored.nnz for matrix in (*self.matrices, *operands))
 
-    def _order(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
+    def work(self, batch: int, is_shared: Callable[[Any], bool]) -> tuple[int, int]:
+        """For so many samples, the values of leaves and those that products and sums read, and the multiply-adds.
+
+        ``is_shared(key)`` says whether all samples share a leaf's values: what is made of such leaves alone is computed
+        once.
+        """
+        values, multiply_adds, counts = 0, 0, list[int]()
+        for matrix in self.matrices:
+            if isinstance(matrix, _Leaf):
+                count = 1 if is_shared(matrix.key) else batch
+                values += count * matrix.stored.nnz
+            else:
+                count = batch if isinstance(matrix, Pulled) else max(counts[operand] for operand in matrix.operands)
+                values += sum(counts[operand] * self.matrices[operand].stored.nnz for operand in matrix.operands)
+            multiply_adds += count * matrix.multiply_adds if isinstance(matrix, _Product) else 0
+            counts.append(count)
+        return values, multiply_adds
+
+    def _uses(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
         """The matrices that a result is computed from, in order; and those that each of them uses for the last time."""
         last: dict[int, int] = {result: result}
         for number in range(result, -1, -1):

@@ -234,12 +234,12 @@ def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
         if order.how == "stage":
             return stage.joined(accumulation, lambda edge: leaf(order.stage, edge))
         if order.how == "backward":
-            return pull_back(order)
+            return add_pass(order)
         assert order.how in ("through", "from"), order.how
         interval = add(order.left if order.how == "from" else order.right)  # type: ignore[arg-type]
         return None if interval is None else _multiply(accumulation, stage, order, interval, leaf)
 
-    def pull_back(order: Order) -> int | None:
+    def add_pass(order: Order) -> int | None:
         """Add the product of an interval and the stages before it that go by their own backward, in one pass."""
         span = [order]
         while span[-1].right is not None and span[-1].right.how == "backward":

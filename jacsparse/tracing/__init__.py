@@ -12,12 +12,14 @@
 `Program`
     The calls of a graph through which a derivative passes, each an `Operation`, as one sample sees them.
 
-**When a cached graph is another run's.** A graph is never marked as invalid. The `Tracer` sees each call of a run, and
-`Followed` compares it with the next one of a cached graph: operator, grad mode, literal arguments, which values the
-tensors are, form of captures, class of autograd's nodes, elements of indices and masks on which patterns depend
-(`Node.contents`). Numbers may differ, but not in type, nor between 0, 1 and others. At the first other call another
-cached graph goes on that begins with the same calls, or a copy of this beginning. Who makes something of a graph looks
-at the rest, which differs between its runs; the head of `jacsparse.jacobians` lists what looks at what.
+**When a cached graph is another run's.** A graph is never marked as invalid. The `Tracer` takes those of the input's
+form and of the default dtype, and sees each call of a run, which `Followed` compares with the next one of a cached
+graph: operator, grad mode, literal arguments, which values the tensors are, form of captures and whether they have
+gradients, class of autograd's nodes, elements of indices and masks on which patterns depend (`Node.contents`); sizes
+that depend on elements (`Tracer.repeat`); and at the end the output. A number may be another one, unless one of both is
+0 or 1; an integer may take the place of a float as a factor or term alone (`Scalar.types`). At the first other call
+another cached graph goes on that begins with the same calls, or a copy of this beginning. Who makes something of a
+graph looks at the rest, which differs between its runs; the head of `jacsparse.jacobians` lists what looks at what.
 """
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
