@@ -38,8 +38,9 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(RUN) -m jacsparse.models.demo --out out/demo
 
+# Three at a time on two cores: some tests wait for other processes.
 test: $(STAMP)
-	$(RUN) -m pytest -n 2 --durations=15
+	$(RUN) -m pytest -n 3 --dist worksteal --durations=15
 
 test-full: $(STAMP)
 	JACSPARSE_TESTS=full $(RUN) -m pytest -n 2 --durations=15 -m "full or not full"

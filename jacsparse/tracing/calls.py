@@ -170,12 +170,14 @@ def _simpler(node: fx.Node) -> fx.Node | None:
         operands = [each for each, other in factors if isinstance(other, fx.Node) and other.target in _ONES]
     elif node.target in (*_COPIES, *_MOVES):
         operands = operands[:1]
+    elif node.target is aten.t.default and operands[0].target is aten.t.default:
+        operands = list(operands[0].args)
     else:
         return None
     for each in operands:
         if isinstance(each, fx.Node) and _form(each) == _form(node):
             writes = node.meta.get("written") or each.meta.get("written")
-            return each if node.target in _MOVES or not writes else None
+            return each if node.target in (*_MOVES, aten.t.default) or not writes else None
     return None
 
 
