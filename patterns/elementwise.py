@@ -11,7 +11,7 @@ instead. Elsewhere there may be more to say of it:
 - `jacsparse.codegen.operations` lists what loops compute, of it and of the operator that its backward pass calls;
   PyTorch computes the others, between the loops. A function that no other operator calls needs an opcode in
   `jacsparse.codegen.kernels` too.
-- `OF_NUMBERS` in `jacsparse.tracing.operators` has those with a number that later runs may change.
+- `OF_NUMBERS` in `jacsparse.tracing.operators` has those whose number may be an integer or a float in later runs.
 - `jacsparse.decompositions.backward_operators` is for what its backward pass calls, which Hessians are made of, where
   that has no rule; `jacsparse.jacobians.folding` knows which operators multiply by a number.
 - `jacsparse.jacobians.products_with_vectors` is for tangents that differ from its backward pass, as at kinks.

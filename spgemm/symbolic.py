@@ -16,7 +16,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..patterns import Convolution, Csr, Diagonal, Full, Identity, Pattern
-from ..runtime import cached_arrays, frozen, index_dtype, inlined, kernel, row_starts, run_rows
+from ..runtime import cached_arrays, frozen, index_dtype, inlined, inlined_with_arrays, kernel, row_starts, run_rows
 
 #: Multiply-adds that take about as long as a read from disk.
 SLOW_WORK = 1_000_000
@@ -81,7 +81,7 @@ def _pairs(row, a_indptr, a_indices, b_indptr):
     return pairs
 
 
-@inlined
+@inlined_with_arrays
 def _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indices, entry):
     """Clear the words that a row has marked, one by one; write their columns, in order, from `entry` on."""
     one, begin = np.uint64(1), entry

@@ -90,14 +90,14 @@ def matvec(pattern: Pattern, values: Any, x: Any, *, out: Any = None) -> Any:
     left, right = view("values", values, pattern.nnz), view("x", x, n, "columns")
     batch = same_batch("values", left, "x", right)
     returned, y = result("vectors of a product", out, (values, x), (left, right), m, batch, left)
-    on_device, structure = isinstance(y, torch.Tensor), pattern.structure
+    is_tensor, structure = isinstance(y, torch.Tensor), pattern.structure
     if isinstance(structure, Diagonal):
-        multiply: Any = torch.mul if on_device else np.multiply
+        multiply: Any = torch.mul if is_tensor else np.multiply
         multiply(left, right, out=y)
     elif isinstance(structure, Full):
         operands = (left.reshape(m, n, left.shape[1]), right, y)
-        _multiply_full(*(operands if on_device else map(torch.from_numpy, operands)))
-    elif on_device:
+        _multiply_full(*(operands if is_tensor else map(torch.from_numpy, operands)))
+    elif is_tensor:
         products_cuda.matvec(pattern, left, right, y)
     elif batch == 1:
         one = (unsigned(pattern.indices), left.reshape(-1), right.reshape(-1), y.reshape(-1))

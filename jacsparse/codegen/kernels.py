@@ -13,7 +13,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..runtime import inlined, kernel
+from ..runtime import inlined, inlined_with_arrays, kernel
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
@@ -34,7 +34,7 @@ def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(address, like), generate  # type: ignore[attr-defined]
 
 
-@inlined
+@inlined_with_arrays
 def _at(address, like, count):
     return numba.carray(_pointer(address, like), count)
 

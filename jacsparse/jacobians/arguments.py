@@ -239,7 +239,10 @@ class Arguments:
 
     @property
     def kinds_of_plain(self) -> tuple[Any, ...]:
-        """What the leaves are that are no tensors with axes: numbers, other constants by value, objects themselves."""
+        """What the leaves are that are no tensors with axes: numbers, and other constants by value.
+
+        An object of another kind is like none, so that each call with one makes a program of its own.
+        """
         return tuple([_kind(self.leaves[place]) for place in self._plain])
 
     def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:

@@ -31,7 +31,8 @@ TERM = 4
 MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
-#: How much less both are in machine code.
+#: How much less both are in machine code. Groups of rows, which need none, are compared without it: where they apply,
+#: most of the work is PyTorch's.
 COMPILED = 4
 
 
@@ -53,7 +54,7 @@ def evaluator_of(
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`. On a GPU there are `ChainProducts`
     and `Compressed` alone. What was taken is logged at the level DEBUG, with the costs that were compared.
-    `PreparedJacobian.prepare` asks for ``products`` where what was taken here does not agree with autograd.
+    `PreparedJacobian.prepare` asks for ``products`` where a `Compressed` of 5. does not agree with autograd.
 
     A new way is a subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
     `saved_programs`. `PreparedJacobian` and `PreparedHessian` ask whether the name is ``compressed``.
@@ -115,7 +116,7 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     if method == "products" or any(node.overload in NOT_COMPRESSED for node in function.nodes):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
-    cost_of_colors = _cost_of_colors(function, colors, compile)
+    cost_of_colors = _cost_of_colors(function, colors, compile and grouped is None)
     counts = sum(colors.counts)
     _LOGGER.debug("costs: products%s %.2g, %d colours %.2g", products.details, cost, counts, cost_of_colors)
     sums = folded_products(min(cost, cost_of_colors))
@@ -125,7 +126,7 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
         return compressed(colors)
     except UnsupportedOperatorError:
         # An operator has no forward mode, or none for many seeds at once.
-        return products
+        return folded_products(cost) or products
 
 
 def _cost_of_products(function: TracedFunction) -> float:

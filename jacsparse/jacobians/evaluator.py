@@ -49,9 +49,9 @@ class Evaluator(ABC):
             # A function may return coarser numbers, as under ``torch.autocast``.
             values = values.to(trace.input.dtype)
             are_finite = bool(self.function.chain.registered_values) or all_finite(values)
-        return values if are_finite else self.finite(values, trace)
+        return values if are_finite else self.mended(values, trace)
 
-    def finite(self, values: torch.Tensor, trace: Trace) -> torch.Tensor:
+    def mended(self, values: torch.Tensor, trace: Trace) -> torch.Tensor:
         """Values of which those that are not finite as products are those of backward passes."""
         return with_backward_passes(values, self.pattern, len(trace.input), self.function.pull_back(trace))
 

@@ -28,7 +28,7 @@ from ..codegen import (
 )
 from ..patterns import Pattern
 from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
-from ..tracing import Trace
+from ..tracing import Trace, without_autocast
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
@@ -222,7 +222,8 @@ class FusedValues:
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
         """What the loops read of PyTorch's calls, whose addresses it puts into a table."""
         begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._taken]
-        with torch.no_grad(), contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread():
+        threads = contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread()
+        with torch.no_grad(), without_autocast(torch.device("cpu")), threads:
             results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]
         converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):

@@ -156,6 +156,7 @@ class PreparedJacobian(Generic[Result]):
             trace = traced.function.trace
             self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
             self._out_shape = traced.returned.out_shape
+        # What is chosen records calls of its own.
         with without_autocast(traced.function.x.device):
             if saved is None:
                 evaluator = evaluator_of(traced.function, self.method, compile=options.compile, coloring=self._coloring)
@@ -180,7 +181,7 @@ class PreparedJacobian(Generic[Result]):
         if alike is not None:
             return alike
         arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
-        arguments = replace(arguments.laid_out_as(self._arguments), has_gradients=self._arguments.has_gradients)
+        arguments = arguments.laid_out_as(self._arguments)
         *_, (default_dtype, autocast), _ = self._arguments.form
         now, autocast_now = arguments.surroundings()
         if now != default_dtype:
@@ -419,7 +420,9 @@ def prepare_jacobian(
 
     Numbers among the arguments may change. A change costs no more than their new values where a function does with a
     tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between tensors. Where
-    it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own.
+    it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own. Of other
+    arguments that are no tensors, strings, truth values and NumPy arrays are compared by their values; an object of
+    another kind may have changed, and makes a program of its own in each call: bind it by ``functools.partial``.
 
     Examples
     --------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -65,7 +65,8 @@ class PreparedProgram:
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
-        arguments = arguments.with_tensors(self.traced.tensors)
+        # Nobody asks for gradients by numbers of a call.
+        arguments = replace(arguments, has_gradients=False).with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
         read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
         connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
@@ -86,7 +87,7 @@ class PreparedProgram:
             with torch.no_grad():
                 self._check_weights(trace)
                 evaluator = self.evaluator
-                values = evaluator.values(trace) if computed is None else evaluator.finite(computed, trace)
+                values = evaluator.values(trace) if computed is None else evaluator.mended(computed, trace)
             if connected and every is not None:
                 # In the place of those without gradients that the evaluator leaves.
                 trace.copies |= connected_values

@@ -22,7 +22,7 @@ from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves
 from .dynamo import uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
-from .kernels import compiled_module, flushing, inlined, kernel, kernel_cache
+from .kernels import compiled_module, flushing, inlined, inlined_with_arrays, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL, SMALLEST
 from .messages import a_type, announce, announced_where_long
 from .threads import SIMD, KernelRun, KernelSequence, RowWork, on_this_thread, run_rows, split, thread_count
@@ -74,6 +74,7 @@ __all__ = [
     "index_dtype",
     "index_type",
     "inlined",
+    "inlined_with_arrays",
     "instances",
     "intercept",
     "is_batched",

@@ -201,5 +201,13 @@ def flushing(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def inlined(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: the function is compiled into each kernel that calls it."""
+    """Decorator: the function, which makes no array, is compiled into each kernel that calls it.
+
+    It counts no references to its arrays: the caller has them, and counting takes longer than a short loop.
+    """
+    return numba.njit(forceinline=True, error_model="numpy", _nrt=False)(function)
+
+
+def inlined_with_arrays(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: as `inlined`, for a function that makes arrays, or sorts one."""
     return numba.njit(forceinline=True, error_model="numpy")(function)

@@ -9,8 +9,9 @@ inputs.
 **In which order they are multiplied.** `best_order` (`order`) compares the parenthesisations of the stages by the costs
 at the head of that file and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the cheapest
 one. `accumulated` makes it an `Accumulation` of products and sums. Where a stage of several operators becomes one
-matrix, `eliminate` takes the vertex of the fewest multiply-adds next; beside an interval they go in turn. The chain's
-pattern is that of the accumulation.
+matrix, `eliminate` takes the vertex of the fewest multiply-adds next; beside an interval they go in turn. Folded
+entries of `jacsparse.jacobians` take `eliminate` for all edges, and no order. The chain's pattern is that of the
+accumulation.
 
 **How they are computed.** `Accumulation.run` asks for the values of edges, which are those of `LocalJacobian`: the
 rule's, or PyTorch's derivative where the rule has none. `last_products` goes by strips where products are large,
@@ -20,9 +21,10 @@ rule's, or PyTorch's derivative where the rule has none. `last_products` goes by
 cost, and a case in `accumulated`; what the cost depends on of a stage goes into `_digest`, since orders are kept on
 disk. If what it computes is neither a product nor a sum, it is also a subclass of `_Matrix`, that a method of
 `Accumulation` adds, with its pattern, and that `Accumulation.run` computes, of all samples or in `_large` sample by
-sample, by a callable that `Chain.products` passes to it. ``backward`` and `Pulled` are the example: one pass of the
-operators' own backward for an interval. A chain of one stage takes no step. Steps within folded entries are
-`WeightedSums` of `jacsparse.jacobians.terms`.
+sample, by a callable that `Chain.products` passes to it; `Accumulation.work` and ``_cost_of_products`` in
+`jacsparse.jacobians.choice` price it. ``backward`` and `Pulled` are the example: one pass of the operators' own
+backward for an interval. A chain of one stage takes no step. Steps within folded entries are `WeightedSums` of
+`jacsparse.jacobians.terms`.
 """
 
 from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, is_light, matrix_of

@@ -293,11 +293,10 @@ class Accumulation:
     @property
     def moved(self) -> int:
         """The number of values of all matrices, and of those that products and sums read, for one sample."""
-        operands = (self.matrices[operand] for matrix in self.matrices for operand in matrix.operands)
-        return sum(matrix.stored.nnz for matrix in (*self.matrices, *operands))
+        return self.work(1, lambda key: True)[0]
 
     def work(self, batch: int, is_shared: Callable[[Any], bool]) -> tuple[int, int]:
-        """For so many samples, the values of leaves and those that products and sums read, and the multiply-adds.
+        """For so many samples, the values of all matrices and those that products and sums read, and the multiply-adds.
 
         ``is_shared(key)`` says whether all samples share a leaf's values: what is made of such leaves alone is computed
         once.
@@ -306,10 +305,10 @@ class Accumulation:
         for matrix in self.matrices:
             if isinstance(matrix, _Leaf):
                 count = 1 if is_shared(matrix.key) else batch
-                values += count * matrix.stored.nnz
             else:
                 count = batch if isinstance(matrix, Pulled) else max(counts[operand] for operand in matrix.operands)
                 values += sum(counts[operand] * self.matrices[operand].stored.nnz for operand in matrix.operands)
+            values += count * matrix.stored.nnz
             multiply_adds += count * matrix.multiply_adds if isinstance(matrix, _Product) else 0
             counts.append(count)
         return values, multiply_adds

@@ -46,8 +46,9 @@ class ChainCache:
     def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
         """The chain of the calls that a module makes for a batch, and the forward pass."""
         if self._rules != len(REGISTERED):
-            # What was recorded and decided before may follow another rule.
-            self._graphs, self._rules = [], len(REGISTERED)
+            with self._lock:
+                # What was recorded and decided before may follow another rule.
+                self._graphs, self._rules = [], len(REGISTERED)
         # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which
         # is to be as much where the chain is found as where it is made.
         with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
@@ -101,11 +102,10 @@ def recent_chains(
     """
     owner, key = _owner_of(f), (pruned, couples, of)
     with _LOCK:
-        caches = _RECENT.get(owner)
-        if caches is None:
-            caches = _RECENT[owner] = {}
-            while len(_RECENT) > _MOST_OWNERS:
-                del _RECENT[next(iter(_RECENT))]
+        # The last one asked for comes last.
+        caches = _RECENT[owner] = _RECENT.pop(owner, {})
+        while len(_RECENT) > _MOST_OWNERS:
+            del _RECENT[next(iter(_RECENT))]
         if key not in caches:
             caches[key] = ChainCache(pruned=pruned, couples=couples)
         return caches[key]

@@ -99,7 +99,7 @@ class Edge:
         if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.pruned_weights):
             return self
         # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
-        names = [name for name in self.rule.pruned_arguments(self.call) if name not in stale]
+        names = [weight.name for weight in self.pruned_weights if weight.name not in stale]
         return self.without([PrunedWeight(name, self.weight(name, trace), None) for name in names])
 
     def __repr__(self) -> str:

@@ -171,13 +171,13 @@ def _simpler(node: fx.Node) -> fx.Node | None:
     elif node.target in (*_COPIES, *_MOVES):
         operands = operands[:1]
     elif node.target is aten.t.default and operands[0].target is aten.t.default:
-        operands = list(operands[0].args)
+        return operands[0].args[0]
     else:
         return None
     for each in operands:
         if isinstance(each, fx.Node) and _form(each) == _form(node):
             writes = node.meta.get("written") or each.meta.get("written")
-            return each if node.target in (*_MOVES, aten.t.default) or not writes else None
+            return each if node.target in _MOVES or not writes else None
     return None
 
 

@@ -62,17 +62,32 @@ class Followed:
         if not noted:
             self.memory.hold_all()
 
-    def next(self, overload: Any, args: Any, kwargs: dict[str, Any], seen: bool | None = None) -> Node | None:
-        """The next call of the graph, or of another one that begins alike, where it is this one; else None."""
+    def next(
+        self,
+        overload: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        seen: bool | None = None,
+        sizes: Sequence[torch.Size] | None = None,
+    ) -> Node | None:
+        """The next call of the graph, or of another one that begins alike, where it is this one; else None.
+
+        With `sizes`, of the results of a call of this graph, it is one of another graph that gave these.
+        """
         if not self.active:
             return None
         graph, count = self.trace.graph, self.count
-        if count < len(graph.nodes) and self._is(graph.nodes[count], overload, args, kwargs, seen, graph):
-            return graph.nodes[count]
+        if sizes is None and count < len(graph.nodes):
+            node = graph.nodes[count]
+            if self._is(node, overload, args, kwargs, seen, graph):
+                return node
         for other in self._others():
-            if count < len(other.nodes) and self._is(other.nodes[count], overload, args, kwargs, seen, other):
+            if count >= len(other.nodes):
+                continue
+            node = other.nodes[count]
+            if sizes in (None, node.sizes) and self._is(node, overload, args, kwargs, seen, other):
                 self._enter(other)
-                return other.nodes[count]
+                return node
         return None
 
     def _others(self) -> Iterator[Graph]:

@@ -200,8 +200,9 @@ class Info:
 class Graph:
     """The calls of a function of one tensor."""
 
-    #: The form of the input, and the default dtype, which calls that make tensors do not name.
-    input: tuple[Form, torch.dtype]
+    input: Form
+    #: Calls that make tensors do not name it.
+    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     nodes: list[Node] = field(default_factory=list)
     #: By value.
     infos: list[Info] = field(default_factory=lambda: [Info(None, dependent=True)])
@@ -228,7 +229,9 @@ class Graph:
             stop, scalars = self.nodes[place].begin
         captures = {value: form for value, form in self.captures.items() if value < stop}
         externals = [value for value in self.externals if value < stop]
-        return Graph(self.input, self.nodes[:place], self.infos[:stop], captures, externals, scalars)
+        return Graph(
+            self.input, self.default_dtype, self.nodes[:place], self.infos[:stop], captures, externals, scalars
+        )
 
     @functools.cached_property
     def differentiated(self) -> list[Node]:

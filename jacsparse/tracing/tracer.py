@@ -47,7 +47,8 @@ class Tracer(DispatchMode):
         self.parts: list[Node] | None = None
         self.derivatives = SeenDerivatives(trace)
         trace.note_gradient_edge(0)
-        alike = [graph for graph in graphs if graph.input == trace.graph.input]
+        form, dtype = trace.graph.input, trace.graph.default_dtype
+        alike = [graph for graph in graphs if graph.input == form and graph.default_dtype is dtype]
         # None of these refers to the tracer: the trace is to end when nobody needs it, not later.
         self.followed = Followed(trace, self.memory, self.derivatives, alike)
 
@@ -144,8 +145,12 @@ class Tracer(DispatchMode):
         if node.sizes is not None:
             # How large they are depends on what a tensor holds; none of these calls writes.
             result = node.overload(*args, **kwargs)
-            if [tensor.shape for tensor in tensors_in(result)] != node.sizes:
-                return self.add(node.overload, args, kwargs, lambda: result)
+            sizes = [tensor.shape for tensor in tensors_in(result)]
+            if sizes != node.sizes:
+                other = self.followed.next(node.overload, args, kwargs, sizes=sizes)
+                if other is None:
+                    return self.add(node.overload, args, kwargs, lambda: result)
+                node = other
         self.followed.take(node, self.bind)
         written = written_tensors(node.facts, args, kwargs) if node.writes else ()
         for tensor in written:

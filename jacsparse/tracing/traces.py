@@ -23,7 +23,7 @@ class Trace:
     """
 
     def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
-        self.module, self.graph, self.input = module, Graph((form_of(x), torch.get_default_dtype())), x
+        self.module, self.graph, self.input = module, Graph(form_of(x)), x
         self.output = x
         #: By value, as the run left them; None for values that the run did not compute.
         self.tensors: list[torch.Tensor | None] = [x]

@@ -365,6 +365,15 @@ def test_prepared_of_some_of_the_tensors_that_had_gradients() -> None:
     assert (of_bias - expected).abs().amax() <= BOUND and of_x.shape == x.shape
 
 
+def test_prepared_without_anything_that_has_a_gradient() -> None:
+    x = drawn(3)
+    for f, args in ((lambda x, c: (c * x**2).sin(), (x,)), (lambda x, c: (c * x[0] ** 2).sin(), ((x,),))):
+        prepared = prepare_jacobian(f, *args, 2.0, create_graph=True)
+        assert not prepared.values(*args, 3.0).requires_grad
+        values = prepared.values(*args, torch.tensor(3.0, dtype=FLOAT).requires_grad_())
+        assert values.requires_grad
+
+
 def test_without_gradients_of_inputs() -> None:
     weight = drawn(4).requires_grad_()
     values: Any = jacobian(lambda x: weight * x**2, drawn(4), batched=False, create_graph=True).values

@@ -374,6 +374,27 @@ def test_the_default_dtype() -> None:
         torch.set_default_dtype(default)
 
 
+def test_sizes_that_take_turns_have_a_graph_each() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x[(x.detach() > 0).nonzero()[:, 0]] ** 2
+
+    caches = importlib.import_module("jacsparse.stages.chain_cache")
+    for number in range(8):
+        x = -drawn(6).abs() - 1
+        x[: 3 + number % 2] *= -1
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x, batched=False))
+    assert len(caches.recent_chains(f)._graphs) == 2
+
+
+def test_functions_in_use_are_remembered() -> None:
+    caches = importlib.import_module("jacsparse.stages.chain_cache")
+    networks = [nn.ReLU() for _ in range(caches._MOST_OWNERS + 1)]
+    first = caches.recent_chains(networks[0])
+    for network in networks[1:]:
+        caches.recent_chains(network)
+        assert caches.recent_chains(networks[0]) is first
+
+
 def test_places_of_writes_end_with_their_graphs() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         y = x.new_zeros(5)

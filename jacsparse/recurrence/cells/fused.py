@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...runtime import inlined, on_device, run_rows
+from ...runtime import inlined, inlined_with_arrays, on_device, run_rows
 from .. import recurrences_cuda
 from ..sequences import DeviceRuns, Runs, rows_of
 from ..vector import ROWS, any_nonzero
@@ -41,7 +41,7 @@ def row_of(sample, begin, direction, offset, run, step):
     return offset[begin[run] + step * direction] + sample[run]
 
 
-@inlined
+@inlined_with_arrays
 def scratch(width, like):
     return np.zeros(ROWS * width, like.dtype)
 
