@@ -101,19 +101,20 @@ class _WeightedSum:
         differentiable = torch.is_grad_enabled()
         if differentiable and self._problem is not None:
             raise self._problem
-        # A function may read the tensor, too, that it is differentiated by: that is the first one.
-        ends = [
-            (tensor, get_gradient_edge(tensor) if place else self._start)
-            for place, (tensor, each) in enumerate(zip(self._inputs, needed, strict=True))
-            if each
-        ]
+        # A function may read the tensor, too, that it is differentiated by: that is the first one. Another one that it
+        # reads in several places has one gradient.
+        first = {id(tensor): place for place, tensor in reversed([*enumerate(self._inputs)][1:])}
+        wanted = {place: tensor for place, tensor in enumerate(self._inputs) if needed[place]}
+        wanted = {place: tensor for place, tensor in wanted.items() if not place or first[id(tensor)] == place}
+        ends = [(t, get_gradient_edge(t) if place else self._start) for place, t in wanted.items()]
         totals: list[torch.Tensor | None] = [None] * len(ends)
         with torch.enable_grad(), without_autocast(weights.device):
             for u, v in self._vectors(weights if differentiable else weights.detach()):
                 terms = self._of_product(u, v, ends, differentiable)
                 pairs = zip(totals, terms, strict=True)
                 totals = [a if b is None else b if a is None else a + b for a, b in pairs]
-        return totals
+        of_places = dict(zip(wanted, totals, strict=True))
+        return [of_places.get(place) for place, each in enumerate(needed) if each]
 
     def _of_product(
         self, u: torch.Tensor, v: torch.Tensor, ends: Sequence[tuple[torch.Tensor, GradientEdge]], differentiable: bool

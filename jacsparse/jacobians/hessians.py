@@ -39,7 +39,7 @@ class PreparedHessian(PreparedJacobian[Result]):
     def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluated:
         values, gradient, beside = super()._evaluated(args, returns)
         # A star colouring takes both entries of a pair from one place, but for those that are not finite.
-        if self.method == "compressed" and all_finite(values):
+        if self.method == "compressed" and all_finite(values.detach()):
             return values, gradient, beside
         return _gathered(values, self._symmetric), gradient, beside
 

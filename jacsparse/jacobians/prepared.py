@@ -148,6 +148,10 @@ class PreparedJacobian(Generic[Result]):
     @without_saving_hooks()
     def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
         kinds, options = arguments.kinds_of_plain, self._options
+        if self._programs:
+            # As `prepare` does with the first call's.
+            arguments = arguments.apart()
+            arguments = arguments.requiring_gradients() if options.create_graph else arguments
         tensors = next((program.traced.tensors for others, _, program in self._programs if others == kinds), None)
         traced_at = arguments if tensors is None else arguments.with_tensors(tensors)
         # What was no tensor once never is.

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -32,7 +33,7 @@ from ..tracing import (
 )
 from .arguments import Arguments
 from .differentiable import check_second_derivatives
-from .flat_function import FlatFunction, Returned, run_once
+from .flat_function import FlatFunction, Returned, WithAux, run_once
 from .gradients import Gradient, registered_in
 from .options import Options
 from .traced_function import TracedFunction
@@ -81,7 +82,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         dense = arguments
         tensors, traced_at, (trace, returned) = _trace(f, arguments, options, asks)
     places = {id(leaf): place for place, leaf in enumerate(traced_at.leaves) if isinstance(leaf, torch.Tensor)}
-    graph, by_name = trace.graph, dict(_named(f))
+    graph, by_name = trace.graph, _named(f)
     read = {value: trace.tensor(value) for value in graph.captures}
     captures: Sources = {value: places.get(id(t), by_name.get(id(t), t)) for value, t in read.items()}
     contents = {
@@ -93,9 +94,6 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
     if options.create_graph:
         _check_gradients(trace)
     returned_values = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
-    if options.result:
-        assert graph.last is not None
-        returned_values.append(graph.last.value)
     floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
     varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
     watched = [tensor for tensor in floats if options.pruned and id(tensor) not in places]
@@ -111,15 +109,38 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         if options.create_graph:
             records = function.chain.records(trace)
             check_second_derivatives(trace, function.chain, records, of_gradient=isinstance(f, Gradient))
+    if options.result:
+        # A chain has been made of what depends on the input.
+        assert graph.last is not None
+        returned_values.append(graph.last.value)
     function.kept = tuple(dict.fromkeys(returned_values))
     return TracedProgram(function, dense, tensors, captures, contents, returned)
 
 
-def _named(f: Callable[..., Any]) -> Iterator[tuple[int, Callable[[], torch.Tensor]]]:
-    """The parameters and buffers of a function's modules by ``id``, each with what finds it by its name."""
+def _named(f: Callable[..., Any]) -> dict[int, Callable[[], torch.Tensor]]:
+    """What finds the parameters and buffers of a function's modules by their names, by the ``id`` of each."""
+    found: dict[int, list[tuple[str, nn.Module]]] = {}
     for module in modules_of(f, set()):
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            yield id(tensor), functools.partial(attrgetter(name), module)
+        if isinstance(module, WithAux):
+            # It has no names: `modules_of` finds what it wraps.
+            continue
+        named = (module.named_parameters, module.named_buffers)
+        for name, tensor in itertools.chain(*(each(remove_duplicate=False) for each in named)):
+            found.setdefault(id(tensor), []).append((name, module))
+    return {number: functools.partial(_tensor_of, places) for number, places in found.items()}
+
+
+def _tensor_of(places: Sequence[tuple[str, nn.Module]]) -> torch.Tensor:
+    """The parameter or buffer that has these names in modules; ValueError where it is not the same one any more."""
+    (name, module), *others = places
+    tensor: torch.Tensor = attrgetter(name)(module)
+    for other, of in others:
+        if attrgetter(other)(of) is not tensor:
+            raise ValueError(
+                f"{name_of(module)}.{name} and {name_of(of)}.{other} were one tensor when this Jacobian was prepared, "
+                "and are two now: prepare one for these"
+            )
+    return tensor
 
 
 def modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
@@ -170,7 +191,8 @@ def _trace(
             for other in others:
                 if not agree(_output(f, other.with_tensors(places), options), _output(f, other, options)):
                     return None
-        except (UnsupportedOperatorError, RuntimeError, TypeError, ValueError, ArithmeticError):
+        except Exception:
+            # The function may raise anything where it gets a tensor in the place of a number, or another number.
             return None
         return places, changed, run
 

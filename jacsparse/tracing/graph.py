@@ -301,7 +301,9 @@ class Graph:
         externals = self.externals_of(node) if node.operands or node.seen else frozenset[int]()
         drawn = node.facts.random or any(info.drawn for info in infos)
         has_scalars = any(type(value) is Scalar for value in node.arguments.values())
+        # What is in fresh memory, others may have put there.
         fixed = not drawn and not has_scalars and (node.facts.of_shape or all(info.fixed for info in infos))
+        fixed = fixed and not node.facts.fresh
         return Info(node, None, dependent, drawn, fixed, externals)
 
     def nodes_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:

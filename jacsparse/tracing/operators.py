@@ -49,6 +49,11 @@ class Facts:
         return self.rule is None or self.rule.reads_numbers
 
     @property
+    def fresh(self) -> bool:
+        """Whether its result is memory that holds anything."""
+        return self.name in _FRESH
+
+    @property
     def contents(self) -> bool:
         """Whether its rule reads the elements of indices and masks."""
         return self.rule is not None and self.rule.reads_contents
@@ -152,6 +157,9 @@ def _name_of(overload: Any) -> str:
     return name.removesuffix("_") if any(map(is_written, overload._schema.arguments)) else name
 
 
+_FRESH = {f"aten.{name}" for name in ("empty", "empty_like", "empty_permuted", "empty_strided")} | {
+    *("aten.new_empty", "aten.new_empty_strided"),
+}
 _OF_SHAPE = {
     *(f"aten.{name}_like" for name in ("empty", "full", "ones", "rand", "randint", "randn", "zeros")),
     *(f"aten.new_{name}" for name in ("empty", "empty_strided", "full", "ones", "zeros")),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..runtime import without_compiling
@@ -92,12 +93,15 @@ def traced(
 
 
 class _Unreadable(TorchFunctionMode):
-    """Raises where Python reads the elements of a tensor that depends on the input, without a call of an operator.
+    """Raises where Python reads elements, without a call of an operator, that may be others in another call.
 
-    ``.data`` calls none either: its result is taken for one that depends on the input.
+    These are all but those that the run computes of constants alone. ``.data`` calls no operator either: its result is
+    taken for one that depends on the input.
     """
 
     READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+    #: What makes a tensor of the elements of others, in lists or tuples.
+    MAKES = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.sparse_coo_tensor))
     DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
     def __init__(self, tracer: Tracer, hidden: Sequence[torch.Tensor]) -> None:
@@ -107,12 +111,17 @@ class _Unreadable(TorchFunctionMode):
     def _may_not_be_read(self, tensor: torch.Tensor) -> bool:
         if self.tracer.depends_on_input(tensor) or any(tensor is each for each in self.hidden):
             return True
-        hidden = self.tracer.trace.values_of(self.hidden)
-        number = self.tracer.numbers.get(id(tensor))
-        return bool(hidden) and number is not None and self.tracer.trace.graph.made_of(number, hidden)
+        graph, number = self.tracer.trace.graph, self.tracer.numbers.get(id(tensor))
+        return number is None or graph.made_of(number, graph.captures)
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in self.READS and self._may_not_be_read(args[0]):
+        read: Sequence[Any] = ()
+        if function in self.READS:
+            read = args[:1]
+        elif function in self.MAKES:
+            lists = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, (list, tuple))]
+            read = [each for each in _pytree.tree_leaves(lists) if isinstance(each, torch.Tensor)]
+        if any(map(self._may_not_be_read, read)):
             raise self.tracer.derivatives.read_error(None)
         result = function(*args, **(kwargs or {}))
         if function is self.DATA and self.tracer.depends_on_input(args[0]):

@@ -212,7 +212,13 @@ class Tracer(DispatchMode):
             self.memory.preserve(tensor, node)
             if parts is not None:
                 copies[id(tensor)] = self.alias(tensor.clone(), tensor)
-        result = overload(*args, **kwargs) if run is None else run()
+        try:
+            result = overload(*args, **kwargs) if run is None else run()
+        except Exception:
+            # The function may go on without this call.
+            graph.scalars = begin[1]
+            del self.trace.scalars[graph.scalars :]
+            raise
         results = with_written(result, written)
         if facts.dynamic:
             node.sizes = [tensor.shape for tensor in results]

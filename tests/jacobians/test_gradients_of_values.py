@@ -374,6 +374,15 @@ def test_prepared_without_anything_that_has_a_gradient() -> None:
         assert values.requires_grad
 
 
+@pytest.mark.parametrize("method", ["products", "compressed"])
+def test_prepared_of_a_tensor_that_is_read_in_two_places(method: str) -> None:
+    x, w = drawn(3), drawn(3, seed=1).requires_grad_()
+    prepared = prepare_jacobian(lambda x, a, b: (x * a).sin() * b, x, x, x, create_graph=True, method=method)
+    (actual,) = torch.autograd.grad(prepared.values(x, w, w).sum(), w)
+    (expected,) = torch.autograd.grad(((x * w).cos() * w * w).sum(), w)
+    assert (actual - expected).abs().amax() <= BOUND
+
+
 def test_without_gradients_of_inputs() -> None:
     weight = drawn(4).requires_grad_()
     values: Any = jacobian(lambda x: weight * x**2, drawn(4), batched=False, create_graph=True).values

@@ -374,6 +374,32 @@ def test_the_default_dtype() -> None:
         torch.set_default_dtype(default)
 
 
+def test_a_call_that_fails_leaves_no_number() -> None:
+    other = drawn(7)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        with contextlib.suppress(RuntimeError):
+            y = torch.add(y, other, alpha=0.7)
+        z = y * 1.5
+        return torch.stack([z, torch.where(x > 0.1, z, x)])
+
+    x = drawn(3)
+    for _ in range(5):
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x, batched=False))
+    assert_equal(jacsparse.prepare_jacobian(f, x)(x), dense(f, x, batched=False))
+
+
+def test_jacobians_within_a_function() -> None:
+    square = lambda u: u**2  # noqa: E731
+    prepared = jacsparse.prepare_jacobian(square, drawn(3))
+    for of_square in (prepared, lambda x: jacsparse.jacobian(square, x)):
+        f = lambda x, of=of_square: of(x.detach()).values.flatten() * x  # noqa: E731
+        for seed in range(8):
+            x = drawn(3, seed=seed)
+            assert_equal(jacsparse.jacobian(f, x), torch.diag(2 * x)[None])
+
+
 def test_sizes_that_take_turns_have_a_graph_each() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x[(x.detach() > 0).nonzero()[:, 0]] ** 2

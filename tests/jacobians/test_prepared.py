@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import jacsparse
-from jacsparse import PreparedJacobian, prepare_jacobian
+from jacsparse import PreparedJacobian, UnsupportedOperatorError, prepare_jacobian
 from jacsparse.jacobians import compressed
 from jacsparse.jacobians import prepared as prepared_room
 from jacsparse.runtime import read_archive, write_archive
@@ -752,6 +752,70 @@ def test_programs_of_objects_do_not_add_up() -> None:
         assert_equal(prepared(x, np.full(2, number)), dense(lambda x, n=number: x**2 * 2.0 * n, x, batched=False))
     assert len(prepared._programs) == prepared_room.MOST_PROGRAMS
     assert prepared._programs[0][-1] is prepared._first
+
+
+def test_a_later_program_takes_equal_arguments_apart() -> None:
+    x, a, b = drawn(3), drawn(3, seed=1), drawn(3, seed=2)
+    f = lambda x, a, b, c: (x ** int(c) * a).sin() * b  # noqa: E731
+    prepared = prepare_jacobian(f, x, a, b, 1.0)
+    prepared(x, a, a, 2.0)
+    assert_equal(prepared(x, a, b, 2.0), dense(lambda x: f(x, a, b, 2.0), x, batched=False))
+
+
+def test_parameters_that_were_one_and_are_two() -> None:
+    module = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)).double()
+    module[1].weight = module[0].weight
+    x = drawn(1, 3)
+    prepared = prepare_jacobian(module, x)
+    module[0].weight = module[1].weight = nn.Parameter(drawn(3, 3))
+    assert_equal(prepared(x), dense(module, x))
+    module[1].weight = nn.Parameter(drawn(3, 3, seed=1))
+    with pytest.raises(
+        ValueError, match=r"Sequential\.0\.weight and Sequential\.1\.weight were one tensor .* prepare one"
+    ):
+        prepared(x)
+
+
+def test_elements_that_python_reads() -> None:
+    x, c = drawn(3), drawn(3, seed=1)
+    for f in (
+        lambda x, c: x * torch.tensor([c, 1.0, c], dtype=FLOAT),
+        lambda x, c: x * torch.as_tensor((c, c, 2.0)).to(x),
+        lambda x, c: x * torch.from_numpy(np.full(3, c)),
+    ):
+        prepared = prepare_jacobian(f, x, 2.0)
+        for number in (3.0, -1.0, 2.0):
+            assert_equal(prepared(x, number), dense(lambda x, f=f, n=number: f(x, n), x, batched=False))
+    for g in (
+        lambda x, c: x * torch.tensor(c.tolist(), dtype=FLOAT),
+        lambda x, c: x * torch.from_numpy(c.numpy() * 1.0),
+        lambda x, c: x * torch.tensor([x[0], 1.0, c[0]], dtype=FLOAT),
+    ):
+        with pytest.raises(UnsupportedOperatorError, match="asks what a tensor holds"):
+            prepare_jacobian(g, x, c)
+    constant = prepare_jacobian(lambda x: x * torch.tensor(torch.ones(3).tolist(), dtype=FLOAT), x)
+    assert_equal(constant(x), torch.eye(3, dtype=FLOAT)[None])
+
+
+def test_numbers_of_functions_that_raise_anything() -> None:
+    class OwnError(Exception):
+        pass
+
+    def asks(x: torch.Tensor, c: float) -> torch.Tensor:
+        if not isinstance(c, float) or c < 0:
+            raise OwnError
+        return x * c
+
+    x = drawn(3)
+    for f in (asks, lambda x, c: x * {0.5: 2.0}.get(c, c), lambda x, c: x**2 if c.is_integer() else x * c):
+        prepared = prepare_jacobian(f, x, 0.5)
+        for number in (0.5, 2.0):
+            assert_equal(prepared(x, number), dense(lambda x, f=f, n=number: f(x, n), x, batched=False))
+
+
+def test_a_value_that_does_not_depend_on_the_argument() -> None:
+    with pytest.raises(UnsupportedOperatorError, match="no operator that was seen leads from its input to its output"):
+        prepare_jacobian(lambda x, a: a * 2, drawn(3), drawn(3), value=True)
 
 
 def test_threads_make_a_program_once() -> None:
