@@ -400,7 +400,9 @@ class Convolution(Structure):
         places = np.unravel_index(tap, tuple(axis.kernel for axis in self.axes))
         shifts = [place * axis.dilation - axis.before for place, axis in zip(places, self.axes, strict=True)]
         # Numbers as values tell which weight each entry has.
-        numbers = self.values(torch.arange(math.prod(self.weight_shape), dtype=torch.float64))[:, 0].numpy()
+        numbers = self.values(torch.arange(math.prod(self.weight_shape), dtype=torch.float64, device="cpu"))[
+            :, 0
+        ].numpy()
         entries = np.full(math.prod(self.weight_shape), -1)
         entries[numbers.astype(np.int64)] = np.arange(self.nnz)
         filled = entries[weight] >= 0

@@ -241,7 +241,7 @@ def _without_numbers(use: Use) -> Use:
 
 def _samples_of(layout: Layout, shape: torch.Size, batch: int) -> tuple[np.ndarray, np.ndarray]:
     """The sample of each element of a whole tensor, and its place in that sample; both flat."""
-    elements = torch.arange(shape.numel()).reshape(shape)
+    elements = torch.arange(shape.numel(), device="cpu").reshape(shape)
     split = layout.split(elements).reshape(batch, -1).numpy()
     sample, place = np.empty((2, shape.numel()), dtype=np.int64)
     sample[split] = np.arange(batch)[:, None]

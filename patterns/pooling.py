@@ -364,13 +364,13 @@ class _UpsampleRule(_WindowRule):
             # A channel for each window of this axis, at the first window of the other axes, whose weights add up to
             # one. Weights are derivatives: PyTorch's antialiased forward differs from its derivative where an axis has
             # one position.
-            x = torch.zeros((1, windows, *call.in_shape[2:]), dtype=torch.float64, requires_grad=True)
+            x = torch.zeros((1, windows, *call.in_shape[2:]), dtype=torch.float64, device="cpu", requires_grad=True)
             with torch.enable_grad():
                 y = call.function({**call.arguments, call.argument: x})
             gradient = torch.zeros_like(y)
             line: list[Any] = [0] * count
             line[axis] = slice(None)
-            gradient[(0, slice(None), *line)] = torch.eye(windows).to(y)
+            gradient[(0, slice(None), *line)] = torch.eye(windows, device="cpu").to(y)
             (weights,) = torch.autograd.grad(y, x, gradient)
             others = [2 + other for other in range(count) if other != axis]
             matrices.append((weights.sum(others) if others else weights)[0].numpy())

@@ -62,7 +62,8 @@ class _RegisteredRule(Rule):
             raise ValueError(
                 f"{message} of shape {tuple(values.shape)}; expected {expected}: an entry of the pattern in each row"
             )
-        return values
+        # The function may write to its tensor again.
+        return values.clone()
 
 
 def _candidates(use: Use) -> list[Layout]:

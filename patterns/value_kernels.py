@@ -118,7 +118,7 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     """``source.flatten()[place]`` as values that all samples share, shape ``(len(place), 1)``."""
     if on_device(source):
         return value_kernels_cuda.take(source, place)
-    out = torch.empty((len(place), 1), dtype=source.dtype)
+    out = torch.empty((len(place), 1), dtype=source.dtype, device="cpu")
     # Elements are looked up one by one.
     run_rows(_take, len(place), _flat(source), place, out.numpy().reshape(-1), lanes=SIMD)
     return out
@@ -128,7 +128,7 @@ def repeated(template: torch.Tensor, start: np.ndarray, indptr: np.ndarray) -> t
     """Values, ``(nnz, 1)``: each row is a run of `template`, ``(entries, 1)``, that begins at ``start[row]``."""
     if on_device(template):
         return value_kernels_cuda.repeat_rows(template, start, indptr)
-    out = torch.empty((int(indptr[-1]), 1), dtype=template.dtype)
+    out = torch.empty((int(indptr[-1]), 1), dtype=template.dtype, device="cpu")
     run_rows(_repeat, indptr // _COPYING, template.numpy().reshape(-1), start, indptr, out.numpy().reshape(-1))
     return out
 
@@ -145,7 +145,7 @@ def positive(source: torch.Tensor) -> torch.Tensor:
     if on_device(source):
         return value_kernels_cuda.positive(source)
     batch, elements = _sizes(source)
-    out = torch.empty((elements, batch), dtype=source.dtype)
+    out = torch.empty((elements, batch), dtype=source.dtype, device="cpu")
     if batch == 1:
         run_rows(_positive, elements, _flat(source), out.numpy().reshape(-1))
     else:
@@ -158,7 +158,7 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
     if on_device(winner):
         return value_kernels_cuda.selected(winner, window, position, dtype)
     batch, windows = _sizes(winner)
-    out = torch.empty((len(window), batch), dtype=dtype)
+    out = torch.empty((len(window), batch), dtype=dtype, device="cpu")
     if batch == 1:
         run_rows(_selected, len(window), _flat(winner), window, position, out.numpy().reshape(-1))
     else:
@@ -172,7 +172,7 @@ def placed(winner: torch.Tensor, entry: np.ndarray, entries: int, dtype: torch.d
     # Winners are int64, (batch, channels, ...).
     batch, windows = _sizes(winner)
     channels = winner.shape[1]
-    out = torch.empty((channels * entries, batch), dtype=dtype)
+    out = torch.empty((channels * entries, batch), dtype=dtype, device="cpu")
     work = np.arange(channels + 1) * (entries // SIMD)
     # Unsigned: signed indices may be negative, and would be checked one by one.
     winners, sizes = _flat(winner).view(np.uint64), (windows // max(1, channels), entry, entries)

@@ -341,7 +341,7 @@ class CallsOfElements:
         rows, count = numbers.shape
         if dtype not in FLOATS or value.dtype != dtype or count > MOST_SUMMED:
             return None
-        weights = torch.ones(rows * count, dtype=dtype).numpy()
+        weights = torch.ones(rows * count, dtype=dtype, device="cpu").numpy()
         terms = numbers.reshape(-1, 1).numpy()
         summed = sums(self.elements, np.arange(rows + 1) * count, [terms], weights, None, dtype)
         return torch.from_numpy(summed).reshape(value.shape)
@@ -381,7 +381,7 @@ class CallsOfElements:
 def _of_form(node: fx.Node) -> torch.Tensor:
     """A tensor of the form of a call's result."""
     value: torch.Tensor = node.meta["val"]
-    return torch.zeros(value.shape, dtype=value.dtype)
+    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
 
 
 def sums(

@@ -82,7 +82,7 @@ class Interpreted:
             self._works.append(row_starts(np.concatenate(works[whole:])[order], np.int64)[bounds])
             ends = np.append(ends, ends[-1] + bounds[1:])
         with np.errstate(over="ignore"):
-            numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype).numpy().dtype)
+            numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype)
         tables = [np.concatenate(arrays).astype(np.int64, copy=False) for arrays in (blocks, counts, starts, program)]
         sizes = registers, nbytes // dtype.itemsize
         self._arguments: tuple[Any, ...] = (ends, *tables, numbers, *sizes, np.zeros(1, np.uint8))

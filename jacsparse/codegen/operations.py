@@ -133,7 +133,7 @@ def constant(value: Any, type: ir.Type) -> Value:
     if type == TRUTH:
         return ir.Constant(TRUTH, int(bool(value)))
     if type == FLOATS[torch.float32]:
-        value = torch.tensor(value, dtype=torch.float32).item()
+        value = torch.tensor(value, dtype=torch.float32, device="cpu").item()
     return ir.Constant(type, float(value))
 
 

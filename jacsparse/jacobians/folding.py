@@ -243,7 +243,7 @@ def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
 
     # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
     # these from multiples and sums of elements.
-    numbered = torch.arange(weight.numel(), dtype=torch.float64).reshape(weight.shape)
+    numbered = torch.arange(weight.numel(), dtype=torch.float64, device="cpu").reshape(weight.shape)
     elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), (numbered + 1).cos()
     are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
     return (name, elements.numpy()) if are_elements else None

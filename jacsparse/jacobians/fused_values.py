@@ -83,7 +83,7 @@ class FusedValues:
     ) -> None:
         begin = time.perf_counter()
         self._calls, self._dtype = calls, function.x.dtype
-        self._numpy_dtype = torch.empty(0, dtype=self._dtype).numpy().dtype
+        self._numpy_dtype = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), ()) if function.kept else None
         inputs = [*others, *calls.inputs(function.trace)]
@@ -182,7 +182,7 @@ class FusedValues:
             out = torch.from_numpy(MEMORY_POOL.empty(self._shape, self._numpy_dtype))
         else:
             # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
-            out = torch.empty(*self._shape, dtype=self._dtype)
+            out = torch.empty(*self._shape, dtype=self._dtype, device="cpu")
         alive: list[torch.Tensor] = []
         for slot, value, stride in self._values:
             tensor = known[value]
@@ -190,7 +190,9 @@ class FusedValues:
                 tensor = tensor.detach().resolve_neg()
                 alive.append(tensor)
             if value and tensor.stride() != stride:
-                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype).copy_(tensor.detach())
+                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu").copy_(
+                    tensor.detach()
+                )
                 alive.append(tensor)
             table[slot] = tensor.data_ptr()
         if self._by_pytorch is not None:
@@ -207,7 +209,7 @@ class FusedValues:
 
     def _new_table(self) -> tuple[Any, torch.Tensor]:
         """A table of addresses for one call at a time, and its scratch memory."""
-        scratch = torch.empty(self._bytes, dtype=torch.uint8)
+        scratch = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
         table, begin = (ctypes.c_size_t * len(self._fixed))(*self._fixed), scratch.data_ptr()
         for slot, offset in self._scratch:
             table[slot] = begin + offset

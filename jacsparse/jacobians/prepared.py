@@ -234,7 +234,9 @@ class PreparedJacobian(Generic[Result]):
         # A checkpoint in the function runs parts of it again for a gradient.
         with torch.enable_grad(), undisturbed(function, x.device):
             y = function(x.clone())
-            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(y)
+            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").to(
+                y
+            )
             expected, g = gradient_of(y, x, g), g.to(x.dtype)
         registered = self._first.traced.function.chain.registered_values
         if registered:

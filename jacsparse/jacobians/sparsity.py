@@ -116,7 +116,7 @@ def _arguments(
     """The arguments of a call, with random tensors in the place of shapes."""
     batched, numbers = has_samples(f, batched), checked_argnums(argnums, len(args))
     of_modules = (tensor for module in modules_of(f, set()) for tensor in tensors_of(module))
-    like = next((t for t in (*_tensors(args), *of_modules) if t.is_floating_point()), torch.empty(0))
+    like = next((t for t in (*_tensors(args), *of_modules) if t.is_floating_point()), torch.empty(0, device="cpu"))
     samples = next((len(leaf) for n in numbers for leaf in _tensors(args[n]) if leaf.ndim), SAMPLES)
     generator, full = torch.Generator().manual_seed(0), list(args)
     for number, name in names_of_arguments(numbers, len(args)).items():

@@ -273,7 +273,9 @@ def _row(matrix: EdgeMatrix, call: Call, sample: int, column: int, limit: float)
     while high - low > 1:
         middle = (low + high) // 2
         seed = call.input.new_zeros((len(call.input), call.out_size))
-        seed[:, low:middle] = torch.rand(middle - low, generator=torch.Generator().manual_seed(1)).to(seed) + 0.5
+        seed[:, low:middle] = (
+            torch.rand(middle - low, generator=torch.Generator().manual_seed(1), device="cpu").to(seed) + 0.5
+        )
         expected = _vjp(call, seed)[sample, column]
         places, values = matrix.row(column, sample)
         actual = (values * seed[sample, torch.from_numpy(places.astype(np.int64)).to(seed.device)]).sum()
@@ -345,9 +347,9 @@ def _seeded(x: torch.Tensor) -> Iterator[None]:
 def _seeds(like: torch.Tensor, outputs: int, exact: bool) -> torch.Tensor:
     """Gradients of the outputs, ``(outputs, many, batch)``: all unit vectors for an exact comparison, or random."""
     if exact:
-        return torch.eye(outputs).to(like)[:, :, None].repeat(1, 1, len(like))
+        return torch.eye(outputs, device="cpu").to(like)[:, :, None].repeat(1, 1, len(like))
     generator = torch.Generator().manual_seed(0)
-    return torch.randn((outputs, PROBES, len(like)), generator=generator).to(like)
+    return torch.randn((outputs, PROBES, len(like)), generator=generator, device="cpu").to(like)
 
 
 def tolerance_for(dtype: torch.dtype, tensors: Iterable[torch.Tensor | None]) -> float:

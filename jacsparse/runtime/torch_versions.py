@@ -140,9 +140,9 @@ without_compiling = _WithoutCompiling()
 def grid_sampler_is_differentiable_twice(axes: int) -> bool:
     """Whether the backward pass of ``aten.grid_sampler_2d``, or of ``_3d``, has a derivative."""
     with torch.enable_grad():
-        x, gradient = (torch.zeros((1, 1, *[1] * axes), requires_grad=True) for _ in range(2))
+        x, gradient = (torch.zeros((1, 1, *[1] * axes), requires_grad=True, device="cpu") for _ in range(2))
         sampler = torch.ops.aten.grid_sampler_2d if axes == 2 else torch.ops.aten.grid_sampler_3d
-        y = sampler(x, torch.zeros((1, *[1] * axes, axes)), 0, 0, False)
+        y = sampler(x, torch.zeros((1, *[1] * axes, axes), device="cpu"), 0, 0, False)
         (pulled,) = torch.autograd.grad(y, x, gradient, create_graph=True)
     assert pulled.grad_fn is not None
     return "NotImplemented" not in pulled.grad_fn.name()

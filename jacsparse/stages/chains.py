@@ -329,7 +329,7 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
         call, x = edge.call, record.input
         if not len(x):
             continue
-        g = torch.randn((record.batch, *call.out_shape), generator=torch.Generator().manual_seed(0)).to(x)
+        g = torch.randn((record.batch, *call.out_shape), generator=torch.Generator().manual_seed(0), device="cpu").to(x)
         registered = matvec(edge.transposed_pattern, record.values(edge), g.reshape(len(g), -1).T.contiguous()).T
         expected = record.call(edge).vjp(g).reshape(registered.shape)
         if not agree(registered, expected):

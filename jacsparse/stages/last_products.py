@@ -69,7 +69,7 @@ def sample_of(values: torch.Tensor, sample: int) -> torch.Tensor:
 
 def batch_of(samples: Iterable[torch.Tensor], batch: int) -> torch.Tensor:
     """Values ``(nnz, batch)`` of samples ``(nnz, 1)``, each of which is gone before the next one is made."""
-    values = torch.empty(0)
+    values = torch.empty(0, device="cpu")
     for number, sample in enumerate(samples):
         if number == 0:
             values = sample.new_empty((len(sample), batch))

@@ -32,7 +32,7 @@ def with_all_gradients(function: Callable[[], Result]) -> Result:
         return function()
     results: list[Result] = []
     with torch.enable_grad():
-        leaf = torch.zeros((), requires_grad=True)
+        leaf = torch.zeros((), requires_grad=True, device="cpu")
         leaf.register_hook(lambda _: results.append(function()))
         leaf.clone().backward()
     return results[0]

@@ -30,13 +30,13 @@ SAMPLES = 3
 def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
     """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
     tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
-    like = next(tensors, torch.empty(0) if like is None else like)
+    like = next(tensors, torch.empty(0, device="cpu") if like is None else like)
     return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
 
 
 def random_tensor(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random numbers with the dtype and device of a tensor; the same ones everywhere."""
-    drawn = torch.randn(shape, generator=generator)
+    drawn = torch.randn(shape, generator=generator, device="cpu")
     return drawn if like.device.type == "meta" else drawn.to(like)
 
 

@@ -58,7 +58,7 @@ def check_hooks_are_told(what: str) -> None:
 
 def saved_handle(content: Any) -> torch.Tensor:
     """A tensor for ``save_for_backward`` whose `content` lives as long as autograd saves it."""
-    handle = torch.empty(0)
+    handle = torch.empty(0, device="cpu")
     handle.content = content  # type: ignore[attr-defined]
     return handle
 
