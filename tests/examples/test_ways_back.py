@@ -47,8 +47,13 @@ WAYS: Mapping[str, Callable[[nn.Module], nn.Module]] = {
 WITHOUT_MATRICES = ("Scan, auto", "Scan, linear", *(way for way in WAYS if way.startswith("Leapfrog")))
 
 
-@functools.cache
 def network(name: str) -> nn.Module:
+    """A network of its own for each test, since runs change statistics."""
+    return copy.deepcopy(_built(name))
+
+
+@functools.cache
+def _built(name: str) -> nn.Module:
     torch.manual_seed(0)
     return NETWORKS[name]().double()
 
@@ -69,7 +74,6 @@ class Trained:
 
 def trained(module: nn.Module, wrap: Callable[[nn.Module], nn.Module], batch: int) -> Trained:
     """Gradients add up over two batches, the second of which goes by what the first one has planned."""
-    module = copy.deepcopy(module)
     wrapped, inputs = wrap(module), list[torch.Tensor]()
     for x, y in batches(2, batch):
         inputs.append(x.requires_grad_())
@@ -128,7 +132,7 @@ def test_a_solver_of_groups_says_why_not() -> None:
 
 def compare_delayed_gradients(name: str, modules: int, batch: int, group: dist.ProcessGroup | None = None) -> None:
     """Each gradient of delayed gradients is autograd's at the weights and the batch of its forward pass."""
-    model, twin = copy.deepcopy(network(name)), copy.deepcopy(network(name))
+    model, twin = network(name), network(name)
     trainer = DelayedGradients(
         model, modules=modules, optimizer=functools.partial(torch.optim.SGD, lr=0.05), process_group=group,
         recompute=modules % 2 == 0,
