@@ -57,11 +57,14 @@ class _Values(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, weighted_sum: _WeightedSum, values: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(saved_handle(weighted_sum))
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx: Any, weights: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        if weights is None:
+            return (None,) * len(ctx.needs_input_grad)
         (handle,) = ctx.saved_tensors
         needed = ctx.needs_input_grad[2:]
         gradients = iter(handle.content.gradients(weights, needed))
@@ -131,7 +134,8 @@ class _WeightedSum:
         inputs = [tensor for tensor, _ in ends]
         if not any(tensor._backward_hooks for tensor in inputs):
             edges = [edge for _, edge in ends]
-            with ending_at(edges, product.grad_fn):
+            # The weights are the caller's: gradients go on through them in the caller's own backward pass.
+            with ending_at(edges, product.grad_fn, fixed=(u, v)):
                 return torch.autograd.grad(
                     product, edges, retain_graph=True, create_graph=differentiable, allow_unused=True
                 )

@@ -383,6 +383,28 @@ def test_prepared_of_a_tensor_that_is_read_in_two_places(method: str) -> None:
     assert (actual - expected).abs().amax() <= BOUND
 
 
+@pytest.mark.parametrize("prepared", [False, True])
+def test_gradients_of_gradients_by_parameters(prepared: bool) -> None:
+    """The weights of the values depend on the values, and so on what gradients go to."""
+    module, x = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).double(), drawn(2, 4).requires_grad_()
+    tensors = [x, *module.parameters()]
+    values = prepare_jacobian(module, x, create_graph=True) if prepared else None
+    results = []
+    for mine in (False, True):
+        if not mine:
+            inner = x * 1
+            y = module(inner)
+            rows = [torch.autograd.grad(y[:, row].sum(), inner, create_graph=True)[0] for row in range(3)]
+            total = torch.stack(rows).pow(3).sum()
+        else:
+            total = (jacobian(module, x, create_graph=True) if values is None else values(x)).values.pow(3).sum()
+        first = torch.autograd.grad(total, tensors, create_graph=True)
+        second = torch.autograd.grad(sum(each.sin().sum() for each in first), tensors)
+        results.append([*first, *second])
+    for expected, actual in zip(*results, strict=True):
+        assert (actual - expected).abs().amax() <= BOUND * max(1.0, expected.abs().amax().item())
+
+
 def test_without_gradients_of_inputs() -> None:
     weight = drawn(4).requires_grad_()
     values: Any = jacobian(lambda x: weight * x**2, drawn(4), batched=False, create_graph=True).values
