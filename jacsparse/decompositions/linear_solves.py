@@ -17,12 +17,15 @@ from typing import Any
 import torch
 
 
+def _identity(like: torch.Tensor) -> torch.Tensor:
+    """The identity of the size of one matrix."""
+    return torch.eye(like.shape[-1], device=like.device).to(like)
+
+
 def _inverse(matrix: torch.Tensor) -> torch.Tensor:
     """The inverse of a matrix as a constant."""
     factors, pivots, _ = torch.linalg.lu_factor_ex(matrix.detach())
-    return torch.linalg.lu_solve(
-        factors, pivots, torch.eye(matrix.shape[-1], device=matrix.device).to(matrix).expand(matrix.shape)
-    )
+    return torch.linalg.lu_solve(factors, pivots, _identity(matrix).expand(matrix.shape))
 
 
 def _by_inverse(inverse: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, left: bool) -> torch.Tensor:
@@ -47,7 +50,7 @@ def solve_triangular(
     triangle = torch.triu if upper else torch.tril
     a = triangle(a, (1 if upper else -1) if unitriangular else 0)
     if unitriangular:
-        a = a + torch.eye(a.shape[-1], device=a.device).to(a)
+        a = a + _identity(a)
     return _by_inverse(triangle(_inverse(a)), a, b, left=left)
 
 
@@ -66,7 +69,7 @@ def solve_by_triangle(b: torch.Tensor, a: torch.Tensor, upper: bool = False) -> 
 
 def inverse_by_triangle(a: torch.Tensor, upper: bool = False) -> torch.Tensor:
     """``torch.cholesky_inverse``, where ``B`` is the identity."""
-    return solve_by_triangle(torch.eye(a.shape[-1], device=a.device).to(a).expand(a.shape), a, upper)
+    return solve_by_triangle(_identity(a).expand(a.shape), a, upper)
 
 
 def factors(a: torch.Tensor, *, pivot: bool = True) -> tuple[torch.Tensor, ...]:

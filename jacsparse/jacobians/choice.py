@@ -65,6 +65,7 @@ def evaluator_of(
 
 
 def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Callable[[Pattern], Coloring]) -> Evaluator:
+    """The way of `evaluator_of`."""
 
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, compile=compile)

@@ -119,6 +119,11 @@ class Compressed(Evaluator):
             run_rows(write, len(entries), *arrays, lanes=SIMD * batch)
         return values
 
+    def mended(self, values: torch.Tensor, trace: Trace) -> torch.Tensor:
+        # Entries that have one place, as both of a pair of a Hessian, have one value.
+        _, first, of_places = np.unique(self.coloring.places, return_index=True, return_inverse=True)
+        return rows_at(super().mended(values, trace), torch.from_numpy(first[of_places]).to(values.device))
+
 
 SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
 

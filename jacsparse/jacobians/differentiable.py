@@ -48,7 +48,7 @@ def with_gradients(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entr
     if not trace.output.requires_grad:
         return jacobian
     weighted_sum = _WeightedSum(jacobian, trace, x, entries)
-    values = _Values.apply(weighted_sum, jacobian.values, x, *trace.externals)
+    values = _Values.apply(weighted_sum, jacobian.values, *weighted_sum.inputs)
     return SparseJacobian(jacobian.pattern, values)
 
 
@@ -79,13 +79,13 @@ class _WeightedSum:
         start = trace.gradient_edge(0)
         assert start is not None
         self._start, self._output = start, trace.output
-        #: What gradients go to; that of `x` is the one of the run's copy of it.
-        self._inputs = [x, *trace.externals]
+        #: What gradients go to, each once; that of `x` is the one of the run's copy of it.
+        self.inputs = [x, *{id(tensor): tensor for tensor in trace.externals}.values()]
         self._problem = _wrong_third_derivative(trace, "gradients of gradients of a Jacobian's values")
 
     def _vectors(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """For each colour the vectors ``u``, ``(batch, rows)``, and ``v``, ``(batch, columns)``."""
-        colors, x = coloring(self._entries), self._inputs[0]
+        colors, x = coloring(self._entries), self.inputs[0]
         places = torch.from_numpy(colors.places[np.searchsorted(self._entries.places, self._pattern.places)])
         of_columns, of_rows = (torch.from_numpy(each).to(x) for each in colors.seeds())
         (columns, rows), (height, width), batch = colors.counts, self._pattern.shape, len(x)
@@ -104,20 +104,19 @@ class _WeightedSum:
         differentiable = torch.is_grad_enabled()
         if differentiable and self._problem is not None:
             raise self._problem
-        # A function may read the tensor, too, that it is differentiated by: that is the first one. Another one that it
-        # reads in several places has one gradient.
-        first = {id(tensor): place for place, tensor in reversed([*enumerate(self._inputs)][1:])}
-        wanted = {place: tensor for place, tensor in enumerate(self._inputs) if needed[place]}
-        wanted = {place: tensor for place, tensor in wanted.items() if not place or first[id(tensor)] == place}
-        ends = [(t, get_gradient_edge(t) if place else self._start) for place, t in wanted.items()]
+        # A function may read the tensor, too, that it is differentiated by: that is the first one.
+        ends = [
+            (tensor, get_gradient_edge(tensor) if place else self._start)
+            for place, (tensor, each) in enumerate(zip(self.inputs, needed, strict=True))
+            if each
+        ]
         totals: list[torch.Tensor | None] = [None] * len(ends)
         with torch.enable_grad(), without_autocast(weights.device):
             for u, v in self._vectors(weights if differentiable else weights.detach()):
                 terms = self._of_product(u, v, ends, differentiable)
                 pairs = zip(totals, terms, strict=True)
                 totals = [a if b is None else b if a is None else a + b for a, b in pairs]
-        of_places = dict(zip(wanted, totals, strict=True))
-        return [of_places.get(place) for place, each in enumerate(needed) if each]
+        return totals
 
     def _of_product(
         self, u: torch.Tensor, v: torch.Tensor, ends: Sequence[tuple[torch.Tensor, GradientEdge]], differentiable: bool

@@ -15,7 +15,6 @@ import torch
 
 from ..patterns import Pattern, rows_at
 from ..spgemm import SparseJacobian
-from ..stages import all_finite
 from .arguments import Arguments
 from .colorings import Coloring, SymmetricPart, star_coloring, symmetric_part
 from .gradients import Gradient
@@ -38,8 +37,8 @@ class PreparedHessian(PreparedJacobian[Result]):
 
     def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluated:
         values, gradient, beside = super()._evaluated(args, returns)
-        # A star colouring takes both entries of a pair from one place, but for those that are not finite.
-        if self.method == "compressed" and all_finite(values.detach()):
+        # A star colouring takes both entries of a pair from one place.
+        if self.method == "compressed":
             return values, gradient, beside
         return _gathered(values, self._symmetric), gradient, beside
 

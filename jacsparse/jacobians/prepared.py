@@ -158,7 +158,9 @@ class PreparedJacobian(Generic[Result]):
         traced = traced_program(self._f, traced_at, options, asks=tensors is None)
         if not self._programs:
             trace = traced.function.trace
-            self._arguments, self._tolerance = traced.arguments, tolerance_for(trace.input.dtype, trace.tensors)
+            # Nobody asks for gradients by numbers of a call.
+            self._arguments = replace(traced.arguments, has_gradients=False)
+            self._tolerance = tolerance_for(trace.input.dtype, trace.tensors)
             self._out_shape = traced.returned.out_shape
         # What is chosen records calls of its own.
         with without_autocast(traced.function.x.device):

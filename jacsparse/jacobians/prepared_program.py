@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -65,8 +65,7 @@ class PreparedProgram:
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
-        # Nobody asks for gradients by numbers of a call.
-        arguments = replace(arguments, has_gradients=False).with_tensors(self.traced.tensors)
+        arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
         read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
         connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)

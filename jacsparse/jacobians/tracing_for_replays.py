@@ -119,20 +119,29 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
 
 def _named(f: Callable[..., Any]) -> dict[int, Callable[[], torch.Tensor]]:
     """What finds the parameters and buffers of a function's modules by their names, by the ``id`` of each."""
-    found: dict[int, list[tuple[str, nn.Module]]] = {}
+    names: dict[int, list[tuple[str, nn.Module]]] = {}
     for module in modules_of(f, set()):
         if isinstance(module, WithAux):
             # It has no names: `modules_of` finds what it wraps.
             continue
         named = (module.named_parameters, module.named_buffers)
         for name, tensor in itertools.chain(*(each(remove_duplicate=False) for each in named)):
-            found.setdefault(id(tensor), []).append((name, module))
-    return {number: functools.partial(_tensor_of, places) for number, places in found.items()}
+            names.setdefault(id(tensor), []).append((name, module))
+    return {number: _finder(of_tensor) for number, of_tensor in names.items()}
 
 
-def _tensor_of(places: Sequence[tuple[str, nn.Module]]) -> torch.Tensor:
-    """The parameter or buffer that has these names in modules; ValueError where it is not the same one any more."""
-    (name, module), *others = places
+def _finder(names: Sequence[tuple[str, nn.Module]]) -> Callable[[], torch.Tensor]:
+    """What finds the parameter or buffer that has these names in modules."""
+    if len(names) > 1:
+        return functools.partial(_tied, names)
+    # It is called for each tensor in each call.
+    ((name, module),) = names
+    return functools.partial(attrgetter(name), module)
+
+
+def _tied(names: Sequence[tuple[str, nn.Module]]) -> torch.Tensor:
+    """The tensor that has several names; ValueError where these are of several ones by now."""
+    (name, module), *others = names
     tensor: torch.Tensor = attrgetter(name)(module)
     for other, of in others:
         if attrgetter(other)(of) is not tensor:
