@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from jacsparse.models import build
@@ -15,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
-from jacsparse.stages import Chain, Pulled
+from jacsparse.stages import Chain
 from jacsparse.stages import chain as chain_of
 
 from ._context import Context
@@ -142,13 +141,8 @@ def _first_calls(rows: Group, network: Network, x: torch.Tensor) -> None:
 
 def _backward_multiply_adds(chain: Chain) -> int:
     """Multiply-adds of the operators' own backward, for all columns that pass through it."""
-    total = 0
-    for matrix in chain.accumulation.matrices:
-        if isinstance(matrix, Pulled):
-            span: Any = matrix.key
-            first, last = span
-            total += matrix.pattern.shape[1] * sum(stage.backward_work for stage in chain.stages[first : last + 1])
-    return total
+    passes = chain.accumulation.passes
+    return sum(columns * sum(stage.backward_work for stage in chain.stages[span]) for span, columns in passes)
 
 
 def _check(jacobian: jacsparse.SparseJacobian, expected: torch.Tensor) -> None:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
-from ..stages import DENSE, PASS, START, Pulled
+from ..stages import DENSE, PASS, START
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
@@ -135,16 +135,14 @@ def _cost_of_products(function: TracedFunction) -> float:
     chain = function.chain
     if not len(chain):
         return 0.0
-    matrices, batch = chain.accumulation.matrices, 1 if function.shared else function.batch
-    values, multiply_adds = chain.accumulation.work(batch, lambda key: key[1].shared)
-    cost: float = START * len(matrices) + multiply_adds
-    for matrix in matrices:
-        if isinstance(matrix, Pulled):
-            first, last = matrix.key
-            stages, columns = chain.stages[first : last + 1], batch * matrix.pattern.shape[1]
-            # Gradients are written and read.
-            values += 2 * columns * sum(math.prod(stage.in_shape) for stage in stages)
-            cost += PASS + DENSE * columns * sum(stage.backward_work for stage in stages)
+    accumulation, batch = chain.accumulation, 1 if function.shared else function.batch
+    values, multiply_adds = accumulation.work(batch, lambda key: key[1].shared)
+    cost: float = START * len(accumulation.matrices) + multiply_adds
+    for span, columns in accumulation.passes:
+        stages = chain.stages[span]
+        # Gradients are written and read.
+        values += 2 * batch * columns * sum(math.prod(stage.in_shape) for stage in stages)
+        cost += PASS + DENSE * batch * columns * sum(stage.backward_work for stage in stages)
     return cost + VALUE * function.x.element_size() / 8 * values
 
 

@@ -27,12 +27,13 @@ backward for an interval. A chain of one stage takes no step. Steps within folde
 `jacsparse.jacobians.terms`.
 """
 
-from .accumulation import Accumulation, Pulled, Region, eliminate, empty_pattern, is_light, matrix_of
+from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_of
 from .balance import boundaries
 from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_input, check_shape, check_tensor, is_fit
 from .cutting import edge_of
+from .elimination import eliminate
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
 from .infinite_entries import all_finite, with_backward_passes
 from .local_jacobian import LocalJacobian
@@ -49,7 +50,6 @@ __all__ = [
     "ChainCache",
     "Edge",
     "LocalJacobian",
-    "Pulled",
     "Record",
     "Region",
     "Run",

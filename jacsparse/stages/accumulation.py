@@ -8,12 +8,10 @@ sparse matrix products*). After the last inner vertex, the edge from input to ou
 
 from __future__ import annotations
 
-import itertools
-from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +29,7 @@ from ..spgemm import (
     spread,
     sum_pattern,
 )
+from .elimination import eliminate
 from .last_products import LastProducts, batch_of, sample_of
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
@@ -39,9 +38,6 @@ FULL = 0.3
 FASTER = 12
 #: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
 LARGE_PRODUCT = 500_000
-
-#: A matrix by its number in an `Accumulation`, or in another representation.
-Matrix = TypeVar("Matrix")
 
 
 @dataclass
@@ -313,6 +309,12 @@ class Accumulation:
             counts.append(count)
         return values, multiply_adds
 
+    @property
+    def passes(self) -> list[tuple[slice, int]]:
+        """The operators' own backward passes: the stages of each, and the columns that it takes for a sample."""
+        pulled = [matrix for matrix in self.matrices if isinstance(matrix, Pulled)]
+        return [(slice(matrix.key[0], matrix.key[1] + 1), matrix.pattern.shape[1]) for matrix in pulled]
+
     def _uses(self, result: int) -> tuple[list[int], dict[int, list[int]]]:
         """The matrices that a result is computed from, in order; and those that each of them uses for the last time."""
         last: dict[int, int] = {result: result}
@@ -393,71 +395,3 @@ def empty_pattern(rows: int, columns: int) -> Pattern:
 def is_light(pattern: Pattern) -> bool:
     """Whether no row has more than one entry: the pattern of a diagonal, or of a selection of rows."""
     return bool(pattern.structure.row_counts().max(initial=0) <= 1)
-
-
-class Arithmetic(Protocol[Matrix]):
-    """Products and sums of matrices in some representation, and their patterns."""
-
-    def multiply(self, left: Matrix, right: Matrix, /) -> Matrix: ...
-
-    def add(self, terms: Sequence[Matrix], /) -> Matrix: ...
-
-    def pattern_of(self, matrix: Matrix, /) -> Pattern: ...
-
-
-def eliminate(
-    arithmetic: Arithmetic[Matrix],
-    edges: Iterable[tuple[Hashable, Hashable, Matrix]],
-    start: Hashable,
-    stop: Hashable,
-    *,
-    in_turn: bool = False,
-) -> Matrix | None:
-    """Eliminate all vertices of a graph but two; return the matrix between those, or None where no path joins them.
-
-    An edge is (source, target, matrix), such that ``edge(u, v) · edge(v, w)`` is the product along a path. The vertex
-    of the fewest multiply-adds goes first; on request, the vertices go in turn, as they are targets of the edges.
-    """
-    after: dict[Hashable, dict[Hashable, list[Matrix]]] = {}
-    before: dict[Hashable, set[Hashable]] = {}
-    for source, target, matrix in edges:
-        after.setdefault(source, {}).setdefault(target, []).append(matrix)
-        before.setdefault(target, set()).add(source)
-
-    def merged(source: Hashable, target: Hashable) -> Matrix:
-        terms = after[source][target]
-        if len(terms) > 1:
-            after[source][target] = terms = [arithmetic.add(terms)]
-        return terms[0]
-
-    #: By vertex, the multiply-adds of an edge into it and one out of it, beside the patterns that they hold for.
-    costs: dict[Hashable, dict[Hashable, tuple[Pattern, Pattern, int]]] = defaultdict(dict)
-
-    def cost(vertex: Hashable) -> int:
-        total, known = 0, costs[vertex]
-        for path in itertools.product(before.get(vertex, ()), [vertex], after.get(vertex, {})):
-            left, right = (arithmetic.pattern_of(merged(*edge)) for edge in itertools.pairwise(path))
-            if path not in known or known[path][0] is not left or known[path][1] is not right:
-                trivial = any(isinstance(factor.structure, Identity) for factor in (left, right))
-                known[path] = left, right, 0 if trivial else multiply_adds(left, right)
-            total += known[path][2]
-        return total
-
-    def remove(vertex: Hashable) -> None:
-        costs.pop(vertex, None)
-        for source in before.pop(vertex, set()):
-            into = merged(source, vertex)
-            del after[source][vertex]
-            for target in after.get(vertex, {}):
-                product = arithmetic.multiply(into, merged(vertex, target))
-                after[source].setdefault(target, []).append(product)
-                before.setdefault(target, set()).add(source)
-        for target in after.pop(vertex, {}):
-            before[target].discard(vertex)
-
-    inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
-    while inner:
-        vertex = inner[0] if in_turn else min(inner, key=cost)
-        inner.remove(vertex)
-        remove(vertex)
-    return merged(start, stop) if stop in after.get(start, {}) else None

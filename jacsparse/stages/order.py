@@ -19,7 +19,8 @@ import numpy as np
 
 from ..runtime import cached_arrays
 from ..spgemm import KEYS, counts, fresh_keys, spread
-from .accumulation import Accumulation, eliminate
+from .accumulation import Accumulation
+from .elimination import eliminate
 from .stage import Edge, Stage
 
 #: The packages whose sources decide which order is the best.

@@ -12,7 +12,8 @@ import torch
 
 from ..patterns import Call, Full, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
 from ..tracing import Operation, PrunedWeight, Trace
-from .accumulation import Accumulation, Region, eliminate, empty_pattern, is_light
+from .accumulation import Accumulation, Region, empty_pattern, is_light
+from .elimination import eliminate
 
 
 class _CouplingRule(Rule):

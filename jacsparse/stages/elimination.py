@@ -1,0 +1,82 @@
+"""Vertex elimination: products along the paths of a graph, and sums where paths meet."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from ..patterns import Identity, Pattern
+from ..spgemm import multiply_adds
+
+#: A matrix by its number in an `Accumulation`, or in another representation.
+Matrix = TypeVar("Matrix")
+
+
+class Arithmetic(Protocol[Matrix]):
+    """Products and sums of matrices in some representation, and their patterns."""
+
+    def multiply(self, left: Matrix, right: Matrix, /) -> Matrix: ...
+
+    def add(self, terms: Sequence[Matrix], /) -> Matrix: ...
+
+    def pattern_of(self, matrix: Matrix, /) -> Pattern: ...
+
+
+def eliminate(
+    arithmetic: Arithmetic[Matrix],
+    edges: Iterable[tuple[Hashable, Hashable, Matrix]],
+    start: Hashable,
+    stop: Hashable,
+    *,
+    in_turn: bool = False,
+) -> Matrix | None:
+    """Eliminate all vertices of a graph but two; return the matrix between those, or None where no path joins them.
+
+    An edge is (source, target, matrix), such that ``edge(u, v) · edge(v, w)`` is the product along a path. The vertex
+    of the fewest multiply-adds goes first; on request, the vertices go in turn, as they are targets of the edges.
+    """
+    after: dict[Hashable, dict[Hashable, list[Matrix]]] = {}
+    before: dict[Hashable, set[Hashable]] = {}
+    for source, target, matrix in edges:
+        after.setdefault(source, {}).setdefault(target, []).append(matrix)
+        before.setdefault(target, set()).add(source)
+
+    def merged(source: Hashable, target: Hashable) -> Matrix:
+        terms = after[source][target]
+        if len(terms) > 1:
+            after[source][target] = terms = [arithmetic.add(terms)]
+        return terms[0]
+
+    #: By vertex, the multiply-adds of an edge into it and one out of it, beside the patterns that they hold for.
+    costs: dict[Hashable, dict[Hashable, tuple[Pattern, Pattern, int]]] = defaultdict(dict)
+
+    def cost(vertex: Hashable) -> int:
+        total, known = 0, costs[vertex]
+        for path in itertools.product(before.get(vertex, ()), [vertex], after.get(vertex, {})):
+            left, right = (arithmetic.pattern_of(merged(*edge)) for edge in itertools.pairwise(path))
+            if path not in known or known[path][0] is not left or known[path][1] is not right:
+                trivial = any(isinstance(factor.structure, Identity) for factor in (left, right))
+                known[path] = left, right, 0 if trivial else multiply_adds(left, right)
+            total += known[path][2]
+        return total
+
+    def remove(vertex: Hashable) -> None:
+        costs.pop(vertex, None)
+        for source in before.pop(vertex, set()):
+            into = merged(source, vertex)
+            del after[source][vertex]
+            for target in after.get(vertex, {}):
+                product = arithmetic.multiply(into, merged(vertex, target))
+                after[source].setdefault(target, []).append(product)
+                before.setdefault(target, set()).add(source)
+        for target in after.pop(vertex, {}):
+            before[target].discard(vertex)
+
+    inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
+    while inner:
+        vertex = inner[0] if in_turn else min(inner, key=cost)
+        inner.remove(vertex)
+        remove(vertex)
+    return merged(start, stop) if stop in after.get(start, {}) else None
