@@ -198,6 +198,24 @@ class Arguments:
         alike.__dict__.update(self.__dict__, leaves=list(args))
         return alike
 
+    def check_form(self, prepared: Arguments) -> None:
+        """Raise ValueError where these are of another form than those that a Jacobian is prepared for."""
+        (default_dtype, autocast), (expected, expected_autocast) = self.form[3], prepared.form[3]
+        if default_dtype != expected:
+            raise ValueError(
+                f"the default dtype is {default_dtype}; this Jacobian is prepared for {expected}: call "
+                "torch.set_default_dtype, or prepare one for this"
+            )
+        if autocast != expected_autocast:
+            raise ValueError(
+                f"torch.autocast is {_autocast(autocast)}; this Jacobian is prepared for {_autocast(expected_autocast)}: "
+                "call it as it was prepared, or prepare one for this"
+            )
+        if self.form != prepared.form:
+            raise ValueError(
+                f"the arguments are {self}; this Jacobian is prepared for {prepared}: prepare one for these"
+            )
+
     def memory_of(self, args: Sequence[Any]) -> torch.Tensor | None:
         """`memory` of another call where that is one tensor's, and all arguments are tensors like these; else None."""
         if self._place_of_memory is None or not self._are_alike(args):
@@ -310,6 +328,10 @@ def _overlaps(tensor: torch.Tensor) -> bool:
             return True
         last += step * (size - 1)
     return False
+
+
+def _autocast(dtype: torch.dtype | None) -> str:
+    return "off" if dtype is None else f"on, with {dtype}"
 
 
 def _described(tensor: torch.Tensor) -> str:

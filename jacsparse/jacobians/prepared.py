@@ -188,22 +188,7 @@ class PreparedJacobian(Generic[Result]):
             return alike
         arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
         arguments = arguments.laid_out_as(self._arguments)
-        *_, (default_dtype, autocast), _ = self._arguments.form
-        now, autocast_now = arguments.surroundings()
-        if now != default_dtype:
-            raise ValueError(
-                f"the default dtype is {now}; this Jacobian is prepared for {default_dtype}: call "
-                "torch.set_default_dtype, or prepare one for this"
-            )
-        if autocast_now != autocast:
-            raise ValueError(
-                f"torch.autocast is {_autocast(autocast_now)}; this Jacobian is prepared for {_autocast(autocast)}: "
-                "call it as it was prepared, or prepare one for this"
-            )
-        if arguments.form != self._arguments.form:
-            raise ValueError(
-                f"the arguments are {arguments}; this Jacobian is prepared for {self._arguments}: prepare one for these"
-            )
+        arguments.check_form(self._arguments)
         return arguments
 
     @without_saving_hooks()
@@ -328,10 +313,6 @@ class PreparedJacobian(Generic[Result]):
                 f"  baked in: {baked}>",
             ]
         )
-
-
-def _autocast(dtype: torch.dtype | None) -> str:
-    return "off" if dtype is None else f"on, with {dtype}"
 
 
 @overload

@@ -12,7 +12,7 @@ from .graph import Graph, Node, Scalar, Value, captured_form, kind_of
 from .memory import Memory
 from .operators import with_memory
 from .saved_tensors import version_of
-from .traces import Trace
+from .traces import Trace, is_numpys
 
 
 class Followed:
@@ -172,8 +172,10 @@ class Followed:
                 self._scalars.append(value)
             elif not _same(expected, value):
                 return False
-        return (not (node.contents or node.parts) or self._has_contents(node)) and (
-            not node.behind or self._has_behind(node, graph)
+        return (
+            (not node.fixed or not any(is_numpys(self.trace.tensor(value)) for value in node.fixed))
+            and (not (node.contents or node.parts) or self._has_contents(node))
+            and (not node.behind or self._has_behind(node, graph))
         )
 
     def _is_tensor(self, number: int, value: Any, graph: Graph, kind: type | None) -> bool:

@@ -111,6 +111,8 @@ class Node:
     #: because PyTorch has no such derivative.
     parts: tuple[Node, ...] = ()
     by_parts: bool = False
+    #: The values among its arguments that are the same in each run, unless NumPy writes to them.
+    fixed: tuple[int, ...] = ()
     #: By the number of an argument's value, the captures that a Function computed it from, by no call that was seen.
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
     #: The place of the call in the graph; of one that is a part, that of the whole.

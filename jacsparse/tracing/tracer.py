@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from .modules import name_of
 from .operators import OVERWRITES, Facts, draws, facts_of, named_tensors, shows, with_memory, written_tensors
 from .overwrite import Overwrite, extent_of
 from .saved_tensors import saves_by_hooks, version_of
-from .traces import Trace, base_of
+from .traces import Trace, base_of, is_numpys
 
 aten = torch.ops.aten
 
@@ -177,6 +178,9 @@ class Tracer(DispatchMode):
         begin = len(graph.infos), graph.scalars
         tensors = dict(named_tensors(facts, args, kwargs))
         numbers = {name: self.number_of(tensor) for name, tensor in tensors.items()}
+        for number, tensor in zip(numbers.values(), tensors.values(), strict=True):
+            if graph.infos[number].fixed and is_numpys(tensor):
+                graph.infos[number] = replace(graph.infos[number], fixed=False)
         operands = tuple(
             Operand(name, number, derivatives.is_active(tensors[name], number, in_parts=self.parts is not None))
             for name, number in numbers.items()
@@ -193,6 +197,7 @@ class Tracer(DispatchMode):
         node, scalars = graph.new_node(overload, facts, args, kwargs, self.numbers, varies=varies, free=free)
         self.trace.scalars += scalars
         node.operands, node.begin = operands if depends else (), begin
+        node.fixed = tuple([number for number in numbers.values() if graph.infos[number].fixed])
         node.module, node.code, node.line = caller()
         node.draws = facts.random and draws(overload, node.arguments)
         if facts.contents:

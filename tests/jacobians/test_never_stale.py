@@ -182,6 +182,26 @@ def test_memory_of_numpy() -> None:
         assert_equal(jacsparse.jacobian(f, x, batched=True), dense(f, x))
 
 
+@pytest.mark.parametrize("view", (False, True))
+@pytest.mark.parametrize("first", (0.0, 2.0))
+@pytest.mark.parametrize("kind", ("factor", "mask", "index"))
+def test_what_numpy_fills_within_the_function(kind: str, first: float, view: bool) -> None:
+    filling = np.full(4, first)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(5, dtype=torch.float64 if kind == "factor" else torch.int64)
+        taken = made[1:] if view else made
+        made.numpy()[-4:] = filling
+        if kind == "mask":
+            return torch.where(taken[-4:] > 0, x.sin(), x * x)
+        return x * taken[-4:] if kind == "factor" else x[taken[-4:]] * x
+
+    x = drawn(4)
+    for value in (first, first, 3.0, 3.0, 0.0, 1.0, 1.0, 1.0):
+        filling[:] = value
+        assert_equal(jacsparse.jacobian(f, x), torch.autograd.functional.jacobian(f, x)[None])
+
+
 def test_hooks_are_refused_after_other_calls() -> None:
     state, x = State(), drawn(2, 4)
     f = lambda x: computed(state, x)  # noqa: E731
