@@ -17,93 +17,15 @@ import numpy as np
 import torch
 
 from ..patterns import Full, Identity, Pattern, gathered
-from ..spgemm import (
-    ProductPlan,
-    SparseJacobian,
-    SumPlan,
-    counts,
-    fresh_keys,
-    multiply_adds,
-    planned,
-    product_pattern,
-    spread,
-    sum_pattern,
-)
+from ..spgemm import SparseJacobian, counts, fresh_keys, multiply_adds, product_pattern, spread, sum_pattern
 from .elimination import eliminate
 from .last_products import LastProducts, batch_of, sample_of
+from .matrices import Leaf, LeafValues, Matrix, Product, PullBack, Pulled, Sum
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
 #: How many multiply-adds with a full matrix take the time of one of two sparse matrices: less than was measured.
 FASTER = 12
-#: Multiply-adds of a sparse matrix times a full one, from which on the samples of a batch are taken one by one.
-LARGE_PRODUCT = 500_000
-
-
-@dataclass
-class _Matrix:
-    """A matrix of an `Accumulation`."""
-
-    pattern: Pattern
-    #: The positions that have values: those of the pattern, or all.
-    stored: Pattern
-    #: The numbers of the matrices that it is computed from.
-    operands: tuple[int, ...]
-
-
-@dataclass
-class _Leaf(_Matrix):
-    """A matrix whose values the caller computes for its key."""
-
-    key: Hashable
-
-
-@dataclass
-class _Product(_Matrix):
-    """The product of two matrices; `factors` are the positions that they are stored on."""
-
-    factors: tuple[Pattern, Pattern]
-    multiply_adds: int
-
-    @property
-    def multiplies_full(self) -> bool:
-        """Whether it is the product of a sparse and a full matrix."""
-        left, right = self.factors
-        return isinstance(right.structure, Full) and not isinstance(left.structure, Full)
-
-    @property
-    def is_large(self) -> bool:
-        """Whether it takes many multiply-adds of a sparse and a full matrix."""
-        left, right = self.factors
-        return self.multiplies_full and left.nnz * right.shape[1] >= LARGE_PRODUCT
-
-    @property
-    def moves(self) -> bool:
-        """Whether it mostly moves and scales values, and many."""
-        return 10 * self.stored.nnz >= LARGE_PRODUCT and self.multiply_adds <= 2 * self.stored.nnz
-
-    @cached_property
-    def plan(self) -> ProductPlan:
-        return planned(*self.factors, self.stored)
-
-
-@dataclass
-class _Sum(_Matrix):
-    """The sum of matrices; `terms` are the positions that they are stored on."""
-
-    terms: tuple[Pattern, ...]
-
-    @cached_property
-    def plan(self) -> SumPlan:
-        return SumPlan(self.terms, self.stored)
-
-
-@dataclass
-class Pulled(_Matrix):
-    """The product of an interval of stages and a full matrix, computed by the operators' own backward."""
-
-    #: The first and the last stage.
-    key: tuple[int, int]
 
 
 @dataclass
@@ -116,7 +38,7 @@ class Accumulation:
     #: The shape of the matrix that all are for, and its number; None where that is without any entry.
     shape: tuple[int, int] = (0, 0)
     result: int | None = None
-    matrices: list[_Leaf | _Product | _Sum | Pulled] = field(default_factory=list)
+    matrices: list[Matrix] = field(default_factory=list)
     multiply_adds: int = 0
     #: Whether `run` is never called.
     patterns_only: bool = False
@@ -128,7 +50,7 @@ class Accumulation:
 
     def leaf(self, key: Hashable, pattern: Pattern) -> int:
         """Add a matrix whose values `run` gets for this key."""
-        return self._append(_Leaf(pattern, pattern, (), key))
+        return self._append(Leaf(pattern, pattern, (), key))
 
     def multiply(self, left: int, right: int) -> int:
         """Add the product of two matrices; where one of them is an identity, it is the other matrix."""
@@ -142,7 +64,7 @@ class Accumulation:
         work = multiply_adds(*factors)
         self.multiply_adds += work
         if self.patterns_only:
-            return self._append(_Product(pattern, pattern, (left, right), factors, work))
+            return self._append(Product(pattern, pattern, (left, right), factors, work))
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
         fills = not full and pattern.nnz > FULL * rows * columns
@@ -152,7 +74,7 @@ class Accumulation:
             return self.multiply(left, self.add([right], full=True))
         # Where no factor is stored as a full matrix, each is stored on its pattern, and so is the product.
         stored = Pattern.of(Full(rows, columns)) if full else pattern
-        product = self._append(_Product(pattern, stored, (left, right), factors, work))
+        product = self._append(Product(pattern, stored, (left, right), factors, work))
         if fills and not isinstance(stored.structure, Full):
             return self.add([product], full=True)
         return product
@@ -165,26 +87,28 @@ class Accumulation:
         pattern = sum_pattern([self.matrices[term].pattern for term in terms])
         full = full or any(isinstance(stored.structure, Full) for stored in patterns)
         stored = Pattern.of(Full(*pattern.shape)) if full else pattern
-        return self._append(_Sum(pattern, stored, tuple(terms), patterns))
+        return self._append(Sum(pattern, stored, tuple(terms), patterns))
 
     def add_pulled(self, key: tuple[int, int], right: int, pattern: Pattern) -> int:
         """Add the product of an interval of stages and a matrix, which the operators' own backward computes."""
         if not isinstance(self.matrices[right].stored.structure, Full):
             right = self.add([right], full=True)
-        return self._append(Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key))
+        return self._append(
+            Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key, self.matrices[right].stored.shape)
+        )
 
     def pattern_of(self, matrix: int) -> Pattern:
         """The pattern of a matrix."""
         return self.matrices[matrix].pattern
 
-    def _append(self, matrix: _Leaf | _Product | _Sum | Pulled) -> int:
+    def _append(self, matrix: Matrix) -> int:
         self.matrices.append(matrix)
         return len(self.matrices) - 1
 
     def run(
         self,
-        leaf: Callable[[Any], torch.Tensor],
-        pull: Callable[[Any, torch.Tensor], torch.Tensor] | None = None,
+        leaf: LeafValues,
+        pull: PullBack | None = None,
         *,
         transposed: bool = False,
     ) -> torch.Tensor:
@@ -201,25 +125,13 @@ class Accumulation:
         def in_order(values: torch.Tensor) -> torch.Tensor:
             return SparseJacobian(alone.pattern, values).T.values if transposed else values
 
-        if isinstance(alone, _Leaf):
+        if isinstance(alone, Leaf):
             return in_order(leaf(alone.key))
         order, last_use = self._uses(result)
         large = self._large(order)
         read = {operand for number in large for operand in self.matrices[number].operands}.difference(large)
 
-        def value(matrix: Any, operands: Sequence[torch.Tensor]) -> torch.Tensor:
-            if isinstance(matrix, _Leaf):
-                return leaf(matrix.key)
-            if isinstance(matrix, Pulled):
-                assert pull is not None
-                columns = operands[0].reshape(*self.matrices[matrix.operands[0]].stored.shape, operands[0].shape[1])
-                return pull(matrix.key, columns).flatten(0, 1)
-            if isinstance(matrix, _Product):
-                return matrix.plan.multiply(*operands)
-            assert isinstance(matrix, _Sum), type(matrix)
-            return matrix.plan.add(operands)
-
-        compute = partial(self._computed, value=value, last_use=last_use)
+        compute = partial(self._computed, leaf=leaf, pull=pull, last_use=last_use)
         values = compute([number for number in order if number not in large], {}, needed=read)
         batch = max((values[number].shape[1] for number in read), default=1)
         on_cpu = not any(values[number].is_cuda or values[number].requires_grad for number in read)
@@ -247,7 +159,8 @@ class Accumulation:
         self,
         numbers: Iterable[int],
         values: dict[int, torch.Tensor],
-        value: Callable[[Any, list[torch.Tensor]], torch.Tensor],
+        leaf: LeafValues,
+        pull: PullBack | None,
         last_use: Mapping[int, Sequence[int]],
         needed: Collection[int] = (),
     ) -> dict[int, torch.Tensor]:
@@ -257,14 +170,14 @@ class Accumulation:
         """
         for number in numbers:
             matrix = self.matrices[number]
-            values[number] = value(matrix, [values[operand] for operand in matrix.operands])
+            values[number] = matrix.values([values[operand] for operand in matrix.operands], leaf, pull)
             for used in last_use.get(number, ()):
                 if used not in needed:
                     del values[used]
         return values
 
     def _large(self, order: Sequence[int]) -> list[int]:
-        """The large products of a sparse and a full matrix, and what is computed from them; none if some are pulled.
+        """The large products of a sparse and a full matrix, and what is computed from them, if that takes one sample.
 
         Of one sample such a product leaves out the zeros of both factors and reads whole cache lines. One sample's
         matrices stay in the cache from one product to the next, and those of all samples need not fit in memory.
@@ -273,14 +186,14 @@ class Accumulation:
         large: dict[int, None] = {}
         for number in order:
             matrix = self.matrices[number]
-            if not large.keys().isdisjoint(matrix.operands) or (isinstance(matrix, _Product) and matrix.is_large):
+            if not large.keys().isdisjoint(matrix.operands) or matrix.is_large:
                 large[number] = None
-        if any(isinstance(self.matrices[number], Pulled) for number in large):
+        if not all(self.matrices[number].takes_one_sample for number in large):
             return []
         others = {order[-1]}
         for number in reversed(order) if large else ():
             matrix = self.matrices[number]
-            if number not in others and isinstance(matrix, _Product) and matrix.moves:
+            if number not in others and matrix.moves:
                 large[number] = None
             if number not in large:
                 others.update(matrix.operands)
@@ -299,13 +212,10 @@ class Accumulation:
         """
         values, multiply_adds, counts = 0, 0, list[int]()
         for matrix in self.matrices:
-            if isinstance(matrix, _Leaf):
-                count = 1 if is_shared(matrix.key) else batch
-            else:
-                count = batch if isinstance(matrix, Pulled) else max(counts[operand] for operand in matrix.operands)
-                values += sum(counts[operand] * self.matrices[operand].stored.nnz for operand in matrix.operands)
+            count = matrix.count(batch, [counts[operand] for operand in matrix.operands], is_shared)
+            values += sum(counts[operand] * self.matrices[operand].stored.nnz for operand in matrix.operands)
             values += count * matrix.stored.nnz
-            multiply_adds += count * matrix.multiply_adds if isinstance(matrix, _Product) else 0
+            multiply_adds += count * matrix.multiply_adds
             counts.append(count)
         return values, multiply_adds
 

@@ -165,7 +165,9 @@ class Chain:
     def estimated_entries(self) -> float:
         """The entries of the Jacobian; of several operators an estimate, without any pattern of a product."""
         operator = self.stages[0].operator if len(self) == 1 else None
-        return float(Estimates(self.stages).entries[0, -1]) if operator is None else operator.transposed_pattern.nnz
+        if operator is not None:
+            return operator.transposed_pattern.nnz
+        return float(Estimates(self.stages, at_ends=True).entries[0, -1])
 
     @functools.cached_property
     def accumulation(self) -> Accumulation:

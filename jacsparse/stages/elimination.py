@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from typing import Protocol, TypeVar
 
 from ..patterns import Identity, Pattern
@@ -75,8 +77,22 @@ def eliminate(
             before[target].discard(vertex)
 
     inner = [vertex for vertex in dict.fromkeys([*before, *after]) if vertex not in (start, stop)]
-    while inner:
-        vertex = inner[0] if in_turn else min(inner, key=cost)
-        inner.remove(vertex)
+    if in_turn:
+        for vertex in inner:
+            remove(vertex)
+    # The cheapest one first, of equal ones that which comes first; a vertex may have an entry for a cost of before.
+    places = {} if in_turn else {vertex: place for place, vertex in enumerate(inner)}
+    queue, current, changed = list[tuple[int, int]](), dict[Hashable, int](), list(places)
+    while places:
+        for vertex in changed:
+            current[vertex] = cost(vertex)
+            heapq.heappush(queue, (current[vertex], places[vertex]))
+        vertex = next(
+            inner[place]
+            for least, place in iter(partial(heapq.heappop, queue), None)
+            if inner[place] in places and current[inner[place]] == least
+        )
+        del places[vertex]
+        changed = sorted({*before.get(vertex, ()), *after.get(vertex, {})} & places.keys(), key=places.__getitem__)
         remove(vertex)
     return merged(start, stop) if stop in after.get(start, {}) else None

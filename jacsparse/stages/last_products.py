@@ -25,7 +25,7 @@ class LastProducts:
     def __init__(self, matrices: Sequence[Any], result: int) -> None:
         used = Counter(operand for matrix in matrices for operand in matrix.operands)
         self.numbers, number = list[int](), result
-        while getattr(matrices[number], "multiplies_full", False) and used[number] < 2:
+        while matrices[number].multiplies_full and used[number] < 2:
             self.numbers.insert(0, number)
             number = matrices[number].operands[1]
         if len(self.numbers) < 2 or not isinstance(matrices[result].pattern.structure, Full):

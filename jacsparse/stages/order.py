@@ -3,7 +3,8 @@
 A chain's product ``J_1ᵀ J_2ᵀ ... J_nᵀ`` is computed from products of its intervals. The cheapest way to an interval is
 the cheapest way to two parts of it, and their product: matrix-chain dynamic programming, with costs that depend on how
 full each interval is. A stage that is a graph of operators becomes one matrix, or its operators are multiplied one by
-one by the product beside them, whichever costs less.
+one by the product beside them, whichever costs less. A chain that is too long to compare all of these is multiplied
+stage by stage, from its end or from its start.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,13 +31,16 @@ _PACKAGES = tuple(f"jacsparse.{room}" for room in ("patterns", "spgemm", "stages
 #: Cost of a multiply-add of an operator's own dense backward, relative to one of sparse products: measured on CPUs,
 #: where convolutions of PyTorch reach 10 to 90 billion a second and sparse products 2 to 15.
 DENSE = 1 / 8
-#: Fixed cost of each product, sum or operator's backward, in multiply-adds: about 100 µs.
+#: Fixed cost of each operator's values, product, sum or backward, in multiply-adds: about 100 µs.
 START = 200_000
 #: Fixed cost of a backward pass: about 500 µs.
 PASS = 1_000_000
 
 #: Bytes of one tensor's keys that are passed through the stages at once, and of counts that are kept for all stages.
 KEY_BYTES = 2**27
+#: The longest chain of which all parenthesisations are compared: that takes a second, and eight times as long for one
+#: of twice the length.
+MOST_STAGES = 200
 #: The most elements of a tensor that sums over all of them are estimated from.
 SAMPLED = 2**14
 
@@ -60,18 +65,33 @@ class Order:
     #: Predicted, in multiply-adds.
     cost: float = 0.0
 
+    @property
+    def parts(self) -> list[Order]:
+        """The orders of all intervals, each behind those of its own parts: as deep as the chain is long."""
+        waiting, parts = [self], list[Order]()
+        while waiting:
+            parts.append(waiting.pop())
+            waiting += [part for part in (parts[-1].left, parts[-1].right) if part is not None]
+        return parts[::-1]
+
     def __str__(self) -> str:
-        if self.how == "stage":
-            return f"J{self.stage + 1}"
-        if self.how in ("through", "backward"):
-            return f"J{self.stage + 1}{'*' if self.how == 'backward' else ''}·{self.right}"
-        return f"({self.left}·{self.right if self.right else f'J{self.stage + 1}'})"
+        texts = list[str]()
+        for part in self.parts:
+            stage = f"J{part.stage + 1}{'*' if part.how == 'backward' else ''}"
+            right = stage if part.right is None else texts.pop()
+            left = stage if part.left is None else texts.pop()
+            in_brackets = part.how in ("product", "from")
+            texts.append(f"({left}·{right})" if in_brackets else stage if part.how == "stage" else f"{left}·{right}")
+        return texts[0]
 
 
 class Estimates:
-    """Estimated entries of intervals of stages, and multiply-adds of their products."""
+    """Estimated entries of intervals of stages, and multiply-adds of their products; on request `at_ends` alone.
 
-    def __init__(self, stages: Sequence[Stage]) -> None:
+    Those begin at the chain's start or end at its end, and are multiplied by single stages.
+    """
+
+    def __init__(self, stages: Sequence[Stage], *, at_ends: bool = False) -> None:
         n = len(stages)
         self._stages = stages
         self._sizes = np.array([math.prod(stages[0].in_shape), *(math.prod(stage.out_shape) for stage in stages)])
@@ -82,7 +102,13 @@ class Estimates:
         width = max(1, KEY_BYTES // max(1, 4 * KEYS * int(largest)))
         chunks = [range(first, min(first + width, n)) for first in range(0, n, width)]
         # The number of elements of each later stage's output, where keys begin, that depend on an element of a tensor.
-        self._sampled = min(SAMPLED, 1 + KEY_BYTES // (2 * n * n))
+        self._sampled = SAMPLED if at_ends else min(SAMPLED, 1 + KEY_BYTES // (2 * n * n))
+        if at_ends:
+            for number, later, scale, reached in self._passed(range(n - 1, n), self.through, backwards=True):
+                self.entries[number, later] = scale * reached.sum(axis=0)
+            for number, sooner, scale, reached in self._passed(range(1), self.onward, backwards=False):
+                self.entries[sooner, number] = scale * reached.sum(axis=0)
+            return
         ahead = [
             np.zeros((min(size, self._sampled), n - place), dtype=np.float32) for place, size in enumerate(self._sizes)
         ]
@@ -155,7 +181,7 @@ def best_order(stages: Sequence[Stage]) -> Order:
 
 def _digest(stages: Sequence[Stage]) -> str:
     """A digest of all that the best order depends on."""
-    digest = hashlib.blake2b(f"{KEYS} {DENSE} {START} {PASS}".encode())
+    digest = hashlib.blake2b(f"{KEYS} {DENSE} {START} {PASS} {len(stages) > MOST_STAGES}".encode())
     for stage in stages:
         numbers: dict[Any, int] = {}
         ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (stage.start, stage.stop)]
@@ -167,27 +193,71 @@ def _digest(stages: Sequence[Stage]) -> str:
 
 
 def _packed(order: Order) -> dict[str, np.ndarray]:
-    """An order as an array: the bytes of its JSON."""
-    return {"order": np.frombuffer(json.dumps(asdict(order)).encode(), dtype=np.uint8)}
+    """An order as an array: the bytes of the JSON of its parts."""
+    parts = [[p.how, p.stage, p.left is not None, p.right is not None, p.cost] for p in order.parts]
+    return {"order": np.frombuffer(json.dumps(parts).encode(), dtype=np.uint8)}
 
 
-def _unpacked(fields: dict[str, Any]) -> Order:
-    parts = {name: _unpacked(fields[name]) for name in ("left", "right") if fields[name] is not None}
-    return Order(**{**fields, **parts})
+def _unpacked(parts: Sequence[tuple[str, int, bool, bool, float]]) -> Order:
+    orders = list[Order]()
+    for how, stage, has_left, has_right, cost in parts:
+        right = orders.pop() if has_right else None
+        left = orders.pop() if has_left else None
+        orders.append(Order(how, stage, left, right, cost))
+    return orders[0]
+
+
+class _Candidates:
+    """Orders of intervals that a stage is multiplied by, with predicted costs."""
+
+    def __init__(self, stages: Sequence[Stage], estimates: Estimates) -> None:
+        self.stages, self.estimates = stages, estimates
+        #: Cost of each stage's own backward for one column; and of beginning with it.
+        self.backward = [DENSE * stage.backward_work for stage in stages]
+        self.start = [START * len(stage.edges) for stage in stages]
+
+    def alone(self, number: int) -> Order:
+        """The matrix of a stage."""
+        costs = self.estimates.entries if self.stages[number].operator else self.estimates.through
+        return Order("stage", number, cost=self.start[number] + float(costs[number, number]))
+
+    def before(self, first: int, last: int, right: Order, passing: Order | None) -> Iterator[Order]:
+        """A stage times the interval behind it; `passing` is the best order of that which begins with an own backward.
+
+        Another own backward before it joins its pass.
+        """
+        stage = self.stages[first]
+        if stage.operator is None:
+            cost = right.cost + self.start[first] + self.estimates.through[first, last]
+            yield Order("through", first, right=right, cost=cost)
+        if not stage.hooked:
+            behind, cost = right, right.cost + PASS
+            if passing is not None and passing.cost < cost:
+                behind, cost = passing, passing.cost
+            cost += self.start[first] + math.prod(self.stages[last].out_shape) * self.backward[first]
+            yield Order("backward", first, right=behind, cost=cost)
+
+    def behind(self, first: int, last: int, left: Order) -> Iterator[Order]:
+        """The interval before a stage times that stage."""
+        if self.stages[last].operator is None:
+            cost = left.cost + self.start[last] + self.estimates.onward[last, first]
+            yield Order("from", last, left=left, cost=cost)
+
+    def with_entries(self, orders: Iterable[Order], first: int, last: int) -> list[Order]:
+        """The same orders of an interval, whose costs have those of its entries too."""
+        entries = self.estimates.entries[first, last]
+        return [replace(order, cost=float(order.cost + entries)) for order in orders]
 
 
 def _cheapest(stages: Sequence[Stage]) -> Order:
     n = len(stages)
+    if n > MOST_STAGES:
+        return _in_turn(stages)
     estimates = Estimates(stages)
-    # Cost of each stage's own backward for one column.
-    backward = [DENSE * stage.backward_work for stage in stages]
-    start = [START * len(stage.edges) for stage in stages]
-    best: dict[tuple[int, int], Order] = {}
-    # The cheapest order that begins with an own backward: another own backward before it joins its pass.
+    candidates = _Candidates(stages, estimates)
+    best: dict[tuple[int, int], Order] = {(number, number): candidates.alone(number) for number in range(n)}
+    # The cheapest order that begins with an own backward.
     passing: dict[tuple[int, int], Order] = {}
-    for number, stage in enumerate(stages):
-        costs = estimates.through if stage.operator is None else estimates.entries
-        best[number, number] = Order("stage", number, cost=start[number] + float(costs[number, number]))
     for length in range(1, n):
         for first in range(n - length):
             last = first + length
@@ -196,27 +266,43 @@ def _cheapest(stages: Sequence[Stage]) -> Order:
                 for middle, meets in enumerate(estimates.meets[first:last], start=first)
             ]
             cost, middle = min(ways)
-            cost += START
-            left, right = best[first, last - 1], best[first + 1, last]
-            orders = [Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost)]
-            if stages[first].operator is None:
-                cost = right.cost + start[first] + estimates.through[first, last]
-                orders.append(Order("through", first, right=right, cost=cost))
-            if stages[last].operator is None:
-                cost = left.cost + start[last] + estimates.onward[last, first]
-                orders.append(Order("from", last, left=left, cost=cost))
-            if not stages[first].hooked:
-                behind, cost, onwards = right, right.cost + PASS, passing.get((first + 1, last))
-                if onwards is not None and onwards.cost < cost:
-                    behind, cost = onwards, onwards.cost
-                cost += start[first] + math.prod(stages[last].out_shape) * backward[first]
-                orders.append(Order("backward", first, right=behind, cost=cost))
-            orders = [replace(order, cost=float(order.cost + estimates.entries[first, last])) for order in orders]
-            best[first, last] = min(orders, key=lambda order: order.cost)
-            for order in orders:
-                if order.how == "backward":
-                    passing[first, last] = order
+            orders = [Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost + START)]
+            orders += candidates.before(first, last, best[first + 1, last], passing.get((first + 1, last)))
+            orders += candidates.behind(first, last, best[first, last - 1])
+            orders = candidates.with_entries(orders, first, last)
+            best[first, last] = min(orders, key=_cost)
+            passing.update(((first, last), order) for order in orders if order.how == "backward")
     return best[0, n - 1]
+
+
+def _in_turn(stages: Sequence[Stage]) -> Order:
+    """The cheaper one of the orders that multiply stage by stage, from the chain's end and from its start."""
+    n = len(stages)
+    estimates = Estimates(stages, at_ends=True)
+    candidates = _Candidates(stages, estimates)
+    from_end, passing = candidates.alone(n - 1), None
+    for first in range(n - 2, -1, -1):
+        orders = list(candidates.before(first, n - 1, from_end, passing))
+        if stages[first].operator is not None:
+            left = Order("stage", first, cost=candidates.start[first])
+            cost = left.cost + from_end.cost + START + estimates.through[first, n - 1]
+            orders.append(Order("product", left=left, right=from_end, cost=cost))
+        orders = candidates.with_entries(orders, first, n - 1)
+        from_end = min(orders, key=_cost)
+        passing = next((order for order in orders if order.how == "backward"), None)
+    from_start = candidates.alone(0)
+    for last in range(1, n):
+        orders = list(candidates.behind(0, last, from_start))
+        if stages[last].operator is not None:
+            right = Order("stage", last, cost=candidates.start[last])
+            cost = from_start.cost + right.cost + START + estimates.onward[last, 0]
+            orders.append(Order("product", left=from_start, right=right, cost=cost))
+        from_start = min(candidates.with_entries(orders, 0, last), key=_cost)
+    return min(from_end, from_start, key=_cost)
+
+
+def _cost(order: Order) -> float:
+    return order.cost
 
 
 def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
@@ -226,33 +312,12 @@ def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
     def leaf(number: int, edge: Edge) -> int:
         return accumulation.leaf((number, edge), edge.transposed_pattern)
 
-    def add(order: Order) -> int | None:
-        stage = stages[order.stage]
-        if order.how == "product":
-            assert order.left is not None and order.right is not None
-            left, right = add(order.left), add(order.right)
-            return None if left is None or right is None else accumulation.multiply(left, right)
-        if order.how == "stage":
-            return stage.joined(accumulation, lambda edge: leaf(order.stage, edge))
-        if order.how == "backward":
-            return add_pass(order)
-        assert order.how in ("through", "from"), order.how
-        interval = add(order.left if order.how == "from" else order.right)  # type: ignore[arg-type]
-        return None if interval is None else _multiply(accumulation, stage, order, interval, leaf)
-
-    def add_pass(order: Order) -> int | None:
+    def add_pass(span: Sequence[Order], interval: int) -> int | None:
         """Add the product of an interval and the stages before it that go by their own backward, in one pass."""
-        span = [order]
-        while span[-1].right is not None and span[-1].right.how == "backward":
-            span.append(span[-1].right)
-        assert span[-1].right is not None
-        interval = add(span[-1].right)
-        if interval is None:
-            return None
         # Computes the pattern of the product.
         shadow = Accumulation(patterns_only=True)
         product: int | None = shadow.leaf(None, accumulation.matrices[interval].pattern)
-        for node in reversed(span):
+        for node in span:
             if product is not None:
                 product = _multiply(
                     shadow,
@@ -263,9 +328,31 @@ def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
                 )
         if product is None:
             return None
-        return accumulation.add_pulled((order.stage, span[-1].stage), interval, shadow.matrices[product].pattern)
+        key = span[-1].stage, span[0].stage
+        return accumulation.add_pulled(key, interval, shadow.matrices[product].pattern)
 
-    accumulation.result = add(order)
+    # Of the intervals that are not multiplied yet; None is without any entry. And the stages of a pass, from the last.
+    numbers, span = list[int | None](), list[Order]()
+    parts = order.parts
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
+        stage = stages[part.stage]
+        if part.how == "backward":
+            span.append(part)
+            if following is not None and following.how == "backward" and following.right is part:
+                continue
+            interval = numbers.pop()
+            numbers.append(None if interval is None else add_pass(span, interval))
+            span = []
+        elif part.how == "product":
+            right, left = numbers.pop(), numbers.pop()
+            numbers.append(None if left is None or right is None else accumulation.multiply(left, right))
+        elif part.how == "stage":
+            numbers.append(stage.joined(accumulation, partial(leaf, part.stage)))
+        else:
+            assert part.how in ("through", "from"), part.how
+            interval = numbers.pop()
+            numbers.append(None if interval is None else _multiply(accumulation, stage, part, interval, leaf))
+    (accumulation.result,) = numbers
     return accumulation
 
 

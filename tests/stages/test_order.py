@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.stages import ChainCache, accumulation
+from jacsparse.stages import ChainCache, matrices
 from jacsparse.stages.order import Order, best_order
 from tests.helpers import autograd_jacobian
 
@@ -49,12 +49,14 @@ def network(wide_end: bool) -> nn.Module:
 @pytest.mark.parametrize("full", [0.0, 0.3, 2.0])
 @pytest.mark.parametrize("wide_end", [False, True])
 @pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("most_stages", [0, 200])
 def test_every_order_is_right(
-    monkeypatch: pytest.MonkeyPatch, dense: float, full: float, wide_end: bool, batch: int
+    monkeypatch: pytest.MonkeyPatch, dense: float, full: float, wide_end: bool, batch: int, most_stages: int
 ) -> None:
+    monkeypatch.setattr("jacsparse.stages.order.MOST_STAGES", most_stages)
     monkeypatch.setattr("jacsparse.stages.order.DENSE", dense)
     monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
-    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE_PRODUCT", 0)
+    monkeypatch.setattr("jacsparse.stages.matrices.LARGE_PRODUCT", 0)
     module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
     actual = jacsparse.jacobian(module, x)
     assert actual.batch == batch and actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
@@ -97,7 +99,7 @@ def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
     module, x = network(False).to(dtype), torch.randn(3, 2, 4, 4, dtype=dtype)
     at_once = jacsparse.jacobian(module, x).values
-    monkeypatch.setattr("jacsparse.stages.accumulation.LARGE_PRODUCT", 0)
+    monkeypatch.setattr("jacsparse.stages.matrices.LARGE_PRODUCT", 0)
     assert torch.equal(jacsparse.jacobian(module, x).values, at_once) and at_once.any()
 
 
@@ -121,20 +123,22 @@ def test_last_products_by_strips_have_the_bits_of_whole_ones(
         return multiplied[-1]
 
     monkeypatch.setattr(StripProduct, "multiply", multiply)
-    large = accumulation.LARGE_PRODUCT
+    large = matrices.LARGE_PRODUCT
     for number in (1.0, math.inf):
         with torch.no_grad():
             layer = module[3]
             layer.weight_orig[tuple(layer.weight_mask.nonzero()[0])] = number
         results = []
         for least in (large, 0):
-            monkeypatch.setattr(accumulation, "LARGE_PRODUCT", least)
+            monkeypatch.setattr(matrices, "LARGE_PRODUCT", least)
             results.append(jacsparse.jacobian(module, x).values.nan_to_num(7.0))
         assert torch.equal(*results) and results[0].any()
     assert multiplied == [True] * batch + [False]
 
 
-def test_the_order_fits_the_shape() -> None:
+@pytest.mark.parametrize("most_stages", [0, 200])
+def test_the_order_fits_the_shape(monkeypatch: pytest.MonkeyPatch, most_stages: int) -> None:
+    monkeypatch.setattr("jacsparse.stages.order.MOST_STAGES", most_stages)
     torch.manual_seed(0)
     narrowing = nn.Sequential(*(nn.Linear(2 ** (9 - k), 2 ** (8 - k)) for k in range(5)))
     widening = nn.Sequential(*(nn.Linear(2 ** (4 + k), 2 ** (5 + k)) for k in range(5)))
@@ -144,10 +148,31 @@ def test_the_order_fits_the_shape() -> None:
     assert order.how == "product" and order.right is not None and order.right.stage == 4
 
 
-def test_one_backward_pass_takes_all_that_it_can() -> None:
+@pytest.mark.parametrize("most_stages", [0, 200])
+def test_one_backward_pass_takes_all_that_it_can(monkeypatch: pytest.MonkeyPatch, most_stages: int) -> None:
+    monkeypatch.setattr("jacsparse.stages.order.MOST_STAGES", most_stages)
     # Ending the pass early costs less for the last stages alone, more for all.
     order = best_order(jacsparse.chain(build("resnet8").eval(), (3, 32, 32)).stages)
     assert str(order) == "·".join([*(f"J{number}*" for number in range(1, 11)), "J11"])
+
+
+def test_a_loop_of_many_steps() -> None:
+    """An order is as deep as the chain is long: deeper than Python's calls may be."""
+    matrices = [0.5 * torch.randn(3, 3, dtype=torch.float64) for _ in range(600)]
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        for matrix in matrices:
+            x = (x @ matrix).sin()
+        return x
+
+    x = torch.randn(2, 3, dtype=torch.float64)
+    jacobian = jacsparse.jacobian(f, x, batched=True)
+    expected = torch.autograd.functional.jacobian(lambda x: f(x).sum(0), x).movedim(1, 0)
+    for number, sample in enumerate(expected):
+        assert torch.allclose(jacobian.todense(number), sample, rtol=1e-10, atol=0)
+    chain = jacsparse.chain(nn.Sequential(*[nn.Tanh()] * 1200), (2,))
+    assert str(chain.order).count("J") == len(chain) == 1200
+    assert best_order(chain.stages).cost == chain.order.cost
 
 
 def test_an_order_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
