@@ -64,10 +64,11 @@ class Call:
     Attributes
     ----------
     operator : str
-        The ATen operator, as in ``aten.conv2d``.
+        The ATen operator, as in ``aten.convolution``.
     arguments : dict
         Its arguments by their names in ATen's schema, without the differentiated tensor. While only shapes are known,
-        tensors of floating-point numbers are on the meta device, and a number that is neither 0 nor 1 is NaN.
+        tensors are on the meta device, but for indices and masks that the rule reads, and a float that is neither 0 nor
+        1 is NaN, unless the rule reads numbers, as a registered one does.
     in_shape, out_shape : tuple of int
         Shapes of the differentiated tensor and of the output for a batch of one. They include the axis of the batch,
         of size 1, or of size `k` where each sample is a batch of `k` to the operator.
@@ -281,10 +282,11 @@ class Rule(ABC):
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         """Values of `J` on its pattern, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
 
-        They have to be those of PyTorch's derivative, unless a user registered them. Products of operators' matrices
-        are made of them, in the first calls of ``jacobian`` and in scans. Folded and grouped products take them where
-        all samples share them, and PyTorch's derivative elsewhere; products with vectors take none of them. Where
-        entries may be elements of a weight, they are asked for with other weights too, to see which.
+        They have to be those of PyTorch's derivative, unless a user registered them. Wherever a chain is multiplied,
+        they are asked for: in the first calls of ``jacobian``, in later and prepared ones of networks, in scans and in
+        ``verify``. Folded entries take them where they are the same in each run, grouped products for matrices that all
+        samples share, and PyTorch's derivative elsewhere; products with vectors take none of them. Where entries may be
+        elements of a weight, they are asked for with other weights too, to see which.
 
         A rule without a formula takes the operator's own derivative, in a pass for each colour of the pattern.
         """

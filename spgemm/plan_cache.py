@@ -64,5 +64,5 @@ def _nbytes(plan: CachedPlan) -> int:
     return plan.nbytes + sum(pattern.index_nbytes for pattern in plan.patterns)
 
 
-#: The plans of products, sums and factorisations, and colourings.
+#: The plans of products, sums and factorisations, colourings, and symmetric parts.
 PLAN_CACHE = PlanCache(512 * 2**20)

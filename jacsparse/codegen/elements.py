@@ -22,7 +22,7 @@ from .kernels import mark_makers, number_kinds, sort_sums
 from .operations import FLOATS, OPERAND, ElementOperation, operation_of
 
 #: The most terms of a sum that is one operation; longer ones are sums of sums.
-MOST_TERMS = 8
+MOST_SUM_TERMS = 8
 #: The most elements that a call may sum up to one: PyTorch computes longer sums as fast.
 MOST_SUMMED = 64
 #: The most distinct numbers, or kinds of sums, of which each has code of its own.
@@ -410,9 +410,9 @@ def sums(
         Of the sums.
     """
     counts = np.diff(indptr)
-    if counts.max(initial=0) > MOST_TERMS:
-        blocks = row_starts(-(-counts // MOST_TERMS), np.int64)
-        begins = np.repeat(indptr[:-1], np.diff(blocks)) + MOST_TERMS * within_rows(np.diff(blocks))
+    if counts.max(initial=0) > MOST_SUM_TERMS:
+        blocks = row_starts(-(-counts // MOST_SUM_TERMS), np.int64)
+        begins = np.repeat(indptr[:-1], np.diff(blocks)) + MOST_SUM_TERMS * within_rows(np.diff(blocks))
         parts = sums(elements, np.append(begins, indptr[-1]), factors, weights, None, dtype)
         return sums(elements, blocks, [parts], np.ones(len(parts)), start, dtype)
     batch = factors[0].shape[1]

@@ -25,7 +25,7 @@ MOST_COST = 100
 #: The most operations of which each reads the one before without memory between: expressions are made recursively.
 MOST_NESTED = 64
 #: The most entries of a row that one point of a loop computes.
-MOST_ENTRIES = 24
+MOST_ROW_ENTRIES = 24
 #: The least share of rows that are computed row by row, where they are alike.
 SHARE = 8
 #: The rows of which all samples are computed before those of others.
@@ -227,7 +227,7 @@ class Fusion:
             members = (indptr[rows[row[order]], None] + np.arange(count)) * batch + sample[order, None]
             of_members = classes.reshape(-1)[members]
             members = np.take_along_axis(members, np.argsort(of_members, 1, kind="stable"), 1)
-            kinds = list(of_kinds(classes.reshape(-1)[members])) if count <= MOST_ENTRIES else []
+            kinds = list(of_kinds(classes.reshape(-1)[members])) if count <= MOST_ROW_ENTRIES else []
             for _, those in kinds:
                 if SHARE * len(those) >= len(counts) * batch:
                     yield self._storing(entries, members[those])

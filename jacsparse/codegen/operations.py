@@ -7,6 +7,7 @@ calls is one of LLVM's or the C library's, and has an opcode in `kernels`.
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -192,9 +193,14 @@ def _not_nan(b: Emitter, relation: str, x: Any, y: Any) -> Value:
 
 
 def _clamp(b: Emitter, self: Any, min: Any = None, max: Any = None) -> Value:
-    if min is not None:
-        self = b.select(b.compare("<", self, min), min, self)
-    return self if max is None else b.select(b.compare(">", self, max), max, self)
+    for relation, bound in (("<", min), (">", max)):
+        if bound is not None:
+            beyond = b.compare(relation, self, bound)
+            # PyTorch's result is NaN where a bound is.
+            if not isinstance(bound, (int, float)) or math.isnan(bound):
+                beyond = b.builder.or_(beyond, b.is_nan(bound))
+            self = b.select(beyond, bound, self)
+    return self
 
 
 def _sign(b: Emitter, self: Any) -> Value:

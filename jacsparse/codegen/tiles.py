@@ -14,7 +14,7 @@ from .elements import ElementGraph, in_own_order, unrepeated
 from .kernels import widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
-TILE, MOST_BYTES = 2**16, 2**18
+TILE, MOST_TILE = 2**16, 2**18
 #: The least number of tiles that pay, and of elements on average that a tile stores one after the other.
 FEWEST, FEWEST_TOGETHER = 4, 4
 #: What is stored for several tiles must be no more than one part in so many.
@@ -86,7 +86,7 @@ class Tiles:
                 return False
             of_tile += dtype.itemsize * int(np.bincount(tiles[tiles >= 0], minlength=1).max())
             shared += dtype.itemsize * int(np.count_nonzero(tiles == SHARED))
-        return of_tile <= MOST_BYTES and SHARE * shared <= nbytes
+        return of_tile <= MOST_TILE and SHARE * shared <= nbytes
 
     def _readers(
         self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, of_entries: np.ndarray

@@ -243,7 +243,7 @@ def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor
         weight_gradient_sparse=2 * (backward[1] - of_inputs[1]),
         unmasked_zeros=sum(
             int((~pruned.mask).sum())
-            for pruned in edges[0].pruned_weights
+            for pruned in edges[0].omissions
             if not pruned.masked and pruned.floating and pruned.name in fresh
         ),
     )

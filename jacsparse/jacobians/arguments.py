@@ -95,7 +95,7 @@ class Arguments:
         return self.batched and len(self.leaves) == 1 and len(self.specs) == 1 and self.specs[0].is_leaf()
 
     def apart(self) -> Arguments:
-        """The same arguments as new tensors on the same memory: no closure of the function holds one of them."""
+        """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one."""
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
         for place in self.places:
             leaves[place] = leaves[place].contiguous()
@@ -208,8 +208,8 @@ class Arguments:
             )
         if autocast != expected_autocast:
             raise ValueError(
-                f"torch.autocast is {_autocast(autocast)}; this Jacobian is prepared for {_autocast(expected_autocast)}: "
-                "call it as it was prepared, or prepare one for this"
+                f"torch.autocast is {_autocast(autocast)}; this Jacobian is prepared for "
+                f"{_autocast(expected_autocast)}: call it as it was prepared, or prepare one for this"
             )
         if self.form != prepared.form:
             raise ValueError(

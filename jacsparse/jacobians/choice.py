@@ -52,9 +52,10 @@ def evaluator_of(
        elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
     5. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
 
-    `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`. On a GPU there are `ChainProducts`
-    and `Compressed` alone. What was taken is logged at the level DEBUG, with the costs that were compared.
-    `PreparedJacobian.prepare` asks for ``products`` where a `Compressed` of 5. does not agree with autograd.
+    `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
+    the check finds wrong tangents. On a GPU there are `ChainProducts` and `Compressed` alone. What is chosen is logged
+    at the level DEBUG, and in 5. the costs of products and of colours. `PreparedJacobian.prepare` asks for ``products``
+    where a `Compressed` of 5. does not agree with autograd, and `JacobianPlan` stays with the chain.
 
     A new way is a subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
     `saved_programs`. `PreparedJacobian` and `PreparedHessian` ask whether the name is ``compressed``.

@@ -17,7 +17,7 @@ from ..stages import Edge, Record
 #: A matrix is multiplied by at most this many vectors one at a time; and the number that its kernel takes at once.
 FEW, LANES = 4, 8
 #: The most bytes of a part of a matrix: larger ones spend their time on fresh pages.
-PART_BYTES = 2**25
+MATRIX_BYTES = 2**25
 
 
 class EdgeMatrix:
@@ -46,8 +46,8 @@ class EdgeMatrix:
             self.bounds = self._split(memory, indices + sample)
 
     def _split(self, memory: int, needed: int) -> Sequence[int]:
-        """The bounds of parts that each take about half of the memory, PART_BYTES where that is less, or one row."""
-        parts = max(2, -(-2 * needed // max(1, min(memory, 2 * PART_BYTES))))
+        """The bounds of parts that each take about half of the memory, MATRIX_BYTES where that is less, or one row."""
+        parts = max(2, -(-2 * needed // max(1, min(memory, 2 * MATRIX_BYTES))))
         running = row_starts(self.pattern.structure.row_counts(), np.int64)
         targets = int(running[-1]) * np.arange(1, parts, dtype=object) // parts
         inner = np.searchsorted(running, targets.astype(np.int64), side="left")

@@ -40,7 +40,7 @@ class Evaluator(ABC):
     def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)`` or ``(nnz, 1)``, in a run of the function's graph or a replay.
 
-        Those that are not finite as products are computed by backward passes.
+        Those that are not finite as products are computed by backward passes, unless they were registered.
         """
         if self.fused is not None:
             values, are_finite = self.fused.of(trace)
@@ -53,7 +53,8 @@ class Evaluator(ABC):
 
     def mended(self, values: torch.Tensor, trace: Trace) -> torch.Tensor:
         """Values of which those that are not finite as products are those of backward passes."""
-        return with_backward_passes(values, self.pattern, len(trace.input), self.function.pull_back(trace))
+        values = with_backward_passes(values, self.pattern, len(trace.input), self.function.backward_pass(trace))
+        return values[:, :1] if self.function.shared else values
 
     @abstractmethod
     def computed(self, trace: Trace) -> torch.Tensor:

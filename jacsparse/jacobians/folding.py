@@ -117,7 +117,7 @@ class _Leaves:
             self.selections[edge] = "other", np.zeros(edge.pattern.nnz, np.int64)
             return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
-        selects = edge.call.sources is not None or any(not weight.floating for weight in edge.pruned_weights)
+        selects = edge.call.sources is not None or any(not weight.floating for weight in edge.omissions)
         if edge.shared and (selects or not self._varies(edge, operation)):
             values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
             return terms_at(edge.pattern, coefficient=transposed(edge, values))

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, Self, Unpack, overload
 import torch
 from typing_extensions import TypeVar
 
-from ..patterns import Pattern, gradient_of
+from ..patterns import REGISTERED, Pattern, gradient_of
 from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import agree
@@ -27,7 +27,7 @@ from .tracing_for_replays import traced_program
 from .unprepared import jacobian_and_returned
 from .verification import VerificationError, error_of_product, tolerance_for
 
-#: The most programs of one prepared Jacobian, for other numbers among the arguments.
+#: The most programs of one prepared Jacobian, for other numbers and constants among the arguments.
 MOST_PROGRAMS = 8
 
 
@@ -39,10 +39,11 @@ class PreparedJacobian(Generic[Result]):
     """The Jacobian of a function, prepared for arguments of the same shapes; `prepare_jacobian` makes it.
 
     It trusts its program: a call does not run the function. Parameters and buffers of a module are read by their names,
-    other tensors that the function reads are those that it read when it was prepared. Where a number among the
-    arguments is no factor or term but decides what the function does, as by ``math.sin`` or a comparison, another one
-    makes a program of its own. `check` compares with the function itself: a call does not see that attributes, globals,
-    the mode of a module or registered rules are others than when it was prepared. Any number of threads may call it.
+    other tensors that the function reads are those that it read when it was prepared. Only where a number among the
+    arguments is an integer, or decides what the function does, as by ``math.sin`` or a comparison, another one makes a
+    program of its own, by runs of the function. `check` compares with the function itself: a call does not see that
+    attributes, globals, the mode of a module or registered rules are others than when it was prepared. Any number of
+    threads may call it.
 
     Attributes
     ----------
@@ -56,7 +57,7 @@ class PreparedJacobian(Generic[Result]):
         self, f: Callable[..., Any], arguments: Arguments, options: Options, saved: SavedProgram | None = None
     ) -> None:
         self._f, self._arguments, self._options, self.method = f, arguments, options, options.method
-        self._lock = threading.RLock()
+        self._lock, self._rules = threading.RLock(), len(REGISTERED)
         #: The programs, each after the kinds of arguments and the numbers that it was made for; the last one made last.
         self._programs: list[tuple[tuple[Any, ...], tuple[str, ...], PreparedProgram]] = []
         self._first = self._program(arguments, saved)
@@ -82,11 +83,15 @@ class PreparedJacobian(Generic[Result]):
         prepared = cls(cls._differentiated(f, arguments, options), arguments, options)
         try:
             prepared.check(*args)
-        except VerificationError:
+        except VerificationError as error:
             if options.method != "auto" or prepared.method != "compressed" or options.pattern is not None:
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
-            return cls.prepare(f, args, argnums, batched, replace(options, method="products"))
+            try:
+                return cls.prepare(f, args, argnums, batched, replace(options, method="products"))
+            except ValueError:
+                # Machine code takes no such products.
+                raise error from None
         return prepared
 
     @staticmethod
@@ -225,9 +230,9 @@ class PreparedJacobian(Generic[Result]):
                 y
             )
             expected, g = gradient_of(y, x, g), g.to(x.dtype)
-        registered = self._first.traced.function.chain.registered_values
+        registered = self._first.traced.function.chain.registered_values or len(REGISTERED) != self._rules
         if registered:
-            # Autograd does not know of registered values.
+            # Autograd does not know of registered values, nor the chain of those since.
             of_run, *_ = jacobian_and_returned(self._f, arguments, Options(has_aux=self._options.has_aux))
             expected = of_run.vjp(g).reshape(x.shape)
         limit = tolerance if tolerance is not None else self._tolerance
@@ -250,7 +255,7 @@ class PreparedJacobian(Generic[Result]):
         return error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write all that was decided to an ``.npz`` file, without pickle; the function is no part of it.
+        """Write what takes long to decide to an ``.npz`` file, without pickle; the function is no part of it.
 
         Examples
         --------
@@ -286,6 +291,8 @@ class PreparedJacobian(Generic[Result]):
             Where there is no such file.
         ValueError
             Where the file is damaged, of another version, or of another function.
+        VerificationError
+            Where values are not those of the function.
         """
         saved = SavedProgram.read(path)
         arguments, options = saved.arguments(f, args), saved.options(compile)
@@ -393,12 +400,15 @@ def prepare_jacobian(
         where operators' Jacobians are multiplied one after the other, as for large networks.
     UnsupportedOperatorError
         Where an operator has no rule, or the calls depend on what tensors hold.
+    VerificationError
+        Where values are not those of the function, as where it returns other numbers in each call.
 
     Notes
     -----
     A call replays what the function did when it was prepared, and does not run it. What it may change, as ``jax.jit``
-    has it, are arguments and tensors: the parameters and buffers of a module, read by their names, and other tensors
-    that the function reads, those that it read then. All else that it reads is a constant: numbers, attributes,
+    has it, are arguments and tensors of floats: the parameters and buffers of a module, read by their names, and other
+    tensors that the function reads, those that it read then. A call in which a tensor of integers or truth values holds
+    others than then raises ValueError. All else that it reads is a constant: numbers, attributes,
     globals, NumPy arrays, which mode a module is in, and other tensors put in the place of such. `check` finds a
     change; call `jacobian` for what a function computes now.
 
@@ -407,10 +417,11 @@ def prepare_jacobian(
     are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it. Weights that the
     pattern leaves out are read at each call, to see whether they are zero still.
 
-    Numbers among the arguments may change. A change costs no more than their new values where a function does with a
-    tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between tensors. Where
-    it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its own. Of other
-    arguments that are no tensors, strings, truth values and NumPy arrays are compared by their values; an object of
+    Numbers among the arguments may change. The change of a float costs no more than its new value where a function does
+    with a tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between
+    tensors. Where it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its
+    own; so does each integer: pass ``float(n)``. Of other arguments that are no tensors, strings, truth values and
+    NumPy arrays are compared by their values; an object of
     another kind may have changed, and makes a program of its own in each call: bind it by ``functools.partial``.
 
     Examples

@@ -49,7 +49,7 @@ class PreparedProgram:
         watched = [
             (edge, weight)
             for edge in function.chain.edges
-            for weight in edge.pruned_weights
+            for weight in edge.omissions
             if weight.floating and not infos[edge.operation.number_of(weight.name)].fixed
         ]
         function.forget()
@@ -128,8 +128,9 @@ class PreparedProgram:
         for value, contents in self.traced.contents.items():
             if not torch.equal(contents_of(captures[value]), contents):
                 raise ValueError(
-                    f"an index or a mask of {tuple(captures[value].shape)} holds other elements than when this "
-                    "Jacobian was prepared, and patterns depend on them: prepare one for these"
+                    f"an index, a mask or other tensor of {captures[value].dtype} {tuple(captures[value].shape)} "
+                    "holds other elements than when this Jacobian was prepared, which took them for constants, since "
+                    "patterns may depend on them: prepare one for these"
                 )
         return captures
 
@@ -179,7 +180,7 @@ def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
         return tensor.to(dtype=dtype, device=device)
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
         raise ValueError(
-            f"a parameter or buffer is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
-            f"prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
+            f"a tensor that the function reads is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this "
+            f"Jacobian is prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
         )
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)

@@ -1,8 +1,8 @@
 """Values by products of local Jacobians along paths.
 
 Where the entries fold into sums of local derivatives, and of their products with elements of weights, fused loops
-compute all of them. Else a call multiplies the matrices of the operators: where many rows of the Jacobian have the same
-entries, by groups of these from the output to the input, or else in the order of least cost.
+compute all of them. Else a call multiplies the matrices of the operators: where many rows of the Jacobian have entries
+in the same columns, by groups of these from the output to the input, or else in the order of least cost.
 """
 
 from __future__ import annotations
@@ -101,12 +101,15 @@ class ChainProducts(Evaluator):
     """
 
     name = "products"
-    uncompiled = (
+    uncompiled: str | None = (
         "products of operators' matrices cannot be compiled; leave it out, or on a CPU pass method='compressed'"
     )
 
     def __init__(self, function: TracedFunction) -> None:
         self.function, self.pattern, self.chain = function, function.pattern, function.chain
+        if not self.pattern.nnz:
+            # There is nothing to compile.
+            self.uncompiled = None
 
     @property
     def details(self) -> str:
@@ -129,7 +132,7 @@ class ChainProducts(Evaluator):
 
 
 class GroupedProducts(Evaluator):
-    """The values of a function's Jacobian by groups of rows with the same entries, from the output to the input.
+    """The values of a function's Jacobian by groups of rows with entries in the same columns, from output to input.
 
     A group's rows go through all operators at once, so that no product but the Jacobian is in memory as a whole. All
     samples share the values of each operator whose matrix is not diagonal. It is a kernel as it is: ``compile`` changes
@@ -192,7 +195,7 @@ class GroupedProducts(Evaluator):
         for stage in reversed(function.chain.stages):
             edge = stage.operator
             # A run tells its pruned weights, which a replay has looked at.
-            if edge is None or (edge.pruned_weights and not function.replays):
+            if edge is None or (edge.omissions and not function.replays):
                 return None
             structure = edge.transposed_pattern.structure
             if isinstance(structure, Identity):

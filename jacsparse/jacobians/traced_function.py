@@ -123,7 +123,7 @@ class TracedFunction:
         """The number of elements that a call computes."""
         return sum(self.trace.tensor(value).numel() for value in node.results)
 
-    def pull_back(self, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
+    def backward_pass(self, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
         """What takes a gradient of the output back to the input, by autograd's graph of a run or of another replay."""
         if not self.replays:
             return pulled_by_autograd(self.chain.adapted(trace).records(trace), len(trace.input))

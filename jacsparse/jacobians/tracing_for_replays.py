@@ -39,7 +39,7 @@ from .options import Options
 from .traced_function import TracedFunction
 
 #: Where the captures of a graph come from: places of arguments, what returns them, or themselves.
-Sources = dict[int, int | Callable[[], torch.Tensor] | torch.Tensor]
+Origins = dict[int, int | Callable[[], torch.Tensor] | torch.Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class TracedProgram:
     #: The places of the numbers among the arguments that are tensors without axes to it.
     tensors: frozenset[int]
     #: Where each capture comes from.
-    captures: Sources
-    #: The elements of the captures on which patterns depend, as `contents_of` gives them.
+    captures: Origins
+    #: The elements of the captures on which patterns may depend, all that are no floats, as `contents_of` gives them.
     contents: dict[int, torch.Tensor]
     #: What the function returned; tensors that it returned beside its result are values of the graph.
     returned: Returned
@@ -84,7 +84,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
     places = {id(leaf): place for place, leaf in enumerate(traced_at.leaves) if isinstance(leaf, torch.Tensor)}
     graph, by_name = trace.graph, _named(f)
     read = {value: trace.tensor(value) for value in graph.captures}
-    captures: Sources = {value: places.get(id(t), by_name.get(id(t), t)) for value, t in read.items()}
+    captures: Origins = {value: places.get(id(t), by_name.get(id(t), t)) for value, t in read.items()}
     contents = {
         value: contents_of(tensor).clone()
         for value, tensor in read.items()

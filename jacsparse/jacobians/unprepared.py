@@ -113,8 +113,8 @@ def jacobian(
     -----
     Thesis, section 3.4.
 
-    A call runs `f` once; without any sample, with samples of zeros too. There is no choice of a method: the first call
-    multiplies the Jacobians of operators, and later ones go another way where that pays and gave the same values.
+    A call runs `f` once; without any sample, with samples of zeros too. There is no choice of a method: the first calls
+    multiply the Jacobians of operators, and later ones go another way where that pays and gave the same values.
 
     At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
     each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:
@@ -157,9 +157,9 @@ def jacobian_and_returned(
         return jacobian, None, None
     function = FlatFunction(f, arguments, options.has_aux)
     with undisturbed(function, arguments.tensors[0].device), torch.enable_grad():
-        x = arguments.flat()
+        x = arguments.flat(connected=options.create_graph)
         # A gradient's run takes one by its arguments.
-        flat = function(x if options.create_graph and x.requires_grad else x.detach().requires_grad_())
+        flat = function(requiring_gradient(x))
         return jacobian, *_returned(flat, function.returned, options)
 
 

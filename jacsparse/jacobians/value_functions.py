@@ -28,7 +28,7 @@ class ValueFunction:
     compute : callable
         ``compute(values, *others) -> tensors``, of the values of calls: their arguments.
     reads : sequence of int
-        The values that it reads.
+        The values that it reads in a run; in a replay, it reads what the function's calls begin with.
     others : sequence of Tensor
         The other tensors, of which each call may pass others of the same forms.
     """

@@ -30,7 +30,8 @@ EXACT_ROWS = 256
 PROBES = 3
 #: The most entries that a check names.
 NAMED = 5
-#: The most elements of the whole Jacobian, and entries of all operators' patterns, for a comparison with `jacobian`.
+#: The most elements of the whole Jacobian, and entries of all operators' patterns, of all samples together, for a
+#: comparison with their product.
 SMALL = 2**20
 #: The tolerance in units in the last place, for numbers coarser than the input's.
 ROUNDINGS = 16
@@ -62,7 +63,7 @@ class Check:
         The number of parts in which the matrix was computed and compared; more than one where it is larger than the
         memory limit.
     jacobian : bool
-        For the whole function, whether the result of `jacobian` was compared too.
+        For the whole function, whether the product of all operators' matrices was compared too.
     """
 
     path: str
@@ -119,7 +120,8 @@ def verify(
 
     First each operator's Jacobian is compared at each sample: all entries of a small one, products with random vectors
     of a large one. Then the whole function's output is compared, and its gradients, as the sparse Jacobians of all
-    operators give them; for a small function, also as the result of `jacobian` gives them.
+    operators give them; for a small function, also as the product of
+    these matrices gives them, which is the result of `jacobian`'s first calls.
 
     Parameters
     ----------

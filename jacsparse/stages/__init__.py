@@ -1,7 +1,7 @@
 """A program as a chain of stages, and the matrices of stages by vertex elimination.
 
 **The words.** An `Edge` is one operand of an operation, which has a local Jacobian: a `Rule` of `jacsparse.patterns`
-gives its pattern, and its values for a `Call`. A `Stage` is what lies between two cuts of a program (`cutting`): one
+gives its pattern, and its values for a `Call`. A `Stage` is what lies between two `Program.cuts` (`cutting`): one
 operation or a few. A `Chain` is all stages of a program; `chain_cache` finds that of an earlier run. In a trace, an
 edge is a `LocalJacobian`, and a stage a `Record`: these have values. Matrices are transposed, so that their rows are
 inputs.
@@ -10,21 +10,21 @@ inputs.
 at the head of that file and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the cheapest
 one. `accumulated` makes it an `Accumulation` of products and sums. Where a stage of several operators becomes one
 matrix, `eliminate` takes the vertex of the fewest multiply-adds next; beside an interval they go in turn. Folded
-entries of `jacsparse.jacobians` take `eliminate` for all edges, and no order. The chain's pattern is that of the
-accumulation.
+entries of `jacsparse.jacobians` take `eliminate` for all edges, and no order. Chains of more than `MOST_STAGES` are
+multiplied stage by stage. The chain's pattern is that of the accumulation.
 
 **How they are computed.** `Accumulation.run` asks for the values of edges, which are those of `LocalJacobian`: the
 rule's, or PyTorch's derivative where the rule has none. `last_products` goes by strips where products are large,
 `infinite_entries` mends what is not finite, by backward passes (`graph_gradients`).
 
-**Another kind of step** is a name of `Order.how`: a case in ``Order.__str__``, a candidate in `_cheapest`, with its
+**Another kind of step** is a name of `Order.how`: a case in ``Order.__str__``, a candidate in `_Candidates`, with its
 cost, and a case in `accumulated`; what the cost depends on of a stage goes into `_digest`, since orders are kept on
-disk. If what it computes is neither a product nor a sum, it is also a subclass of `_Matrix`, that a method of
-`Accumulation` adds, with its pattern, and that `Accumulation.run` computes, of all samples or in `_large` sample by
-sample, by a callable that `Chain.products` passes to it; `Accumulation.work` and ``_cost_of_products`` in
-`jacsparse.jacobians.choice` price it. ``backward`` and `Pulled` are the example: one pass of the operators' own
-backward for an interval. A chain of one stage takes no step. Steps within folded entries are `WeightedSums` of
-`jacsparse.jacobians.terms`.
+disk. If what it computes is neither a product nor a sum, it is also a class of `matrices`, which a method of
+`Accumulation` adds, with its pattern, and which gets by `Chain.products` what else its values are computed by;
+`Accumulation.passes` and ``_cost_of_products`` in `jacsparse.jacobians.choice` price it, if multiply-adds do not.
+``backward`` and `Pulled` are the example: one pass of the operators' own backward for an interval, whose cost has a
+table of its own in `_cheapest`, ``passing``, since further stages join a pass. A chain of one stage takes no step.
+Steps within folded entries are `WeightedSums` of `jacsparse.jacobians.terms`.
 """
 
 from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_of

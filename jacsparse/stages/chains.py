@@ -91,7 +91,7 @@ class Chain:
 
     def trained_zeros(self, trace: Trace) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
-        pairs = ((edge.operation, weight) for edge in self._pruned for weight in edge.pruned_weights)
+        pairs = ((edge.operation, weight) for edge in self._pruned for weight in edge.omissions)
         return any(
             not w.masked and trace.tensor(operation.number_of(w.name)).requires_grad and not bool(w.mask.all())
             for operation, w in pairs
@@ -111,12 +111,12 @@ class Chain:
     @functools.cached_property
     def _pruned(self) -> tuple[Edge, ...]:
         """The edges whose patterns omit elements of weights."""
-        return tuple(edge for edge in self.edges if edge.pruned_weights)
+        return tuple(edge for edge in self.edges if edge.omissions)
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
         """The weights from which patterns omit elements; masks that select are none."""
-        weights = (weight for edge in self._pruned for weight in edge.pruned_weights)
+        weights = (weight for edge in self._pruned for weight in edge.omissions)
         return tuple(weight for weight in weights if weight.floating)
 
     @functools.cached_property

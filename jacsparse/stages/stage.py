@@ -39,8 +39,8 @@ class Edge:
     operation: Operation
     #: The call of the operator for this operand, with shapes only.
     call: Call
-    #: The weights from which the pattern omits elements.
-    pruned_weights: tuple[PrunedWeight, ...] = ()
+    #: Of which weights and masks the pattern omits elements.
+    omissions: tuple[PrunedWeight, ...] = ()
     #: Of an edge that couples samples, for counts alone: the multiply-adds of its product with a vector, for a sample.
     coupling: int = 0
 
@@ -91,16 +91,16 @@ class Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
         pruned = tuple(w for w in weights if w.omits and self.rule.prunes(self.call, w.mask))
         call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
-        return replace(self, call=call, pruned_weights=pruned)
+        return replace(self, call=call, omissions=pruned)
 
     def adapted(self, trace: Trace) -> Edge:
         """The same edge with a pattern that omits only elements that are zero in a run's weights."""
         # A tensor that was overwritten after the run does not tell which elements were zero.
-        stale = {w.name for w in self.pruned_weights if trace.is_stale(self.operation.number_of(w.name))}
-        if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.pruned_weights):
+        stale = {w.name for w in self.omissions if trace.is_stale(self.operation.number_of(w.name))}
+        if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.omissions):
             return self
         # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
-        names = [weight.name for weight in self.pruned_weights if weight.name not in stale]
+        names = [weight.name for weight in self.omissions if weight.name not in stale]
         return self.without([PrunedWeight(name, self.weight(name, trace), None) for name in names])
 
     def __repr__(self) -> str:

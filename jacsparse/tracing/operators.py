@@ -38,7 +38,7 @@ class Facts:
     of_shape: bool = False
     #: Whether it changes the shape of its operand in place.
     reshapes: bool = False
-    #: PyTorch's decomposition into other operators, where there is no rule.
+    #: A decomposition into other operators, ours or PyTorch's, where there is no rule.
     parts: Callable[..., Any] | None = None
     #: Other operators that compute its results where its weights, constants to its rule, depend on the input.
     weighted: Callable[..., Any] | None = None

@@ -8,7 +8,7 @@ from ..patterns import any_nonzero_at
 from .graph import Value
 from .traces import Trace
 
-#: The most elements of a weight whose omitted elements are always read one by one.
+#: Weights of fewer elements are those whose omitted elements are always read one by one.
 SMALL = 4096
 
 

@@ -347,7 +347,8 @@ class Tracer(DispatchMode):
                 leaves = self.derivatives.leaves_behind(tensor.grad_fn, untraced())
                 node.behind[number] = tuple([self.number_of(leaf) for leaf in leaves])
                 places = (place for leaf in node.behind[number] for place in graph.infos[leaf].externals)
-                graph.infos[number].externals = frozenset(places)
+                # Graphs that begin alike have one `Info` of a value.
+                graph.infos[number] = replace(graph.infos[number], externals=frozenset(places))
 
     def check_writes(self, node: Node, written: Sequence[torch.Tensor]) -> None:
         """Note writes to tensors from before the run; set the error where one of them has a gradient."""

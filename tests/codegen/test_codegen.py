@@ -130,6 +130,7 @@ ELEMENTWISE: dict[str, Function] = {
     "threshold": lambda x: nn.functional.threshold(x, 0.1, 20.0), "sqrt": torch.sqrt, "sign": lambda x: x.sign() * x,
     "truth": lambda x: torch.where((x > 0) & ~(x.roll(1) > 0.5) | (x < -1) ^ (x.roll(2) >= 0), x.sin(), x * x),
     "nan": lambda x: torch.where(x.isnan(), 2 * x.roll(1), x.exp()), "clamp": lambda x: x.sin().clamp(-0.2, 0.4) * x,
+    "clamp between tensors": lambda x: x.clamp(x.roll(1), x.roll(2).exp()) * x.clamp(max=1),
     "of truth": lambda x: (x > 0.2) * x * x, "to truth": lambda x: x.sin().bool() * x * x,
     "masked": lambda x: (x * x).masked_fill(x.roll(1) > 0, 2.0) * x,
 }  # fmt: skip

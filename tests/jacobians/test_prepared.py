@@ -491,6 +491,24 @@ def test_infinite_derivatives_where_it_is_prepared() -> None:
     assert_equal(prepared(x), dense(f, x, batched=False))
 
 
+@pytest.mark.parametrize("method", ["auto", "products", "compressed"])
+def test_infinite_weights_are_shared(method: str) -> None:
+    layer = nn.Linear(3, 2, bias=False, dtype=FLOAT)
+    with torch.no_grad():
+        layer.weight[0, 1] = math.inf
+    x = drawn(4, 3)
+    prepared = prepare_jacobian(layer, x, method=method)
+    for _ in range(5):
+        for jacobian in (jacsparse.jacobian(layer, x), prepared(x)):
+            assert jacobian.batch == 1
+            assert torch.equal(jacobian.todense(), layer.weight)
+
+
+def test_nothing_to_compile() -> None:
+    prepared = prepare_jacobian(lambda x: (x @ x.sign().diag()).sign(), drawn(3), compile=True)
+    assert prepared.pattern.nnz == 0
+
+
 def test_operators_that_could_draw() -> None:
     attention = nn.functional.scaled_dot_product_attention
     x = drawn(2, 1, 4, 3)

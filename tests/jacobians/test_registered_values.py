@@ -108,8 +108,10 @@ def test_values_of_prepared_jacobians(method: str, register: Callable[..., None]
     prepared = prepare_jacobian(f, x, method=method, batched=True)
     assert (prepared(drawn(2, 3, seed=1)).values == 6).all()
     assert prepared.check(x) == 0
-    # An object prepared before keeps the rules of its time.
+    # An object prepared before keeps the rules of its time, and its check says so.
     assert (before(x).values - 3 * x.T.cos()).abs().amax() <= BOUND
+    with pytest.raises(jacsparse.VerificationError, match=r"that of jacsparse\.jacobian"):
+        before.check(x)
 
 
 @pytest.mark.parametrize("values", [cosines, twos])

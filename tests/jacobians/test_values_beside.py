@@ -396,3 +396,13 @@ def test_gradients_of_aux(method: str, first: float) -> None:
     x = torch.tensor([first, 1.0, 2.0], dtype=FLOAT, requires_grad=True)
     _, aux = prepared(x)
     assert torch.equal(*(torch.autograd.grad(each[1:].sum(), x)[0][1:] for each in (aux, f(x)[1])))
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_what_is_returned_beside_an_empty_batch_has_gradients(has_aux: bool) -> None:
+    x = torch.zeros((0, 3), dtype=FLOAT, requires_grad=True)
+    f = lambda x: (x.sin(), x.cos()) if has_aux else x.sin()  # noqa: E731
+    _, *returned = jacobian(f, x, batched=True, create_graph=True, value=True, has_aux=has_aux)
+    for each in returned:
+        assert each.shape == x.shape
+        assert torch.autograd.grad(each.sum(), x, retain_graph=True)[0].shape == x.shape
