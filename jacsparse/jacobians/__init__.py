@@ -68,7 +68,7 @@ shapes, dtypes, autocast                `Tracer` of the input, `Followed` of the
 other arguments                         `Followed`                                      `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
 rules that were registered since        `ChainCache.of_run` drops its graphs            nothing
-memory that NumPy writes to             `Followed`, by `Node.fixed`                     nothing
+memory that no operator writes to       `Followed`, by `Node.fixed`, of NumPy's arrays  nothing
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in

@@ -97,6 +97,8 @@ class Arguments:
     def apart(self) -> Arguments:
         """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one."""
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        # The caller may write to an array later.
+        leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         for place in self.places:
             leaves[place] = leaves[place].contiguous()
         return replace(self, leaves=leaves)
@@ -212,9 +214,10 @@ class Arguments:
                 f"{_autocast(expected_autocast)}: call it as it was prepared, or prepare one for this"
             )
         if self.form != prepared.form:
-            raise ValueError(
-                f"the arguments are {self}; this Jacobian is prepared for {prepared}: prepare one for these"
-            )
+            others = str(prepared)
+            if others == str(self):
+                others = "others of the order of keys, the containers or the strides"
+            raise ValueError(f"the arguments are {self}; this Jacobian is prepared for {others}: prepare one for these")
 
     def memory_of(self, args: Sequence[Any]) -> torch.Tensor | None:
         """`memory` of another call where that is one tensor's, and all arguments are tensors like these; else None."""
@@ -344,8 +347,9 @@ _CONSTANT = (bool, int, np.number, str, type(None), torch.dtype, torch.device)
 
 def _is_number(leaf: Any) -> bool:
     if isinstance(leaf, torch.Tensor):
-        return not leaf.ndim and leaf.is_floating_point() and leaf.layout == torch.strided
-    return isinstance(leaf, (float, np.floating))
+        return not leaf.ndim and leaf.dtype in (torch.float32, torch.float64) and leaf.layout == torch.strided
+    # Coarser numbers overflow sooner.
+    return isinstance(leaf, (float, np.floating)) and not isinstance(leaf, np.float16)
 
 
 def _float(number: Any) -> float:

@@ -28,7 +28,7 @@ from ..codegen import (
 )
 from ..patterns import Pattern
 from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
-from ..tracing import Trace, without_autocast
+from ..tracing import Trace, is_recording, without_autocast
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
 
@@ -173,6 +173,11 @@ class FusedValues:
         known : mapping of int to Tensor
             Values of the function, those in `reads` among them; the input is contiguous, in any shape.
         """
+        if is_recording():
+            # A run that may read no elements sees this; what is computed here would be constant to it.
+            for value in self.reads:
+                if value >= 0:
+                    known[value].detach().numpy()
         try:
             table, scratch = self._free.pop()
         except IndexError:
@@ -223,11 +228,16 @@ class FusedValues:
 
     def _computed_by_pytorch(self, known: Mapping[int, torch.Tensor], table: Any) -> list[torch.Tensor]:
         """What the loops read of PyTorch's calls, whose addresses it puts into a table."""
-        begin = [each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]) for each in self._taken]
+        begin = [
+            each if isinstance(each, torch.Tensor) else known[each[0]].reshape(each[1]).resolve_neg()
+            for each in self._taken
+        ]
         threads = contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread()
         with torch.no_grad(), without_autocast(torch.device("cpu")), threads:
             results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]
-        converted = [result.to(dtype).contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)]
+        converted = [
+            result.to(dtype).resolve_neg().contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)
+        ]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
             table[slot] = tensor.data_ptr()
         return converted

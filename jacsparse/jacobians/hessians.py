@@ -20,7 +20,7 @@ from .colorings import Coloring, SymmetricPart, star_coloring, symmetric_part
 from .gradients import Gradient
 from .options import Keywords, Options, PreparationKeywords, with_parts
 from .prepared import PreparedJacobian, Result
-from .prepared_program import Evaluated
+from .prepared_program import Evaluated, PreparedProgram
 from .unprepared import jacobian_and_returned
 
 
@@ -35,12 +35,12 @@ class PreparedHessian(PreparedJacobian[Result]):
         self._symmetric = symmetric_part(self.pattern)
         self.pattern = self._symmetric.pattern
 
-    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluated:
-        values, gradient, beside = super()._evaluated(args, returns)
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> tuple[Evaluated, PreparedProgram]:
+        (values, gradient, beside), program = super()._evaluated(args, returns)
         # A star colouring takes both entries of a pair from one place.
-        if self.method == "compressed":
-            return values, gradient, beside
-        return _gathered(values, self._symmetric), gradient, beside
+        if self.method != "compressed":
+            values = _gathered(values, self._symmetric)
+        return (values, gradient, beside), program
 
     def _parts(self, y: Any, aux: Any) -> Sequence[tuple[bool, Any]]:
         return _parts(self._options, y, aux)

@@ -105,8 +105,9 @@ class PreparedJacobian(Generic[Result]):
     def __call__(self, *args: Any) -> Result:
         """The Jacobian at these arguments; a tuple where it was prepared with `value` or `has_aux`."""
         returns = self._options.returns
-        values, y, aux = self._evaluated(args, returns)
-        jacobian = unchecked_jacobian(self.pattern, values, self._arguments.in_shape, self._out_shape)
+        (values, y, aux), program = self._evaluated(args, returns)
+        out_shape = program.traced.returned.out_shape
+        jacobian = unchecked_jacobian(self.pattern, values, self._arguments.in_shape, out_shape)
         return with_parts(jacobian, *self._parts(y, aux)) if returns else jacobian  # type: ignore[return-value]
 
     def _parts(self, y: Any, aux: Any) -> Sequence[tuple[bool, Any]]:
@@ -123,16 +124,18 @@ class PreparedJacobian(Generic[Result]):
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
-        return self._evaluated(args, returns=False)[0]
+        return self._evaluated(args, returns=False)[0][0]
 
-    def _evaluated(self, args: Sequence[Any], returns: bool) -> Evaluated:
+    def _evaluated(self, args: Sequence[Any], returns: bool) -> tuple[Evaluated, PreparedProgram]:
+        """What a program computes for a call, and which one it is."""
         if self._first.evaluator.fused is not None and not returns:
             memory = self._arguments.memory_of(args)
             values = None if memory is None else self._first.values_of_memory(memory, args)
             if values is not None:
-                return values, None, None
+                return (values, None, None), self._first
         arguments = self._checked(args)
-        return self._program(arguments)(arguments, returns)
+        program = self._program(arguments)
+        return program(arguments, returns), program
 
     def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
         """The program for the numbers and objects among arguments of the prepared form."""
@@ -166,7 +169,6 @@ class PreparedJacobian(Generic[Result]):
             # Nobody asks for gradients by numbers of a call.
             self._arguments = replace(traced.arguments, has_gradients=False)
             self._tolerance = tolerance_for(trace.input.dtype, trace.tensors)
-            self._out_shape = traced.returned.out_shape
         # What is chosen records calls of its own.
         with without_autocast(traced.function.x.device):
             if saved is None:

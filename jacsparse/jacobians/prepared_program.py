@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
+from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, form_of, name_of, without_autocast
@@ -110,7 +111,7 @@ class PreparedProgram:
         for value, source in self.traced.captures.items():
             if isinstance(source, int):
                 source = leaves[source]
-            tensor = source if isinstance(source, torch.Tensor) else source()
+            tensor = source if isinstance(source, torch.Tensor) else _found(source)
             form, has_gradient = graph.captures[value]
             if form_of(tensor) != form:
                 tensor = _in_form(tensor, form)
@@ -170,6 +171,21 @@ class PreparedProgram:
         fused, function = self.evaluator.fused, self.traced.function
         looks = self.watched or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
+
+
+def _found(source: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """A parameter or buffer by its name; ValueError where there is none of this name by now."""
+    try:
+        tensor = source()
+    except AttributeError as error:
+        raise ValueError(
+            f"a parameter or buffer that the function reads is gone: {error}; prepare one for this"
+        ) from None
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(  # noqa: TRY004
+            f"a parameter or buffer that the function reads is {a_type(tensor)} by now; prepare one for this"
+        )
+    return tensor
 
 
 def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:

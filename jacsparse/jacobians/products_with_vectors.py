@@ -91,7 +91,7 @@ class _Derivative:
         self.operands = [operand for operand in node.operands if operand.active]
         results = enumerate(node.results)
         #: By their places, the results that may have derivatives.
-        self.results = {place: n for place, n in results if function.trace.tensor(n).is_floating_point()}
+        self.results = {place: n for place, n in results if function.is_differentiable(n)}
 
     def _results(self, operands: Sequence[Operand], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """The results for some operands."""

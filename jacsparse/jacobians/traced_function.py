@@ -77,7 +77,13 @@ class TracedFunction:
     def nodes(self) -> list[Node]:
         """The calls through which a derivative passes, as replays make them."""
         nodes = (node for node in self.graph.replayed if any(operand.active for operand in node.operands))
-        return [node for node in nodes if any(self.trace.tensor(n).is_floating_point() for n in node.results)]
+        return [node for node in nodes if any(map(self.is_differentiable, node.results))]
+
+    def is_differentiable(self, value: int) -> bool:
+        """Whether a value may have a derivative."""
+        tensor = self.trace.tensor(value)
+        # Complex numbers there are only with a pattern of one's own: rules refuse them.
+        return tensor.is_floating_point() or tensor.is_complex()
 
     def _is_sparse(self, value: int) -> bool:
         return self.trace.tensor(value).layout != torch.strided

@@ -6,6 +6,8 @@ import functools
 import hashlib
 import inspect
 import itertools
+import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -24,6 +26,7 @@ from ..tracing import (
     Trace,
     Value,
     check_module,
+    form_of,
     memory_of,
     module_of,
     name_of,
@@ -197,6 +200,10 @@ def _trace(
             (trace, _), (expected, _) = run, plain
             if _computes(expected) != _computes(trace) or not agree(trace.output.detach(), expected.output.detach()):
                 return None
+            numbers = [changed.leaves[place] for place in places]
+            if _forms_of_captures(expected, numbers) != _forms_of_captures(trace, numbers):
+                # As ``torch.tensor`` of a number, which has another dtype than that of the number's tensor.
+                return None
             for other in others:
                 if not agree(_output(f, other.with_tensors(places), options), _output(f, other, options)):
                     return None
@@ -206,10 +213,13 @@ def _trace(
         return places, changed, run
 
     numbers = numbers - before if asks else frozenset()
-    best = taken(numbers) if numbers else None
-    if best is None and len(numbers) > 1:
-        numbers = frozenset(place for place in numbers if taken(frozenset([place])) is not None)
+    with warnings.catch_warnings():
+        # Of tensors in the place of numbers, which nobody has passed.
+        warnings.simplefilter("ignore")
         best = taken(numbers) if numbers else None
+        if best is None and len(numbers) > 1:
+            numbers = frozenset(place for place in numbers if taken(frozenset([place])) is not None)
+            best = taken(numbers) if numbers else None
     return (before, arguments, plain) if best is None else best
 
 
@@ -219,6 +229,12 @@ _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.5 * c + 1, lambda c
 
 def _output(f: Callable[..., Any], arguments: Arguments, options: Options) -> torch.Tensor:
     return run_once(FlatFunction(f, arguments, options.has_aux), arguments.flat().requires_grad_()).detach()
+
+
+def _forms_of_captures(trace: Trace, but: Sequence[torch.Tensor]) -> Counter[Any]:
+    """How often tensors of each form were read that are none of these."""
+    tensors = (trace.tensor(value) for value in trace.graph.captures)
+    return Counter(form_of(tensor) for tensor in tensors if all(tensor is not each for each in but))
 
 
 #: A number minus a tensor is another operator than a tensor minus a tensor.
@@ -282,24 +298,33 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         in_training = f"call .eval() on the module first, or {jacobian}"
     graph, made = trace.graph, set[int]()
     varies = {0, *graph.captures}
+    # Other captures are constants.
+    floats = {n for n in graph.captures if (t := trace.tensor(n)).is_floating_point() and t.layout == torch.strided}
     for node in graph.nodes:
         values = [value for _, value in node.tensors]
         memories = {value: memory_of(trace.tensor(value)) for value in values}
         # A capture gets its number at its first use.
         if any(n in graph.captures and n >= node.begin[0] and memories[n] in made for n in values):
             raise refusal(node, "data gives a tensor of the run another name", again)
+        if any(isinstance(value, torch.UntypedStorage) for value in node.arguments.values()):
+            raise refusal(node, f"{node.name} takes the memory of a tensor", again)
         if node.draws:
             raise refusal(node, f"{node.name} draws random numbers", in_training)
         if node.facts.reads and not node.facts.dynamic and varies.intersection(values):
             raise refusal(node, f"{node.name} shows Python what a tensor holds", again)
+        if (node.facts.dynamic or node.name == "aten._to_sparse") and floats.intersection(values):
+            raise refusal(
+                node, f"the size of the result of {node.name} depends on what a tensor of floats holds", again
+            )
         if node.writes_outside:
             written = {memories[value] for argument, value in node.tensors if node.writes_to(argument)}
             for buffer, tensor in trace.module.named_buffers():
                 if memory_of(tensor) in written:
                     raise refusal(node, f"{node.name} writes to the buffer {buffer}", in_training)
             raise refusal(node, f"{node.name} writes to a tensor from before the call", "write to a clone")
-        if varies.intersection(values):
-            varies.update(node.results)
+        for each in (varies, floats):
+            if each.intersection(values):
+                each.update(node.results)
         made |= {memory_of(trace.tensor(value)) for value in node.results} - {0, *memories.values()}
     if trace.may_have_hooks:
         raise refusal(None, "register_hook changes gradients", again)

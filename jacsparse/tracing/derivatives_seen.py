@@ -10,6 +10,7 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.modules._functions import BackwardHookFunction
 
 from ..patterns import UnsupportedOperatorError
+from .autograd_nodes import leads_to
 from .callers import caller
 from .graph import Node
 from .modules import name_of
@@ -32,6 +33,8 @@ class SeenDerivatives:
         self.problem: Exception | None = None
         #: Autograd's nodes of this run have this number or a higher one.
         self.begin = next_node()
+        #: Nodes that do not lead to the input.
+        self._unrelated = set[Any]()
         #: By id, tensors within decomposed operators, for which autograd has no nodes, and those operators' results.
         self.parts: set[int] = set()
 
@@ -118,7 +121,17 @@ class SeenDerivatives:
         node = tensor.grad_fn
         if node is None or (known and not isinstance(node, BackwardCFunction)):
             return False
-        return node._sequence_nr() >= self.begin
+        if self.begin <= node._sequence_nr() < next_node():
+            return True
+        if not known and self.leads_to_input(node):
+            what = "what another thread computes of the input is no call of this run"
+            self.refuse(untraced(), what, "compute it in the thread that calls")
+        return False
+
+    def leads_to_input(self, node: Any) -> bool:
+        """Whether a node that this thread has not made in the run has a gradient of the input: threads number anew."""
+        start = self.trace.gradient_edges[0].node
+        return node is start or leads_to(node, {start}, self._unrelated)
 
     def refuse(self, node: Node, what: str, remedy: str) -> None:
         """Set the error that the trace ends with, unless one is set."""

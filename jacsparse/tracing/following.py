@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from .derivatives_seen import SeenDerivatives, next_node
-from .graph import Graph, Node, Scalar, Value, captured_form, kind_of
-from .memory import Memory
+from .graph import Graph, Node, Scalar, Value, captured_form, kind_of, tensors_in
+from .memory import Memory, is_numpys
 from .operators import with_memory
 from .saved_tensors import version_of
-from .traces import Trace, is_numpys
+from .traces import Trace
 
 
 class Followed:
@@ -173,7 +173,7 @@ class Followed:
             elif not _same(expected, value):
                 return False
         return (
-            (not node.fixed or not any(is_numpys(self.trace.tensor(value)) for value in node.fixed))
+            not (node.fixed and self._is_changed(node.fixed, args, kwargs))
             and (not (node.contents or node.parts) or self._has_contents(node))
             and (not node.behind or self._has_behind(node, graph))
         )
@@ -187,13 +187,22 @@ class Followed:
             captures = self._captures
             if number in captures:
                 return captures[number] is value
-            if number < self._begin(graph) or id(value) in self.numbers or captured_form(value) != form:
+            if number < self._begin(graph) or captured_form(value) != form:
+                return False
+            if id(value) in self.numbers and not self.memory.has_other_memory(value):
                 return False
             if captures and any(value is each for each in captures.values()):
+                return False
+            if value.grad_fn is not None and self.derivatives.leads_to_input(value.grad_fn):
                 return False
             captures[number] = value
         # As `kind_of`.
         return (type(value.grad_fn) if value.requires_grad else None) is kind
+
+    def _is_changed(self, fixed: Sequence[int], args: Any, kwargs: dict[str, Any]) -> bool:
+        """Whether NumPy, or ``.data``, may have changed an argument that is the same in each run."""
+        tensors = [t for t in tensors_in((*args, *kwargs.values())) if self.numbers.get(id(t)) in fixed]
+        return any(is_numpys(tensor) or self.memory.has_other_memory(tensor) for tensor in tensors)
 
     def _has_contents(self, node: Node) -> bool:
         """Whether indices and masks of the call, and of its parts, have the elements that patterns depend on."""

@@ -111,7 +111,7 @@ class Node:
     #: because PyTorch has no such derivative.
     parts: tuple[Node, ...] = ()
     by_parts: bool = False
-    #: The values among its arguments that are the same in each run, unless NumPy writes to them.
+    #: The values among its arguments that are the same in each run, unless no operator changes them, as NumPy does.
     fixed: tuple[int, ...] = ()
     #: By the number of an argument's value, the captures that a Function computed it from, by no call that was seen.
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)

@@ -24,6 +24,11 @@ class Write(NamedTuple):
     seen: bool
 
 
+def is_numpys(tensor: torch.Tensor) -> bool:
+    """Whether NumPy has had an array of a tensor's memory, to which it may have written with no operator's call."""
+    return tensor.layout == torch.strided and not tensor.untyped_storage().resizable()
+
+
 class Memory:
     """Which values the memory of a run holds; `numbers` has those of tensors by their ids."""
 
@@ -34,6 +39,8 @@ class Memory:
         self.known: dict[int, int] = {}
         #: By memory, the values in it that nobody has overwritten.
         self.values: dict[int, list[int]] = {memory_of(trace.input): [0]}
+        #: The memory of values that are the same in each run, when they were computed.
+        self._made: dict[int, int] = {}
         #: Memory that this run has made, by its first calls, so many.
         self._fresh, self._fresh_calls = {memory_of(trace.input)}, 0
 
@@ -61,6 +68,15 @@ class Memory:
         self.numbers[id(result)] = self.numbers[id(tensor)]
         if id(tensor) in self.known:
             self.known[id(result)] = self.known[id(tensor)]
+
+    def note_made(self, number: int, tensor: torch.Tensor) -> None:
+        """Note the memory of a value that is the same in each run."""
+        self._made[number] = memory_of(tensor)
+
+    def has_other_memory(self, tensor: torch.Tensor) -> bool:
+        """Whether no operator has put other memory into a tensor that was the same in each run, as by ``.data``."""
+        number = self.numbers.get(id(tensor), -1)
+        return memory_of(tensor) != self._made.get(number, memory_of(tensor))
 
     def preserve(self, tensor: torch.Tensor, node: Node) -> None:
         """Keep what a write to a tensor is about to change, and nobody can compute again."""

@@ -21,12 +21,12 @@ from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
 from .graph import Graph, Info, Node, Operand, Value, captured_form, kind_of, name_modules, tensors_in, with_written
-from .memory import Memory, Write
+from .memory import Memory, Write, is_numpys
 from .modules import name_of
 from .operators import OVERWRITES, Facts, draws, facts_of, named_tensors, shows, with_memory, written_tensors
 from .overwrite import Overwrite, extent_of
 from .saved_tensors import saves_by_hooks, version_of
-from .traces import Trace, base_of, is_numpys
+from .traces import Trace, base_of, memory_of
 
 aten = torch.ops.aten
 
@@ -89,6 +89,8 @@ class Tracer(DispatchMode):
         trace = self.trace
         trace.tensors[number] = tensor
         self.numbers[id(tensor)] = number
+        if trace.graph.infos[number].fixed:
+            self.memory.note_made(number, tensor)
         if self.followed.active and not trace.graph.writes:
             return
         self.memory.hold(number, tensor, written=written, viewed=viewed)
@@ -163,6 +165,8 @@ class Tracer(DispatchMode):
             # As `bind`, without a call.
             (number,) = node.results
             trace.tensors[number], self.numbers[id(result)] = result, number
+            if trace.graph.infos[number].fixed:
+                self.memory.note_made(number, result)
             return result
         name = node.facts.viewed if trace.graph.writes else None
         viewed = None if name is None else dict(named_tensors(node.facts, args, kwargs)).get(name)
@@ -243,7 +247,7 @@ class Tracer(DispatchMode):
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's value, a new one where it is from elsewhere."""
         number = self.numbers.get(id(tensor))
-        if number is None:
+        if number is None or self.memory.has_other_memory(tensor):
             number = self.capture(tensor)
         if self.parts is not None:
             self.refresh(tensor)
@@ -254,6 +258,8 @@ class Tracer(DispatchMode):
         """The number of a new value, of a tensor from elsewhere."""
         graph = self.trace.graph
         number = len(graph.infos)
+        if not self.readable and self.shares_memory_with_input(tensor):
+            raise self.derivatives.read_error(None)
         graph.captures[number] = captured_form(tensor)
         graph.infos.append(Info(None))
         self.trace.extend()
@@ -262,6 +268,12 @@ class Tracer(DispatchMode):
             graph.infos[number].externals = frozenset((len(graph.externals),))
             graph.externals.append(number)
         return number
+
+    def shares_memory_with_input(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor that no call made, as a parameter of a detached one, lies in memory of the run's own."""
+        trace, memory = self.trace, memory_of(tensor)
+        pairs = zip(trace.graph.infos, trace.tensors, strict=True)
+        return any(info.dependent and each is not None and memory_of(each) == memory != 0 for info, each in pairs)
 
     def parts_of(
         self, overload: Any, facts: Facts, args: Any, tensors: dict[str, torch.Tensor], operands: Sequence[Operand]

@@ -187,11 +187,6 @@ def observing() -> Iterator[None]:
         _STATE.depth -= 1
 
 
-def is_numpys(tensor: torch.Tensor) -> bool:
-    """Whether NumPy has had an array of a tensor's memory, to which it may have written with no operator's call."""
-    return tensor.layout == torch.strided and not tensor.untyped_storage().resizable()
-
-
 def memory_of(tensor: torch.Tensor) -> int:
     """The memory that a tensor lies in; 0 for a sparse tensor, which has several."""
     return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata

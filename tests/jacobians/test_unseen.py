@@ -1,0 +1,196 @@
+"""What a function does by no call of an operator: values are right, or the call is refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from jacsparse.patterns import Full, Pattern
+from torch import nn
+
+from jacsparse import UnsupportedOperatorError, hessian, jacobian, jacobian_pattern, prepare_hessian, prepare_jacobian
+from tests.helpers import FLOAT, assert_equal, dense, drawn
+
+
+def in_thread(f: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a thread of its own."""
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(f(*args)))
+    thread.start()
+    thread.join()
+    return results[0]
+
+
+@pytest.mark.parametrize("begins", [torch.square, torch.cumsum])
+def test_derivatives_of_another_thread_are_refused(begins: Any) -> None:
+    inner = begins if begins is torch.square else lambda x: torch.cumsum(x, 0)
+    calls: list[Callable[..., Any]] = [jacobian, jacobian_pattern, prepare_jacobian]
+    for call in calls:
+        with pytest.raises(UnsupportedOperatorError, match=r"what another thread computes of the input .* calls"):
+            call(lambda x: x * in_thread(inner, x), drawn(4))
+    with pytest.raises(UnsupportedOperatorError, match="what another thread computes of the input"):
+        hessian(lambda x: (x * in_thread(inner, x)).sum(), drawn(4))
+
+
+def test_what_another_thread_made_before_the_call() -> None:
+    """Each thread numbers autograd's nodes anew."""
+    p, x = drawn(4).requires_grad_(), drawn(4, seed=1)
+    for _ in range(50):
+        weight = p.sin() * 2
+    f = lambda x: x**2 * weight  # noqa: E731
+    expected = (2 * x * weight).detach()
+    for call in (in_thread, lambda f, *args: f(*args)):
+        for _ in range(4):
+            values = call(jacobian, f, x).values[:, 0]
+            assert torch.allclose(values, expected, rtol=1e-14)
+    values = in_thread(lambda: jacobian(f, x, create_graph=True).values)
+    (gradient,) = torch.autograd.grad(values.sum(), p)
+    assert torch.allclose(gradient, 4 * x * p.cos().detach(), rtol=1e-14)
+
+
+def replaced(x: torch.Tensor, number: float) -> torch.Tensor:
+    made = torch.zeros(4, dtype=FLOAT)
+    made.data = torch.full((4,), number, dtype=FLOAT)
+    return x * made
+
+
+def swapped(x: torch.Tensor, number: float) -> torch.Tensor:
+    doubled, made = x.detach() * number, torch.ones(4, dtype=FLOAT)
+    torch.utils.swap_tensors(doubled, made)
+    return x * made
+
+
+@pytest.mark.parametrize("f", [replaced, swapped])
+def test_other_memory_in_a_tensor(f: Callable[..., torch.Tensor]) -> None:
+    for call in range(6):
+        x, number = drawn(4, seed=call), float(call % 4)
+        expected = torch.autograd.functional.jacobian(lambda x: f(x, number), x)  # noqa: B023
+        assert_equal(jacobian(f, x, number), expected[None])
+
+
+@pytest.mark.parametrize("n", [4, 200_000])
+def test_a_prepared_jacobian_within_a_prepared_function_is_refused(n: int) -> None:
+    x = torch.linspace(1, 2, n, dtype=FLOAT)
+    inner = prepare_jacobian(lambda x: x**3, x)
+    f = lambda x: x * inner(x.detach()).values[:, 0]  # noqa: E731
+    with pytest.raises(UnsupportedOperatorError, match="asks what a tensor holds"):
+        prepare_jacobian(f, x)
+    for _ in range(4):
+        assert torch.allclose(jacobian(f, x).values[:, 0], 3 * x**2, rtol=1e-14)
+        x = x + 1
+
+
+def test_a_given_pattern_with_complex_numbers() -> None:
+    spectrum = lambda x: torch.fft.rfft(x).abs() ** 2  # noqa: E731
+    x = drawn(5)
+    for method in ("auto", "compressed"):
+        for at in (x, torch.ones(5, dtype=FLOAT)):
+            prepared = prepare_jacobian(spectrum, at, pattern=Pattern.of(Full(3, 5)), method=method)
+            assert_equal(prepared(x), dense(spectrum, x, batched=False))
+    total = lambda x: (torch.fft.rfft(x) * torch.arange(3)).abs().pow(3).sum()  # noqa: E731
+    prepared = prepare_hessian(total, x, pattern=Pattern.of(Full(5, 5)))
+    assert torch.allclose(prepared(2 * x).todense(), torch.autograd.functional.hessian(total, 2 * x), rtol=1e-10)
+
+
+SIZES: dict[str, Callable[..., torch.Tensor]] = {
+    "nonzero": lambda x, v: x / (v > 0).nonzero().shape[0],
+    "masked_select": lambda x, v: x * v.masked_select(v > 0).numel(),
+    "unique": lambda x, v: x * len(v.unique()),
+    "slice": lambda x, v: x[: len(v.nonzero())],
+    "to_sparse": lambda x, v: x * v.to_sparse().values().sum(),
+    "mask": lambda x, v: x * v[v > 0].sum(),
+}
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_sizes_that_depend_on_what_may_change(name: str) -> None:
+    f, x, v = SIZES[name], drawn(4), torch.tensor([1.0, -1.0, 2.0, 0.0], dtype=FLOAT)
+    with pytest.raises(UnsupportedOperatorError, match=r"depends on what a tensor of floats holds.*call jacsparse"):
+        prepare_jacobian(lambda x: f(x, v), x)
+    with pytest.raises(UnsupportedOperatorError, match="depends on what a tensor of floats holds"):
+        prepare_jacobian(f, x, v)
+    for _ in range(4):
+        v = v.roll(1) + 1
+        assert_equal(jacobian(f, x, v), dense(f, x, v, batched=False))
+
+
+@pytest.mark.parametrize("method", ["auto", "products", "compressed"])
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("begin", [0.0, 1.0])
+def test_lazy_negatives(method: str, compile: bool, begin: float) -> None:
+    f = lambda x, t: x.sin() * torch.fft.fft(t).conj().imag * t.roll(1)  # noqa: E731
+    x, t = drawn(4), torch.tensor([1.0, 2.0, 4.0, 3.0], dtype=FLOAT)
+    prepared = prepare_jacobian(f, x, begin * t.flip(0), method=method, compile=compile)
+    assert_equal(prepared(x, t), dense(f, x, t, batched=False))
+
+
+def test_an_array_that_is_written_to_later() -> None:
+    array, x = np.ones(4), drawn(4)
+    f = lambda x, a: x * torch.from_numpy(a)  # noqa: E731
+    prepared = prepare_jacobian(f, x, array)
+    for number in (5.0, 7.0, 9.0):
+        array[:] = number
+        assert (prepared(x, np.ones(4)).values == 1).all()
+        assert (prepared(x, array).values == number).all()
+        assert (prepared(x, np.full(4, 5.0)).values == 5).all()
+
+
+def test_numbers_whose_tensors_have_another_dtype() -> None:
+    x, f = drawn(2), lambda x, k: x * (torch.tensor(k) - 0.125)
+    prepared = prepare_jacobian(f, x, 0.5)
+    for number in (0.125 + 1e-9, 0.1, 0.3):
+        assert_equal(prepared(x, number), dense(f, x, number, batched=False))
+    square = lambda x, k: x * (k * k)  # noqa: E731
+    for kind in (torch.tensor(300.0, dtype=torch.float16), np.float16(300)):
+        with np.errstate(over="ignore"):
+            assert torch.isinf(prepare_jacobian(square, x, kind)(x, kind).values).all()
+    with pytest.raises(ValueError, match="prepared for"):
+        prepare_jacobian(square, x, 2.0)(x, torch.tensor(300.0, dtype=torch.float16))
+
+
+def test_memory_of_the_input_in_a_capture() -> None:
+    for f in (lambda x: x * nn.Parameter(x.detach()), lambda x: x * x.detach().as_subclass(torch.Tensor)):
+        with pytest.raises(UnsupportedOperatorError, match="asks what a tensor holds"):
+            prepare_jacobian(f, drawn(4))
+        x = drawn(4)
+        assert torch.equal(jacobian(f, x).values[:, 0], x)
+
+
+def test_shapes_of_programs() -> None:
+    prepared = prepare_jacobian(lambda x, k: (2 * x).reshape(k, -1), torch.ones(4), 2, value=True)
+    for number in (4, 2, 1):
+        J, y = prepared(torch.ones(4), number)
+        assert J.jvp(torch.ones(1, 4)).shape[1:] == y.shape == (number, 4 // number)
+
+
+def test_parameters_that_are_gone() -> None:
+    module = nn.Sequential(nn.Linear(3, 3, dtype=FLOAT), nn.Tanh())
+    prepared, x = prepare_jacobian(module, drawn(2, 3)), drawn(2, 3)
+    bias, module[0].bias = module[0].bias, None
+    with pytest.raises(ValueError, match=r"parameter or buffer .* is a NoneType by now; prepare one"):
+        prepared(x)
+    module[0].bias = bias
+    linear, module[0] = module[0], nn.Identity()
+    with pytest.raises(ValueError, match=r"is gone: .* 'weight'; prepare one"):
+        prepared(x)
+    module[0] = linear
+    assert_equal(prepared(x), dense(module, x))
+
+
+def test_memory_that_is_taken() -> None:
+    for f in (lambda x: x * pickle.loads(pickle.dumps(drawn(4))), lambda x: x * copy.deepcopy(x.detach())):
+        with pytest.raises(UnsupportedOperatorError):
+            prepare_jacobian(f, drawn(4))
+
+
+def test_arguments_that_read_alike() -> None:
+    a, b = drawn(3), drawn(3, seed=1)
+    prepared = prepare_jacobian(lambda x, d: x * d["a"] + d["b"], a, {"a": a, "b": b})
+    with pytest.raises(ValueError, match="others of the order of keys, the containers or the strides"):
+        prepared(a, {"b": b, "a": a})
