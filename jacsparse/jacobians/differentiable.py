@@ -8,8 +8,9 @@ where a colour of columns has its columns in ``v_c`` and its weights, each in it
 its rows in ``u_c`` and its weights in ``v_c``. PyTorch's backward pass gives ``Jᵀ u_c``, and a second one the gradient
 of its product with ``v_c``. Forward mode would need a third derivative of operators that have no formula for tangents.
 
-The run has to be connected, by autograd's graph, to what gradients go to: `unprepared` runs the function so, and
-`TracedFunction.connected_output` computes it once more for a replay. Gradients of products of matrices that a user
+The run is of a copy of what the function is differentiated by, so that no backward pass here goes on to what that was
+computed from: the caller's own does (`own_graph`). `TracedFunction.connected_output` computes the run once more for a
+replay. Gradients of products of matrices that a user
 multiplies are in `spgemm.gradients`.
 """
 
@@ -25,8 +26,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import Chain, Record, refuse_other_derivatives, walk
-from ..tracing import Trace, ending_at, saved_handle, without_autocast
+from ..tracing import Trace, saved_handle, without_autocast
 from .colorings import coloring
+from .own_graph import OwnGraph, reconnected
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
 WRONG_THIRD = {
@@ -42,7 +44,7 @@ WRONG_THIRD = {
 def with_gradients(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> SparseJacobian:
     """The same Jacobian of a run with gradients of its values.
 
-    The run is connected to `x`, which the function is differentiated by, ``(batch, *shape)``. The entries are all,
+    The run is of a copy of `x`, which the function is differentiated by, ``(batch, *shape)``. The entries are all,
     those of pruned weights too: such an entry adds nothing to a product, but its gradient to the product's.
     """
     if not trace.output.requires_grad:
@@ -50,6 +52,23 @@ def with_gradients(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entr
     weighted_sum = _WeightedSum(jacobian, trace, x, entries)
     values = _Values.apply(weighted_sum, jacobian.values, *weighted_sum.inputs)
     return SparseJacobian(jacobian.pattern, values)
+
+
+def connected_to(x: torch.Tensor, trace: Trace, tensors: Sequence[Any]) -> list[Any]:
+    """Results of a run with gradients by what it was computed from; what has none as it is."""
+    inputs, ends = ends_of(trace, x)
+    return reconnected(tensors, ends, inputs)
+
+
+def ends_of(trace: Trace, x: torch.Tensor) -> tuple[list[torch.Tensor], list[GradientEdge]]:
+    """What a run's results depend on, and the places in its graph where their gradients are computed.
+
+    First is `x`, which the function is differentiated by, with the place of the run's copy of it.
+    """
+    start = trace.gradient_edge(0)
+    assert start is not None
+    others = {id(tensor): tensor for tensor in trace.externals if tensor.requires_grad}.values()
+    return [x, *others], [start, *map(get_gradient_edge, others)]
 
 
 class _Values(torch.autograd.Function):
@@ -66,9 +85,7 @@ class _Values(torch.autograd.Function):
         if weights is None:
             return (None,) * len(ctx.needs_input_grad)
         (handle,) = ctx.saved_tensors
-        needed = ctx.needs_input_grad[2:]
-        gradients = iter(handle.content.gradients(weights, needed))
-        return (None, None, *(next(gradients) if each else None for each in needed))
+        return (None, None, *handle.content.gradients(weights, ctx.needs_input_grad[2:]))
 
 
 class _WeightedSum:
@@ -76,11 +93,9 @@ class _WeightedSum:
 
     def __init__(self, jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> None:
         self._pattern, self._entries, self._samples = jacobian.pattern, entries, jacobian.batch
-        start = trace.gradient_edge(0)
-        assert start is not None
-        self._start, self._output = start, trace.output
-        #: What gradients go to, each once; that of `x` is the one of the run's copy of it.
-        self.inputs = [x, *{id(tensor): tensor for tensor in trace.externals}.values()]
+        self._output = trace.output
+        #: What gradients go to, each once, and where the run's graph has these gradients.
+        self.inputs, self.ends = ends_of(trace, x)
         self._problem = _wrong_third_derivative(trace, "gradients of gradients of a Jacobian's values")
 
     def _vectors(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -100,50 +115,46 @@ class _WeightedSum:
             yield u.expand(batch, -1), v.T
 
     def gradients(self, weights: torch.Tensor, needed: Sequence[bool]) -> list[torch.Tensor | None]:
-        """The gradients by the inputs that need one."""
+        """The gradients by the inputs, of those that need one."""
         differentiable = torch.is_grad_enabled()
         if differentiable and self._problem is not None:
             raise self._problem
-        # A function may read the tensor, too, that it is differentiated by: that is the first one.
-        ends = [
-            (tensor, get_gradient_edge(tensor) if place else self._start)
-            for place, (tensor, each) in enumerate(zip(self.inputs, needed, strict=True))
-            if each
-        ]
-        totals: list[torch.Tensor | None] = [None] * len(ends)
+        # Weights of its own, since those may depend on what the values do.
+        own_weights = weights.detach().requires_grad_(differentiable)
+        totals: list[torch.Tensor | None] = [None] * len(self.inputs)
         with torch.enable_grad(), without_autocast(weights.device):
-            for u, v in self._vectors(weights if differentiable else weights.detach()):
-                terms = self._of_product(u, v, ends, differentiable)
+            for u, v in self._vectors(own_weights):
+                terms = self._of_product(u, v, needed, differentiable)
                 pairs = zip(totals, terms, strict=True)
                 totals = [a if b is None else b if a is None else a + b for a, b in pairs]
+            if differentiable:
+                totals = reconnected(totals, [*self.ends, get_gradient_edge(own_weights)], [*self.inputs, weights])
         return totals
 
     def _of_product(
-        self, u: torch.Tensor, v: torch.Tensor, ends: Sequence[tuple[torch.Tensor, GradientEdge]], differentiable: bool
+        self, u: torch.Tensor, v: torch.Tensor, needed: Sequence[bool], differentiable: bool
     ) -> Sequence[torch.Tensor | None]:
-        """The gradients of ``uᵀ J v`` by these tensors, each with its place in autograd's graph."""
+        """The gradients of ``uᵀ J v`` by the inputs, of those that need one."""
         y = self._output
         # Results of fewer bits than the input overflow where weights are large.
         scale = 1.0 if y.dtype == u.dtype else u.detach().abs().amax().clamp_min(torch.finfo(u.dtype).tiny)
         g = (u / scale).reshape(y.shape).to(y.dtype)
-        (pulled,) = torch.autograd.grad(y, [self._start], g, create_graph=True, allow_unused=True)
+        (pulled,) = torch.autograd.grad(y, [self.ends[0]], g, create_graph=True, allow_unused=True)
         if pulled is None or not pulled.requires_grad:
-            return [None] * len(ends)
+            return [None] * len(needed)
         product = (pulled * v.reshape(pulled.shape)).sum() * scale
-        inputs = [tensor for tensor, _ in ends]
-        if not any(tensor._backward_hooks for tensor in inputs):
-            edges = [edge for _, edge in ends]
-            # The weights are the caller's: gradients go on through them in the caller's own backward pass.
-            with ending_at(edges, product.grad_fn, fixed=(u, v)):
-                return torch.autograd.grad(
-                    product, edges, retain_graph=True, create_graph=differentiable, allow_unused=True
-                )
+        ends = [(end, x) for end, x, each in zip(self.ends, self.inputs, needed, strict=True) if each]
+        # The first one is a copy of the run's own.
+        if not any(x._backward_hooks for x, each in zip(self.inputs[1:], needed[1:], strict=True) if each):
+            one = torch.ones_like(product)
+            return OwnGraph([product], self.ends).gradients([one], needed, create_graph=differentiable)
         # The caller's own backward pass is to call the hooks of these tensors, once.
         if differentiable:
             raise UnsupportedOperatorError(
                 "a hook of a tensor that a function reads sees gradients of gradients of a Jacobian's values; remove it"
             )
-        return walk(get_gradient_edge(product), torch.ones_like(product), [(edge, tensor) for tensor, edge in ends])
+        walked = iter(walk(get_gradient_edge(product), torch.ones_like(product), ends))
+        return [next(walked) if each else None for each in needed]
 
 
 def check_second_derivatives(trace: Trace, chain: Chain, records: Sequence[Record], *, of_gradient: bool) -> None:

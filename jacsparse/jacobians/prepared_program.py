@@ -17,7 +17,7 @@ from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, form_of, name_of, without_autocast
 from .arguments import Arguments
-from .differentiable import with_gradients
+from .differentiable import connected_to, with_gradients
 from .evaluator import Evaluator
 from .fused_values import FusedValues
 from .tracing_for_replays import TracedProgram, contents_of
@@ -77,7 +77,10 @@ class PreparedProgram:
                 return computed, None, None
         function, x = self.traced.function, arguments.flat(connected=connected)
         x = requiring_gradient(x) if connected else x
-        before, traced_input = function.trace, x.view_as(x) if connected else x
+        before, traced_input = function.trace, x
+        if connected:
+            own = x.detach().requires_grad_()
+            traced_input = own.view_as(own)
         trace = Trace.replayed(function.graph, before.module, traced_input, captures, before.scalars)
         with torch.set_grad_enabled(connected), without_autocast(x.device):
             if connected:
@@ -92,6 +95,9 @@ class PreparedProgram:
                 # In the place of those without gradients that the evaluator leaves.
                 trace.copies |= connected_values
                 values = with_gradients(SparseJacobian(self.evaluator.pattern, values), trace, x, every).values
+                if returns:
+                    trace.output, *kept = connected_to(x, trace, [trace.output, *connected_values.values()])
+                    trace.copies |= zip(connected_values, kept, strict=True)
             return self._returned(trace, values, connected) if returns else (values, None, None)
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hoo
 from ..tracing import Graph, Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
-from .differentiable import check_second_derivatives, with_gradients
+from .differentiable import check_second_derivatives, connected_to, with_gradients
 from .evaluator import Evaluator
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient
@@ -188,7 +188,7 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         if create_graph:
             contexts.enter_context(saved_buffers(function))
             x = requiring_gradient(x)
-        chain, (trace, records) = chains_of(f, pruned).of_run(function, x, connected=create_graph)
+        chain, (trace, records) = chains_of(f, pruned).of_run(function, x)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
         if create_graph:
@@ -204,7 +204,15 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         returned = function.returned if isinstance(function, FlatFunction) else None
         out_shape = tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
         result = unchecked_jacobian(jacobian.pattern, jacobian.values, arguments.in_shape, out_shape)
-        return result, *_returned(trace.output, returned, options)
+        output = trace.output
+        if create_graph and options.returns:
+            aux, structure = _pytree.tree_flatten(None if returned is None else returned.aux)
+            tensors = [each if isinstance(each, torch.Tensor) else None for each in aux]
+            output, *tensors = connected_to(x, trace, [output, *tensors])
+            aux = [each if tensor is None else tensor for each, tensor in zip(aux, tensors, strict=True)]
+            if returned is not None:
+                returned = replace(returned, aux=_pytree.tree_unflatten(aux, structure))
+        return result, *_returned(output, returned, options)
 
 
 class JacobianPlan:

@@ -43,7 +43,7 @@ class ChainCache:
         self._rules = len(REGISTERED)
         self._lock = threading.RLock()
 
-    def of_run(self, module: nn.Module, x: torch.Tensor, *, connected: bool = False) -> tuple[Chain, Run]:
+    def of_run(self, module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
         """The chain of the calls that a module makes for a batch, and the forward pass."""
         if self._rules != len(REGISTERED):
             with self._lock:
@@ -52,7 +52,7 @@ class ChainCache:
         # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which
         # is to be as much where the chain is found as where it is made.
         with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
-            trace = traced(module, x, self._graphs, connected=connected)
+            trace = traced(module, x, self._graphs)
         with without_saving_hooks():
             chain, records = self.of_trace(trace)
         return chain, Run(trace, records)

@@ -61,7 +61,7 @@ def pull_back(
         wanted += pair
     results: Sequence[torch.Tensor | None] = ()
     if wanted:
-        with ending_at(edges, output.node):
+        with ending_at(edges, [output.node]):
             results = gradients_of(output, wanted, gradient, retain_graph=True)
     of_inputs = [
         torch.zeros_like(record.input) if result is None else result

@@ -46,17 +46,15 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
 
 
 @contextlib.contextmanager
-def ending_at(edges: Sequence[GradientEdge], start: Any, fixed: Sequence[torch.Tensor] = ()) -> Iterator[None]:
-    """A context in which backward passes from a node go on from no tensor, of these with such edges, to another one.
+def ending_at(edges: Sequence[GradientEdge], starts: Sequence[Any]) -> Iterator[None]:
+    """A context in which backward passes from nodes go on from no tensor, of these with such edges, to another one.
 
     The gradients of all of them are then those of what was computed from each directly, so that the caller's own
-    backward pass, which goes on from each of them, counts nothing twice. The passes do not go on from what is `fixed`
-    either.
+    backward pass, which goes on from each of them, counts nothing twice.
     """
     ends, unrelated, passes = {edge.node for edge in edges}, set[Any](), set[int]()
     # A parameter's node leads nowhere.
-    nodes = {*ends, *(tensor.grad_fn for tensor in fixed if tensor.grad_fn is not None)}
-    related = [node for node in nodes if node.next_functions and leads_to(node, ends, unrelated)]
+    related = [node for node in ends if node.next_functions and leads_to(node, ends, unrelated)]
 
     def begin(gradients: tuple[torch.Tensor | None, ...]) -> None:
         passes.add(torch._C._current_graph_task_id())
@@ -65,7 +63,7 @@ def ending_at(edges: Sequence[GradientEdge], start: Any, fixed: Sequence[torch.T
         # Other passes, as those of other threads, go through these nodes too.
         return (None,) * len(gradients) if torch._C._current_graph_task_id() in passes else None
 
-    hooks = [(start, begin), *((node, stop) for node in related)] if related else []
+    hooks = [*((node, begin) for node in starts), *((node, stop) for node in related)] if related else []
     handles = [node.register_prehook(hook) for node, hook in hooks]
     try:
         yield

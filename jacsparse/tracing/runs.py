@@ -14,7 +14,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..patterns import UnsupportedOperatorError
 from ..runtime import without_compiling
 from .callers import is_users
 from .graph import Graph, tensors_in
@@ -47,7 +47,6 @@ def traced(
     *,
     readable: bool = True,
     hidden: Sequence[torch.Tensor] = (),
-    connected: bool = False,
 ) -> Trace:
     """The trace of a run of a module, with all that it changes and draws.
 
@@ -63,8 +62,6 @@ def traced(
         Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
     hidden : sequence of Tensor
         Tensors from elsewhere that Python may not read either, unless it may all.
-    connected : bool
-        Whether autograd's graph of the run goes on to what `x` was computed from.
 
     Raises
     ------
@@ -76,7 +73,7 @@ def traced(
     try:
         with torch.enable_grad():
             # No leaf, so that the module may write to it.
-            copy = requiring_gradient(x if connected else x.detach()).clone()
+            copy = x.detach().requires_grad_().clone()
             tracer = Tracer(Trace(module, copy), graphs, readable)
             # Functions given to torch.compile run as they are written, operator by operator.
             as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import random
@@ -22,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian, prepare_jacobian
+from jacsparse.jacobians.differentiable import _WeightedSum
 from tests.helpers import BOUND, FLOAT, drawn
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
@@ -554,3 +556,87 @@ def test_a_run_ends_with_its_backward_pass() -> None:
     assert ends[-1]() is None
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("hessian", [False, True])
+def test_steps_that_follow_each_other(prepared: bool, hessian: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward pass takes each step once, whatever tensors all of them read."""
+    linear, steps = nn.Linear(4, 4, dtype=FLOAT), 9
+    f = (lambda u: linear(u).tanh().square().sum()) if hessian else (lambda u: linear(u).tanh())
+    of, prepare = (jacsparse.hessian, prepare_hessian) if hessian else (jacsparse.jacobian, prepare_jacobian)
+    keywords = {"create_graph": True, ("gradient" if hessian else "value"): True}
+    call = prepare(f, drawn(4), **keywords) if prepared else functools.partial(of, f, **keywords)
+
+    def ours(u: torch.Tensor) -> torch.Tensor:
+        for _ in range(steps):
+            J, y = call(u)
+            u = u + (torch.eye(4, dtype=FLOAT) - 0.3 * J.todense()).inverse() @ (0.1 * y)
+        return u
+
+    def expected(u: torch.Tensor) -> torch.Tensor:
+        g = torch.func.grad(f) if hessian else f
+        for _ in range(steps):
+            u = u + (torch.eye(4, dtype=FLOAT) - 0.3 * torch.func.jacrev(g)(u)).inverse() @ (0.1 * g(u))
+        return u
+
+    products, of_product = list[None](), _WeightedSum._of_product
+
+    def counted(*args: Any) -> Any:
+        products.append(None)
+        return of_product(*args)
+
+    monkeypatch.setattr(_WeightedSum, "_of_product", counted)
+    u = drawn(4).requires_grad_()
+    inputs = [u, *linear.parameters()]
+    actual = torch.autograd.grad(ours(u).sum(), inputs)
+    assert len(products) == 4 * steps
+    for gradient, each in zip(actual, torch.autograd.grad(expected(u).sum(), inputs), strict=True):
+        assert torch.allclose(gradient, each, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("trained", [False, True])
+def test_solutions_have_gradients_of_any_order(prepared: bool, trained: bool) -> None:
+    k, w = drawn(3).abs() + 1, drawn(3, seed=1)
+    k.requires_grad_(trained)
+    f = lambda u: k * u**3 + u.roll(1) * u  # noqa: E731
+    call = prepare_jacobian(f, drawn(3), create_graph=True) if prepared else functools.partial(jacsparse.jacobian, f)
+    u = drawn(3, seed=2).requires_grad_()
+    inputs = [u, k] if trained else [u]
+    J = call(u) if prepared else call(u, create_graph=True)
+    expected = torch.linalg.solve(torch.func.jacrev(f)(u), w)
+    actual = J.solve(w)
+    for _ in range(3):
+        gradients = torch.autograd.grad(actual.sin().sum(), inputs, create_graph=True)
+        of_dense = torch.autograd.grad(expected.sin().sum(), inputs, create_graph=True)
+        for gradient, each in zip(gradients, of_dense, strict=True):
+            assert torch.allclose(gradient, each, rtol=1e-9, atol=1e-9 * float(each.detach().abs().max()))
+        actual, expected = torch.cat(gradients), torch.cat(of_dense)
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+def test_gradients_of_gradients_of_what_is_returned_beside(prepared: bool) -> None:
+    weight = drawn(3).requires_grad_()
+
+    def f(x: torch.Tensor) -> tuple[torch.Tensor, dict[str, Any]]:
+        y = (x * weight).sin()
+        return y * x, {"inner": y, "weights": weight.exp(), "count": 3, "place": y.argmax()}
+
+    keywords: dict[str, Any] = {"create_graph": True, "value": True, "has_aux": True}
+    call = (
+        prepare_jacobian(f, drawn(3), **keywords) if prepared else functools.partial(jacsparse.jacobian, f, **keywords)
+    )
+    x = drawn(3, seed=1).requires_grad_()
+    J, y, aux = call(x)
+    expected, expected_aux = f(x)
+    assert aux["count"] == 3 and aux["place"] == expected_aux["place"]
+    mixed = (y * aux["inner"] * aux["weights"]).sum() + (J.values * aux["inner"][:, None]).sum()
+    diagonal = torch.func.jacrev(lambda x: f(x)[0])(x).diagonal()
+    reference = (expected * expected_aux["inner"] * expected_aux["weights"] + diagonal * expected_aux["inner"]).sum()
+    for _ in range(3):
+        gradients = torch.autograd.grad(mixed, [x, weight], create_graph=True)
+        of_reference = torch.autograd.grad(reference, [x, weight], create_graph=True)
+        for gradient, each in zip(gradients, of_reference, strict=True):
+            assert torch.allclose(gradient, each, rtol=1e-10, atol=1e-10)
+        mixed, reference = (torch.cat(each).cos().sum() for each in (gradients, of_reference))
