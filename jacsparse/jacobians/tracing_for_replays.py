@@ -200,9 +200,7 @@ def _trace(
             (trace, _), (expected, _) = run, plain
             if _computes(expected) != _computes(trace) or not agree(trace.output.detach(), expected.output.detach()):
                 return None
-            numbers = [changed.leaves[place] for place in places]
-            if _forms_of_captures(expected, numbers) != _forms_of_captures(trace, numbers):
-                # As ``torch.tensor`` of a number, which has another dtype than that of the number's tensor.
+            if _reads_coarser(expected, trace):
                 return None
             for other in others:
                 if not agree(_output(f, other.with_tensors(places), options), _output(f, other, options)):
@@ -231,10 +229,13 @@ def _output(f: Callable[..., Any], arguments: Arguments, options: Options) -> to
     return run_once(FlatFunction(f, arguments, options.has_aux), arguments.flat().requires_grad_()).detach()
 
 
-def _forms_of_captures(trace: Trace, but: Sequence[torch.Tensor]) -> Counter[Any]:
-    """How often tensors of each form were read that are none of these."""
-    tensors = (trace.tensor(value) for value in trace.graph.captures)
-    return Counter(form_of(tensor) for tensor in tensors if all(tensor is not each for each in but))
+def _reads_coarser(of_numbers: Trace, of_tensors: Trace) -> bool:
+    """Whether a run with numbers reads tensors of other numbers than float64, and not so with tensors.
+
+    As by ``torch.tensor``, whose dtype for a number is another one than for the tensor in its place.
+    """
+    read = (Counter(form_of(t.tensor(value)) for value in t.graph.captures) for t in (of_numbers, of_tensors))
+    return any(form[3] != torch.float64 for form in next(read) - next(read))
 
 
 #: A number minus a tensor is another operator than a tensor minus a tensor.
@@ -312,7 +313,7 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
             raise refusal(node, f"{node.name} draws random numbers", in_training)
         if node.facts.reads and not node.facts.dynamic and varies.intersection(values):
             raise refusal(node, f"{node.name} shows Python what a tensor holds", again)
-        if (node.facts.dynamic or node.name == "aten._to_sparse") and floats.intersection(values):
+        if floats.intersection(_deciding_size(node, trace)):
             raise refusal(
                 node, f"the size of the result of {node.name} depends on what a tensor of floats holds", again
             )
@@ -328,6 +329,19 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         made |= {memory_of(trace.tensor(value)) for value in node.results} - {0, *memories.values()}
     if trace.may_have_hooks:
         raise refusal(None, "register_hook changes gradients", again)
+
+
+def _deciding_size(node: Node, trace: Trace) -> list[int]:
+    """The arguments of a call on whose elements the size of its result depends."""
+    values = [value for _, value in node.tensors]
+    if node.name == "aten._to_sparse":
+        return values
+    if not node.facts.dynamic:
+        return []
+    dtypes = {value: trace.tensor(value).dtype for value in values}
+    if node.name in ("aten.index", "aten.masked_select"):
+        return [value for value in values if dtypes[value] in (torch.bool, torch.uint8)]
+    return values
 
 
 def _check_indices(trace: Trace) -> None:
