@@ -164,9 +164,9 @@ class _Pass:
         except RuntimeError as error:
             # PyTorch's transforms do not take an operator.
             reason = str(error).partition("\n")[0]
+            remedy = "pass method='products'" if function.given is None else "leave the pattern out"
             raise UnsupportedOperatorError(
-                f"no forward mode for all operators, by which method='compressed' works: {reason}; pass "
-                "method='products'"
+                f"no forward mode for all operators, by which method='compressed' works: {reason}; {remedy}"
             ) from error
 
     @property

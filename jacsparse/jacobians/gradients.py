@@ -71,6 +71,8 @@ class Gradient(WithAux):
             what = f"a tensor of shape {tuple(y.shape)}"
         else:
             return
+        if isinstance(y, (int, float)):
+            what = f"{what}, which has no derivative: leave out .item()"
         expected = (
             f"one for each of {batch} samples: pass batched=False where it returns one for all"
             if self._batched

@@ -52,6 +52,8 @@ class Options:
         """Raise where an option is none, or two do not go together."""
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}; expected one of {', '.join(METHODS)}")
+        if not isinstance(self.compile, bool):
+            raise TypeError(f"compile is {self.compile!r}; expected True or False: it is for CPUs")
         if self.pattern is None:
             return
         if not isinstance(self.pattern, Pattern):

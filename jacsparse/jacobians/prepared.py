@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,11 +12,11 @@ from typing import Any, Generic, Literal, Self, Unpack, overload
 import torch
 from typing_extensions import TypeVar
 
-from ..patterns import REGISTERED, Pattern, gradient_of
+from ..patterns import REGISTERED, Pattern
 from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian, unchecked_jacobian
 from ..stages import agree
-from ..tracing import name_of, undisturbed, without_autocast, without_saving_hooks
+from ..tracing import name_of, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
 from .colorings import Coloring, coloring
@@ -25,7 +26,9 @@ from .prepared_program import Evaluated, PreparedProgram
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import traced_program
 from .unprepared import jacobian_and_returned
-from .verification import VerificationError, error_of_product, tolerance_for
+from .verification import VerificationError, error_of_product, random_gradient, tolerance_for
+
+_LOGGER = logging.getLogger("jacsparse")
 
 #: The most programs of one prepared Jacobian, for other numbers and constants among the arguments.
 MOST_PROGRAMS = 8
@@ -60,6 +63,7 @@ class PreparedJacobian(Generic[Result]):
         self._lock, self._rules = threading.RLock(), len(REGISTERED)
         #: The programs, each after the kinds of arguments and the numbers that it was made for; the last one made last.
         self._programs: list[tuple[tuple[Any, ...], tuple[str, ...], PreparedProgram]] = []
+        self._made_so_far = 0
         self._first = self._program(arguments, saved)
         evaluator = self._first.evaluator
         self.pattern, self.method = evaluator.pattern, evaluator.name
@@ -184,6 +188,14 @@ class PreparedJacobian(Generic[Result]):
                 "it was prepared: prepare one for these"
             )
         numbers = arguments.numbers_but(traced.tensors)
+        self._made_so_far += 1
+        if self._made_so_far == MOST_PROGRAMS + 1:
+            _LOGGER.warning(
+                "%s: %d values of numbers and other constants among the arguments have made programs of their own, and "
+                "each other one does, in a call that takes long: call PyTorch's functions on tensors without axes, as "
+                "torch.exp, in the place of functions on numbers, and pass integers as floats",
+                name_of(self._f), MOST_PROGRAMS,
+            )  # fmt: skip
         # The first one stays.
         self._programs = [*self._programs[:1], *self._programs[1:][2 - MOST_PROGRAMS :], (kinds, numbers, program)]
         return program
@@ -225,13 +237,7 @@ class PreparedJacobian(Generic[Result]):
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
         x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments, self._options.has_aux)
-        # A checkpoint in the function runs parts of it again for a gradient.
-        with torch.enable_grad(), undisturbed(function, x.device):
-            y = function(x.clone())
-            g = torch.randn(y.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu").to(
-                y
-            )
-            expected, g = gradient_of(y, x, g), g.to(x.dtype)
+        y, g, expected = random_gradient(function, x)
         registered = self._first.traced.function.chain.registered_values or len(REGISTERED) != self._rules
         if registered:
             # Autograd does not know of registered values, nor the chain of those since.
@@ -309,19 +315,8 @@ class PreparedJacobian(Generic[Result]):
         )
 
     def __repr__(self) -> str:
-        evaluator, arguments, program = self._first.evaluator, self._arguments, self._first
-        others = sum(not isinstance(source, int) for source in program.traced.captures.values())
-        baked = f"shapes, {len(program.traced.contents)} indices or masks, branches, numbers that the function reads"
-        moved = self.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
-        return "\n".join(
-            [
-                f"<{type(self).__name__} of {name_of(self._f)}: {self.pattern.summary()}",
-                f"  method {self.method}{evaluator.details}: about {evaluator.flop:,} flop, "
-                f"{evaluator.nbytes + moved:,} bytes",
-                f"  inputs: {len(arguments.specs)} arguments, {others} other tensors",
-                f"  baked in: {baked}>",
-            ]
-        )
+        name = f"{type(self).__name__} of {name_of(self._f)}"
+        return f"<{name}: {self.pattern.summary()}\n{self._first.described(self._arguments, self._options)}>"
 
 
 @overload

@@ -20,6 +20,7 @@ from .arguments import Arguments
 from .differentiable import connected_to, with_gradients
 from .evaluator import Evaluator
 from .fused_values import FusedValues
+from .options import Options
 from .tracing_for_replays import TracedProgram, contents_of
 
 #: The values of a call, the result of the function where it is asked for, and what that returned beside it.
@@ -99,6 +100,21 @@ class PreparedProgram:
                     trace.output, *kept = connected_to(x, trace, [trace.output, *connected_values.values()])
                     trace.copies |= zip(connected_values, kept, strict=True)
             return self._returned(trace, values, connected) if returns else (values, None, None)
+
+    def described(self, arguments: Arguments, options: Options) -> str:
+        """What was decided, in lines."""
+        evaluator, count = self.evaluator, len(self.traced.contents)
+        others = sum(not isinstance(source, int) for source in self.traced.captures.values())
+        moved = evaluator.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
+        switches = [name for name in ("compile", "create_graph", "value", "has_aux") if getattr(options, name)]
+        return "\n".join(
+            [
+                f"  method {evaluator.name}{evaluator.details}: about {evaluator.flop:,} flop, "
+                f"{evaluator.nbytes + moved:,} bytes" + "".join(f", {name}" for name in switches),
+                f"  arguments: {arguments}{' with samples' if arguments.batched else ''}; other tensors: {others}",
+                f"  baked in: shapes, branches, numbers that the function reads; indices, masks and integers: {count}",
+            ]
+        )
 
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
         """The values where they take no trace; None where they do, or one is not finite.

@@ -312,7 +312,9 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         if node.draws:
             raise refusal(node, f"{node.name} draws random numbers", in_training)
         if node.facts.reads and not node.facts.dynamic and varies.intersection(values):
-            raise refusal(node, f"{node.name} shows Python what a tensor holds", again)
+            is_number = any(not trace.tensor(value).ndim and value in graph.captures for value in values)
+            remedy = f"pass the number as a float, each of which makes a program of its own, or {again}"
+            raise refusal(node, f"{node.name} shows Python what a tensor holds", remedy if is_number else again)
         if floats.intersection(_deciding_size(node, trace)):
             raise refusal(
                 node, f"the size of the result of {node.name} depends on what a tensor of floats holds", again
@@ -321,7 +323,8 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
             written = {memories[value] for argument, value in node.tensors if node.writes_to(argument)}
             for buffer, tensor in trace.module.named_buffers():
                 if memory_of(tensor) in written:
-                    raise refusal(node, f"{node.name} writes to the buffer {buffer}", in_training)
+                    remedy = in_training if in_training == again else f"{in_training} with batched=False"
+                    raise refusal(node, f"{node.name} writes to the buffer {buffer}", remedy)
             raise refusal(node, f"{node.name} writes to a tensor from before the call", "write to a clone")
         for each in (varies, floats):
             if each.intersection(values):

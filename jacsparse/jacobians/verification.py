@@ -381,6 +381,16 @@ def rounding_of(x: torch.Tensor, y: torch.Tensor | None, units: int = 100) -> fl
     return units * torch.finfo(x.dtype).eps * scale
 
 
+def random_gradient(function: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The output of a function at `x`, a random gradient of it, and autograd's gradient of `x` for that."""
+    # A checkpoint in the function runs parts of it again for a gradient.
+    with torch.enable_grad(), undisturbed(function, x.device):
+        y = function(x.clone())
+        generator = torch.Generator().manual_seed(0)
+        g = torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y)
+        return y, g.to(x.dtype), gradient_of(y, x, g)
+
+
 def error_of_product(
     jacobian: SparseJacobian, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor, expected: torch.Tensor, limit: float
 ) -> float:

@@ -74,6 +74,8 @@ class SeenDerivatives:
             if begun == number + 1 and maker.writes:
                 # Autograd made this node first, and then that of a copy of the overwritten tensor.
                 maker.shift, begun = -1, number
+            elif begun is not None and number < begun and self._is_of_operand(begun, maker):
+                maker.shift, begun = number - self.trace.sequences[maker.place], number
             if not any(operand.active for operand in maker.operands) and not any(maker.kinds):
                 # No operator was seen that made its operand, as where that is a lazy conjugate.
                 self.leaves_behind(node, maker)
@@ -91,6 +93,12 @@ class SeenDerivatives:
                 remedy = "pass use_reentrant=False to checkpoint"
             what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
             self.refuse(maker, what, remedy)
+
+    def _is_of_operand(self, number: int, maker: Node) -> bool:
+        """Whether an operand has the node of this number: that of a view is made anew at its use after a write."""
+        tensors = (self.trace.tensors[operand.value] for operand in maker.operands if operand.active)
+        nodes = (tensor.grad_fn for tensor in tensors if tensor is not None and tensor._is_view())
+        return any(node is not None and node._sequence_nr() == number for node in nodes)
 
     def leaves_behind(self, node: Any, reader: Node) -> list[torch.Tensor]:
         """The parameters that a node of this run leads to; the error is set where it leads to the input as well."""
@@ -147,7 +155,10 @@ class SeenDerivatives:
         if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
             remedy = "take elements by their numbers, or keep the shape, with torch.where"
             return self.unsupported(untraced(), "a size depends on what a tensor holds", remedy)
-        remedy = "no pattern holds for all inputs: use torch.where in the place of a branch, or give the input"
+        remedy = (
+            "no pattern holds for all inputs: use PyTorch's functions, as torch.sin for math.sin or NumPy's, and "
+            "torch.where for a branch; or call jacsparse.jacobian, which runs the function each time"
+        )
         return self.unsupported(untraced(), "its code asks what a tensor holds", remedy)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import math
 import pickle
 import threading
 from collections.abc import Callable
@@ -160,6 +162,42 @@ def test_memory_of_the_input_in_a_capture() -> None:
             prepare_jacobian(f, drawn(4))
         x = drawn(4)
         assert torch.equal(jacobian(f, x).values[:, 0], x)
+
+
+def at_a_boundary(x: torch.Tensor) -> torch.Tensor:
+    x[0] = 0.0
+    x[-1] = x[1]
+    return torch.cat([x[1:] * x[:-1], x**2])
+
+
+def scaled_inside(x: torch.Tensor) -> torch.Tensor:
+    x[1:3] *= 2.0
+    return x.sin() * x.roll(1)
+
+
+@pytest.mark.parametrize("f", [at_a_boundary, scaled_inside])
+def test_writes_to_the_argument(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The argument is a view of the run's input, whose node autograd makes anew where it is used after a write."""
+    on_copy = lambda x: f(x * 1)  # noqa: E731
+    prepared = prepare_jacobian(f, drawn(4))
+    for call in range(5):
+        x = drawn(4, seed=call)
+        for jacobian_of in (functools.partial(jacobian, f), prepared):
+            assert_equal(jacobian_of(x), dense(on_copy, x, batched=False))
+        assert torch.equal(x, drawn(4, seed=call))
+    expected = torch.autograd.functional.hessian(lambda x: on_copy(x).sin().sum(), x)
+    assert torch.allclose(hessian(lambda x: f(x).sin().sum(), x).todense(), expected, rtol=1e-13)
+
+
+def test_values_of_numbers_that_make_programs_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    f = lambda x, t: x * math.exp(-t)  # noqa: E731
+    prepared, x = prepare_jacobian(f, drawn(3), 0.0), drawn(3)
+    with caplog.at_level("WARNING", "jacsparse"):
+        for number in range(7):
+            prepared(x, 0.1 * (number + 1))
+        assert not caplog.records
+        assert_equal(prepared(x, 0.9), dense(f, x, 0.9, batched=False))
+    assert "8 values of numbers and other constants" in caplog.text
 
 
 def test_shapes_of_programs() -> None:
