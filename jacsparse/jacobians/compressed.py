@@ -158,7 +158,7 @@ class _Pass:
 
         reads = [value for node in function.nodes for _, value in node.tensors]
         try:
-            self.computed = ValueFunction(function, compute, reads, self.parts[0])
+            self.computed = ValueFunction(function, compute, reads, self.parts[0], self._identities())
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -168,6 +168,15 @@ class _Pass:
             raise UnsupportedOperatorError(
                 f"no forward mode for all operators, by which method='compressed' works: {reason}; {remedy}"
             ) from error
+
+    def _identities(self) -> list[int]:
+        """The places of the seeds that are identity matrices, where all run at once."""
+        if len(self.parts) > 1:
+            return []
+        sizes = [
+            (place, seeds, len(seeds)) for place, seeds in enumerate(self.parts[0]) if len(seeds) == seeds.shape[1]
+        ]
+        return [place for place, seeds, size in sizes if torch.equal(seeds, torch.eye(size).to(seeds))]
 
     @property
     def flop(self) -> int:

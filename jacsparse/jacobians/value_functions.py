@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..patterns import gradients_of
-from ..tracing import Scalar, Trace, Value, Values, calls_of, with_constants
+from ..tracing import Scalar, Trace, Value, Values, calls_of, with_constants, with_identities
 from .traced_function import TracedFunction, same_numbers
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
@@ -31,6 +31,8 @@ class ValueFunction:
         The values that it reads in a run; in a replay, it reads what the function's calls begin with.
     others : sequence of Tensor
         The other tensors, of which each call may pass others of the same forms.
+    identities : collection of int
+        The places of those that are identity matrices in each call.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ValueFunction:
         compute: Compute,
         reads: Sequence[int],
         others: Sequence[torch.Tensor] = (),
+        identities: Collection[int] = (),
     ) -> None:
         self._function, self._others, count = function, len(others), len(others)
         #: The numbers of the last run, and the same as tensors.
@@ -57,7 +60,7 @@ class ValueFunction:
             return [*compute(values, *tensors[:count]), *(values[value] for value in self._kept)]
 
         with torch.no_grad():
-            self.graph = calls_of(computed, [*others, *self.inputs(function.trace)])
+            self.graph = with_identities(calls_of(computed, [*others, *self.inputs(function.trace)]), identities)
         if not function.replays:
             self.sources += _take_results(self.graph, function, self.sources, count)
         with torch.no_grad():

@@ -28,7 +28,7 @@ function or of these themselves, and with their module, or the function's code.
 """
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
-from .calls import calls_of, with_constants
+from .calls import calls_of, with_constants, with_identities
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
 from .modules import (
     check_initialised,
@@ -100,6 +100,7 @@ __all__ = [
     "undisturbed",
     "with_all_gradients",
     "with_constants",
+    "with_identities",
     "without_autocast",
     "without_saving_hooks",
 ]

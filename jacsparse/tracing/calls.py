@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -189,6 +189,18 @@ def _skip_views(node: fx.Node) -> None:
             return
         first = first.args[0]
         node.args = (first, *node.args[1:])
+
+
+def with_identities(graph: fx.GraphModule, places: Collection[int]) -> fx.GraphModule:
+    """The same graph without the products with those of its inputs that are identity matrices."""
+    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    for node in list(graph.graph.nodes) if places else ():
+        if node.target is aten.mm.default and any(node.args[0] is inputs[place] for place in places):
+            matrix = node.args[1]
+            if _form(matrix) == _form(node) and not matrix.meta.get("written"):
+                node.replace_all_uses_with(matrix)
+                graph.graph.erase_node(node)
+    return _simplified(graph) if places else graph
 
 
 def with_constants(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -96,3 +96,11 @@ def unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
 def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to; tensors of inference mode do not tell."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Sequence[torch.Tensor | None]) -> list[int]:
+    """`version_of` of several tensors, 0 of none."""
+    try:
+        return [0 if tensor is None else tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor is None else version_of(tensor) for tensor in tensors]

@@ -25,7 +25,7 @@ from .memory import Memory, Write, is_numpys
 from .modules import name_of
 from .operators import OVERWRITES, Facts, draws, facts_of, named_tensors, shows, with_memory, written_tensors
 from .overwrite import Overwrite, extent_of
-from .saved_tensors import saves_by_hooks, version_of
+from .saved_tensors import saves_by_hooks, versions_of
 from .traces import Trace, base_of, memory_of
 
 aten = torch.ops.aten
@@ -389,7 +389,7 @@ class Tracer(DispatchMode):
         self.refresh(output)
         if self.followed.ends_at(output):
             if not trace.graph.writes:
-                trace.versions = [0 if tensor is None else version_of(tensor) for tensor in trace.tensors]
+                trace.versions = versions_of(trace.tensors)
             return trace
         self.followed.leave()
         graph = trace.graph

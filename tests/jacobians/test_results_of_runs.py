@@ -393,3 +393,20 @@ def test_grids_of_several_dimensions(shape: tuple[int, ...], dtype: torch.dtype,
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for _ in range(4):
         torch.testing.assert_close(of(u).jvp(v).reshape(expected.shape), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_all_rows_at_once_are_not_multiplied_by_an_identity(compile: bool) -> None:
+    network, x = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4)).double(), drawn(2, 7)
+    prepared = prepare_jacobian(network, x, method="compressed", compile=compile)
+    (of_rows,) = prepared._first.evaluator._passes
+    products = [node for node in of_rows.computed.graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == 1
+    for seed in range(2):
+        assert_equal(prepared(drawn(2, 7, seed=seed)), dense(network, drawn(2, 7, seed=seed)))
+    linear = nn.Linear(5, 3).double()
+    values = prepare_jacobian(linear, drawn(2, 5), method="compressed", compile=compile).values(drawn(2, 5))
+    expected = linear.weight.detach().clone()
+    with torch.no_grad():
+        linear.weight.zero_()
+    assert torch.equal(values.reshape(3, 5), expected)
