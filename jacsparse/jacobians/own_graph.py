@@ -1,8 +1,9 @@
 """Results of a call whose graph of autograd is the call's own: it begins with copies of what the results depend on.
 
-A backward pass that PyTorch takes of one of many calls goes on, by graphs in common, to all calls before it, if only
-these have read a tensor of which it computes the gradient. Where a backward pass of each of these takes passes of its
-own, as that of a Jacobian's values does, that takes exponential time.
+A backward pass of PyTorch's that asks for the gradient of a tensor, as a parameter, goes through all of the graph that
+leads there: through a call's arguments also to the calls before it, if they read that parameter too. A call whose
+backward pass takes passes of its own, as that of a Jacobian's values does, would take those of all calls before it
+each time: of calls one after the other, that is exponential time.
 """
 
 from __future__ import annotations
