@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class PreparedProgram:
             tensor = source if isinstance(source, torch.Tensor) else _found(source)
             form, has_gradient = graph.captures[value]
             if form_of(tensor) != form:
-                tensor = _in_form(tensor, form)
+                tensor = _in_form(tensor, form, source)
             if (
                 self.unpruned_pattern is not None
                 and tensor.requires_grad
@@ -150,10 +151,11 @@ class PreparedProgram:
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
             if not torch.equal(contents_of(captures[value]), contents):
+                what = _described(self.traced.captures[value], "an index, a mask or other tensor")
                 raise ValueError(
-                    f"an index, a mask or other tensor of {captures[value].dtype} {tuple(captures[value].shape)} "
-                    "holds other elements than when this Jacobian was prepared, which took them for constants, since "
-                    "patterns may depend on them: prepare one for these"
+                    f"{what} of {captures[value].dtype} {tuple(captures[value].shape)} holds other elements than when "
+                    "this Jacobian was prepared, which took them for constants, since patterns may depend on them: "
+                    "prepare one for these"
                 )
         return captures
 
@@ -195,6 +197,13 @@ class PreparedProgram:
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
 
+def _described(source: Any, otherwise: str = "a tensor that the function reads") -> str:
+    """The name of the parameter or buffer that a capture is, if it is one."""
+    if isinstance(source, partial) and isinstance(source.func, attrgetter):
+        return f"{name_of(source.args[0])}.{source.func.__reduce__()[1][0]}"
+    return otherwise
+
+
 def _found(source: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A parameter or buffer by its name; ValueError where there is none of this name by now."""
     try:
@@ -210,7 +219,7 @@ def _found(source: Callable[[], torch.Tensor]) -> torch.Tensor:
     return tensor
 
 
-def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
+def _in_form(tensor: torch.Tensor, form: Form, source: Any) -> torch.Tensor:
     """A tensor as one that lies in memory as another one did; ValueError where that is no matter of layout."""
     shape, stride, layout, dtype, device = form
     if not tensor.ndim and shape == ():
@@ -218,7 +227,7 @@ def _in_form(tensor: torch.Tensor, form: Form) -> torch.Tensor:
         return tensor.to(dtype=dtype, device=device)
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
         raise ValueError(
-            f"a tensor that the function reads is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this "
-            f"Jacobian is prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
+            f"{_described(source)} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
+            f"prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
         )
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)

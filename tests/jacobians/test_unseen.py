@@ -219,6 +219,9 @@ def test_parameters_that_are_gone() -> None:
         prepared(x)
     module[0] = linear
     assert_equal(prepared(x), dense(module, x))
+    module.float()
+    with pytest.raises(ValueError, match=r"^Sequential\.0\.weight is torch\.float32 \(3, 3\)"):
+        prepared(x)
 
 
 def test_memory_that_is_taken() -> None:
