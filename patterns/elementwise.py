@@ -3,11 +3,11 @@
 Where the input is broadcast, each row has one entry, in the column that its place was broadcast from.
 
 An operator that ATen tags as pointwise needs no rule of its own. With a formula for its values it has one, under
-`add_rule`, or a user's under `register_rule`: a subclass of `_DiagonalRule`, or of `PointwiseRule` where several
-operands may depend on the input or are broadcast. `shared` says where it is linear, `reads` and `reads_of` which of
-input and output its formula reads: others may have been overwritten. `Rule.values` says who asks for them: where
-entries fold or are compressed, nobody, but for what is the same in each run. An operator that changes in steps is one
-of `CONSTANT` instead. Elsewhere there may be more to say of it:
+`add_rule` (a user's has functions, for `register_rule`): a subclass of `_DiagonalRule`, or of `PointwiseRule` where
+several operands may depend on the input or are broadcast. `shared` says where it is linear, `reads` and `reads_of`
+which of input and output its formula reads: others may have been overwritten. `Rule.values` says who asks for them:
+where entries fold or are compressed, nobody, but for what is the same in each run. An operator that changes in steps is
+one of `CONSTANT` instead. Elsewhere there may be more to say of it:
 
 - `jacsparse.codegen.operations` lists what loops compute, of it and of the operator that its backward pass calls;
   PyTorch computes the others, with all that they read, before the loops. A function that no other operator calls needs

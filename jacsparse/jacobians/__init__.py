@@ -16,23 +16,25 @@
 ``prepared(x)``
     `PreparedJacobian._evaluated` takes the first of these ways that applies:
 
-    1. `PreparedProgram.values_of_memory`, where one contiguous tensor is differentiated by and all arguments are
-       tensors with axes, in no tuple; it is not prepared with ``create_graph``; and 2. would take no trace either.
+    1. `PreparedProgram.values_of_memory`, where one contiguous tensor is differentiated by and all others are tensors
+       and no numbers, in no tuple; it is not prepared with ``create_graph``; and 2. would take no trace either.
     2. `_checked` compares the arguments' form, and `_program` finds the program for the numbers and objects among them,
        or makes one, by runs of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they
        read arguments and captures alone; no pruned weight has to be looked at; no value was registered; the call has no
        gradients; and nothing is returned beside the values.
-    3. A replay there: `Trace.replayed`, of which `Evaluator.values` asks for the tensors that it reads, each computed
-       when it is asked for. It calls `FusedValues`, too, where there are such.
+    3. A replay there, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors, which are
+       computed then, as does `_check_weights`; the others have the forward pass among their own calls, which begin with
+       `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.
 
     Values that are not finite as products are those of backward passes, by `Evaluator.mended`, unless they were
-    registered.
+    registered; in the first runs of `jacobian`, not those that all samples share.
 an evaluator (`evaluator_of` says which one)
     `FoldedProducts` (`products`): sums of `terms`, by `folding`. `GroupedProducts` and `ChainProducts` (`products`):
     products of operators' matrices, by groups of rows that have entries in the same columns, or in `Chain.order`.
-    `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What these compute of a run's
-    tensors is a graph, a `ValueFunction`: `fused_values` makes loops of that of `FoldedProducts`, and of that of
-    `Compressed` where it is compiled and has one part. PyTorch computes what loops cannot, before them.
+    `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What all but `ChainProducts`
+    compute of a run's tensors is a graph of calls, a `ValueFunction`, which in a replay has the function's own calls
+    too. `fused_values` makes loops of that of `FoldedProducts`, and of that of `Compressed` where it is compiled and
+    has one part. PyTorch computes what loops cannot, before them.
 ``create_graph=True``
     Gradients of values do not depend on how the values were computed: `differentiable` takes PyTorch's second
     derivatives of the run, or in a replay of `TracedFunction.connected_output`. That is of a copy of the arguments, and
@@ -69,7 +71,7 @@ shapes, dtypes, autocast                `Tracer` of the input, `Followed` of the
 other arguments                         `Followed`                                      `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
 rules that were registered since        `ChainCache.of_run` drops its graphs            nothing
-memory that no operator writes to       `Followed`, by `Node.fixed`, of NumPy's arrays  nothing
+writes by NumPy, and to ``.data``       `Followed`, by `Node.fixed`                     nothing
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in
@@ -79,21 +81,21 @@ memory holds, and `Accumulation.run`, which lets go of a matrix after its last u
 samples and strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An
 evaluator is not taken beyond `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS`
 (`products`). Kept for later calls: `ChainCache.most_graphs`, with their plans, for each of the options of
-`_MOST_OWNERS` modules or functions; `MOST_PROGRAMS` (`prepared`); `MOST_SCRATCH` (`fused_values`) of a call's own
-memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and `LIMIT`, in MiB, of `disk_cache`, of symbolic
-results. Bounded by nothing are what PyTorch's operators take in the run, what loops take within a call, seeds, a
-backward pass's weights of all colours, patterns while they are made, what a pattern caches of itself, compiled kernels
-on disk, and copies on devices.
+`_MOST_OWNERS` modules or functions; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at;
+`MOST_SCRATCH` (`fused_values`) of a call's own memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and
+`LIMIT`, in MiB, of `disk_cache`, of symbolic results. Bounded by nothing are what PyTorch's operators take in the run,
+what loops take within a call, seeds, a backward pass's weights of all colours, patterns while they are made, what a
+pattern caches of itself, compiled kernels on disk, and copies on devices.
 
 **What differs on a GPU.** Nothing is folded, grouped or compiled: a prepared call is a replay, by `ChainProducts` or
 `Compressed`, chosen by the costs of CPUs. Patterns, colourings, orders and plans are made on the CPU. Arrays of
 patterns and plans are copied at their first use (`uploaded`), which the capture of a CUDA graph refuses; those of a
-`Compressed` when it is made; those of symmetric parts, of entries that are mended and of rules without kernels of their
-own in each call; those of `differentiable` in each backward pass. Products are `Method.multiply_on_device`, all samples
-at once and without strips; `merge`, where its lists fit, takes the place of slots and rowwise there
-(`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda` in `patterns`).
-`on_device` is true of a device's tensors and of those that a test's backend emulates, ``Tensor.is_cuda`` of the former
-alone. Each call waits for the device where it compares elements, or looks whether all are finite.
+`Compressed` when it is made; those of symmetric parts, of entries that are mended, of writes and of rules without
+kernels of their own in each call; those of `differentiable` in each backward pass. Products are
+`Method.multiply_on_device`, all samples at once and without strips; `merge`, where its lists fit, takes the place of
+slots and rowwise there (`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda` in
+`patterns`). `on_device` is true of a device's tensors and of those that a test's backend emulates, ``Tensor.is_cuda``
+of the former alone. Each call waits for the device where it compares elements, or looks whether all are finite.
 """
 
 from .hessians import PreparedHessian, hessian, prepare_hessian

@@ -101,7 +101,7 @@ class Compressed(Evaluator):
 
     def computed(self, trace: Trace) -> torch.Tensor:
         if not self.pattern.nnz:
-            return trace.input.detach().new_empty((0, 1))
+            return trace.input.detach().new_empty(self._shape)
         products = (part[:, : self._shape[1]] for each in self._passes for part in each.run(trace))
         if self._of_parts is None:
             # Products may be the seeds themselves, or lie in the memory of the run.

@@ -226,7 +226,7 @@ class PreparedJacobian(Generic[Result]):
         Returns
         -------
         float
-            The largest difference, as a share of the largest element.
+            The largest difference, as a share of the largest sum of a product's absolute terms.
 
         Raises
         ------
@@ -258,12 +258,14 @@ class PreparedJacobian(Generic[Result]):
             whose = "that of jacsparse.jacobian" if registered else "autograd's"
             raise VerificationError(
                 f"{name_of(self._f)}: the prepared Jacobian differs from {whose} by {error:.1e} of the largest "
-                f"element, more than {limit:.0e}; prepare it again{way}, or call jacsparse.jacobian"
+                f"product, more than {limit:.0e}; prepare it again{way}, or call jacsparse.jacobian"
             )
         return error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what takes long to decide to an ``.npz`` file, without pickle; the function is no part of it.
+
+        Of products, the name of the method alone.
 
         Examples
         --------

@@ -71,6 +71,7 @@ class TracedProgram:
             call = node.overload, node.args, sorted(node.kwargs.items()), node.results, node.seen
             digest.update(repr(call).encode())
         contents = [node.contents[name] for node in graph.differentiated for name in sorted(node.contents)]
+        contents += [elements.resolve_conj() for elements in self.contents.values()]
         for elements in (*contents, *(weight.mask for weight in self.function.chain.pruned_weights)):
             digest.update(elements.cpu().contiguous().numpy().tobytes())
         return digest.hexdigest()

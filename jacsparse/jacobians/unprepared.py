@@ -113,8 +113,9 @@ def jacobian(
     -----
     Thesis, section 3.4.
 
-    A call runs `f` once; without any sample, with samples of zeros too. There is no choice of a method: the first calls
-    multiply the Jacobians of operators, and later ones go another way where that pays and gave the same values.
+    A call runs `f` once; without any sample, with samples of zeros, and for what it returns without any. There is no
+    choice of a method: the first calls multiply the Jacobians of operators, and later ones go another way where that
+    pays and gave the same values.
 
     At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
     each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:

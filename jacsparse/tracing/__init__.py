@@ -13,18 +13,22 @@
     The calls of a graph through which a derivative passes, each an `Operation`, as one sample sees them.
 
 **When a cached graph is another run's.** A graph is never marked as invalid. The `Tracer` takes those of the input's
-form and of the default dtype, and sees each call of a run, which `Followed` compares with the next one of a cached
-graph: operator, grad mode, literal arguments, which values the tensors are, form of captures and whether they have
-gradients, class of autograd's nodes, elements of indices and masks on which patterns depend (`Node.contents`, but for
-the masks of ``torch.where``), that no tensor that is the same in each run was changed by ``.data`` or by NumPy
-(`Node.fixed`), the captures behind what a Function computed (`Node.behind`); sizes that depend on elements
-(`Tracer.repeat`); and at the end the output. A float may be another one, unless one of both is 0 or 1, it is in a list,
-or the call depends on the input and has no rule, has parts, or has a rule that reads numbers (`Facts.exact`); and an
-integer may, as a factor or term (`OF_NUMBERS`). At the first other call another cached graph goes on that begins with
-the same calls, or a copy of this beginning. Who makes something of a graph looks at the rest, which differs between its
-runs; the head of `jacsparse.jacobians` lists what looks at what. Graphs are let go of by `ChainCache` in
-`jacsparse.stages`: all where a rule is registered, the one used longest ago where there are too many, of a module or
-function or of these themselves, and with their module, or the function's code.
+form and of the default dtype, and sees each call of a run. `Followed` compares it with the next one of a graph:
+
+- the operator, the grad mode and literal arguments; of numbers, a float may be another one, unless one of both is 0 or
+  1, it is in a list, or the call depends on the input and has no rule, has parts, or has a rule that reads numbers
+  (`Facts.exact`); an integer may be, as a factor or term (`OF_NUMBERS`);
+- which values the tensors are, the form of captures and whether they have gradients, and the class of autograd's nodes;
+- that neither NumPy nor ``.data`` changed a tensor that is the same in each run (`Node.fixed`);
+- the elements of indices and masks on which patterns depend (`Node.contents`), but for the masks of ``torch.where``;
+- the captures behind what a Function computed (`Node.behind`);
+- sizes that depend on elements (`Tracer.repeat`), and at the end the output (`Followed.ends_at`).
+
+At the first other call another cached graph goes on that begins with the same calls, or a copy of this beginning. Who
+makes something of a graph looks at the rest, which differs between its runs; the head of `jacsparse.jacobians` lists
+what looks at what. Graphs are let go of by `ChainCache` in `jacsparse.stages`: all where a rule is registered, the one
+used longest ago where there are too many, of a module or function or of these themselves, and with their module, or the
+function's code.
 """
 
 from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import sys
 from pathlib import Path
-from types import CodeType
 
 import torch
 from torch import nn
@@ -31,14 +30,14 @@ def is_users(filename: str) -> bool:
     return not any(Path(filename).is_relative_to(folder) for folder in _FOREIGN)
 
 
-def caller() -> tuple[nn.Module | None, CodeType | None, int]:
-    """The module that runs, and the line of the user's code in it."""
+def caller() -> tuple[nn.Module | None, str, int]:
+    """The module that runs, and the file and the line of the user's code in it."""
     frame = sys._getframe(1)
-    code, line = None, 0
+    file, line = "", 0
     while frame is not None:
         if frame.f_code is _CALL:
-            return frame.f_locals["self"], code, line
-        if code is None and is_users(frame.f_code.co_filename):
-            code, line = frame.f_code, frame.f_lineno
+            return frame.f_locals["self"], file, line
+        if not file and is_users(frame.f_code.co_filename):
+            file, line = frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back  # type: ignore[assignment]
-    return None, code, line
+    return None, file, line

@@ -165,5 +165,5 @@ class SeenDerivatives:
 def untraced() -> Node:
     """A call that runs and is in no graph, for messages."""
     node = Node(None, OVERWRITES, (), {}, {}, (), (), seen=True)
-    node.module, node.code, node.line = caller()
+    node.module, node.file, node.line = caller()
     return node

@@ -82,12 +82,16 @@ class Followed:
             if self._is(node, overload, args, kwargs, seen, graph):
                 return node
         for other in self._others():
-            if count >= len(other.nodes):
+            if count >= len(other.nodes) or sizes not in (None, other.nodes[count].sizes):
                 continue
-            node = other.nodes[count]
-            if sizes in (None, node.sizes) and self._is(node, overload, args, kwargs, seen, other):
-                self._enter(other)
+            node, copies = other.nodes[count], set(self.trace.copies)
+            # While it is compared, values have the numbers of this graph.
+            self._enter(other)
+            if self._is(node, overload, args, kwargs, seen, other):
                 return node
+            self._enter(graph)
+            for value in self.trace.copies.keys() - copies:
+                del self.trace.copies[value]
         return None
 
     def _others(self) -> Iterator[Graph]:
@@ -206,15 +210,12 @@ class Followed:
 
     def _has_contents(self, node: Node) -> bool:
         """Whether indices and masks of the call, and of its parts, have the elements that patterns depend on."""
-        trace, known = self.trace, set(self.trace.copies)
+        trace = self.trace
         for value, tensor in self._captures.items():
             trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
         for each in (node, *node.parts):
             for name, copy in each.contents.items():
                 if not torch.equal(trace.elements(each.arguments[name].number), copy):
-                    # These numbers are those of other values in another graph.
-                    for value in trace.copies.keys() - known:
-                        del trace.copies[value]
                     return False
         return True
 

@@ -11,7 +11,6 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +110,7 @@ class Node:
     #: because PyTorch has no such derivative.
     parts: tuple[Node, ...] = ()
     by_parts: bool = False
-    #: The values among its arguments that are the same in each run, unless no operator changes them, as NumPy does.
+    #: The values among its arguments that are the same in each run, unless more than operators changes them.
     fixed: tuple[int, ...] = ()
     #: By the number of an argument's value, the captures that a Function computed it from, by no call that was seen.
     behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -133,7 +132,7 @@ class Node:
     #: The path of the module that made the call, and the line of the user's code, for messages.
     path: str = ""
     module: nn.Module | None = None
-    code: CodeType | None = None
+    file: str = ""
     line: int = 0
 
     @property
@@ -144,7 +143,7 @@ class Node:
     @property
     def source(self) -> str:
         """The line of code, as in `` at net.py, line 7``."""
-        return "" if self.code is None else f" at {self.code.co_filename}, line {self.line}"
+        return f" at {self.file}, line {self.line}" if self.file else ""
 
     def computed(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The results for other arguments, by their names, of which numbers may be tensors without axes."""

@@ -74,7 +74,7 @@ class Memory:
         self._made[number] = memory_of(tensor)
 
     def has_other_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether no operator has put other memory into a tensor that was the same in each run, as by ``.data``."""
+        """Whether a tensor that was the same in each run lies elsewhere than when it was made, as after ``.data =``."""
         number = self.numbers.get(id(tensor), -1)
         return memory_of(tensor) != self._made.get(number, memory_of(tensor))
 

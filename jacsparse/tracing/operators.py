@@ -194,7 +194,9 @@ def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:
     """What a number among the arguments of a call may be in other runs; empty where it is a part of the graph."""
+    if not free:
+        return ()
     if overload in OF_NUMBERS and name == "other":
         floats = isinstance(first, torch.Tensor) and first.is_floating_point()
         return (int, float) if floats else (int,)
-    return (float,) if free else ()
+    return (float,)

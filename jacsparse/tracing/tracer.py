@@ -138,7 +138,7 @@ class Tracer(DispatchMode):
         arguments = {"tensor": Value(value), "written": written}
         args, kinds = tuple(arguments.values()), (kind_of(tensor),)
         node = Node(overload, OVERWRITES, args, {}, arguments, tuple(operands), kinds, seen, begin=begin)
-        node.shift, (node.module, node.code, node.line) = None, caller()
+        node.shift, (node.module, node.file, node.line) = None, caller()
         self.append(node, [tensor], (), dependent=bool(operands))
 
     # A call that is the next one of a graph.
@@ -202,7 +202,7 @@ class Tracer(DispatchMode):
         self.trace.scalars += scalars
         node.operands, node.begin = operands if depends else (), begin
         node.fixed = tuple([number for number in numbers.values() if graph.infos[number].fixed])
-        node.module, node.code, node.line = caller()
+        node.module, node.file, node.line = caller()
         node.draws = facts.random and draws(overload, node.arguments)
         if facts.contents:
             node.contents = {

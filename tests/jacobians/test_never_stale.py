@@ -457,3 +457,32 @@ def test_places_of_writes_end_with_their_graphs() -> None:
 def count_of(kind: str) -> int:
     gc.collect()
     return sum(type(each).__name__ == kind for each in gc.get_objects())
+
+
+def test_graphs_that_part_at_a_call_with_indices() -> None:
+    """An earlier graph than the last one is compared by its own numbers of values."""
+    state: dict[str, Any] = {"index": torch.tensor([2, 0, 1]), "other": torch.tensor([0, 2])}
+    ways: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "selected": lambda y: y.index_select(0, state["index"]),
+        "as it is": lambda y: y,
+        "in two axes": lambda y: y[:, None][state["other"], state["other"] * 0],
+        "scattered": lambda y: y.new_zeros(3).scatter(0, state["index"], y * 2),
+        "entropy": lambda y: nn.functional.cross_entropy(y[None] * 1, state["other"][:1]).reshape(1),
+    }
+    f = lambda x: ways[state["way"]](x.sin())  # noqa: E731
+    for round_ in range(4):
+        for way in ways:
+            state["way"], x = way, drawn(3, seed=round_)
+            assert_equal(jacsparse.jacobian(f, x), dense(f, x, batched=False))
+        state["index"] = state["index"].roll(1)
+
+
+def test_graphs_of_a_function_go_with_its_code() -> None:
+    space: dict[str, Any] = {}
+    exec("def f(x):\n    return x.sin() * 2", space)
+    for _ in range(4):
+        jacsparse.jacobian(space["f"], drawn(3))
+    code = weakref.ref(space["f"].__code__)
+    space.clear()
+    gc.collect()
+    assert code() is None

@@ -8,6 +8,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,15 @@ import torch
 from jacsparse.patterns import Full, Pattern
 from torch import nn
 
-from jacsparse import UnsupportedOperatorError, hessian, jacobian, jacobian_pattern, prepare_hessian, prepare_jacobian
+from jacsparse import (
+    PreparedJacobian,
+    UnsupportedOperatorError,
+    hessian,
+    jacobian,
+    jacobian_pattern,
+    prepare_hessian,
+    prepare_jacobian,
+)
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 
 
@@ -235,3 +244,13 @@ def test_arguments_that_read_alike() -> None:
     prepared = prepare_jacobian(lambda x, d: x * d["a"] + d["b"], a, {"a": a, "b": b})
     with pytest.raises(ValueError, match="others of the order of keys, the containers or the strides"):
         prepared(a, {"b": b, "a": a})
+
+
+def test_a_file_of_another_mask_is_refused(tmp_path: Path) -> None:
+    x, file = torch.zeros(3, dtype=FLOAT), tmp_path / "prepared.npz"
+    mask = torch.tensor([True, False, True])
+    f = lambda mask: lambda x: torch.where(mask, x**2, 0.0)  # noqa: E731
+    prepare_jacobian(f(mask), x, method="compressed").save(file)
+    PreparedJacobian.load(file, f(mask), x)
+    with pytest.raises(ValueError, match="not of this function"):
+        PreparedJacobian.load(file, f(~mask), x)
