@@ -173,10 +173,8 @@ class _Pass:
         """The places of the seeds that are identity matrices, where all run at once."""
         if len(self.parts) > 1:
             return []
-        sizes = [
-            (place, seeds, len(seeds)) for place, seeds in enumerate(self.parts[0]) if len(seeds) == seeds.shape[1]
-        ]
-        return [place for place, seeds, size in sizes if torch.equal(seeds, torch.eye(size).to(seeds))]
+        square = [(place, seeds) for place, seeds in enumerate(self.parts[0]) if len(seeds) == seeds.shape[1]]
+        return [place for place, seeds in square if torch.equal(seeds, torch.eye(len(seeds), out=seeds.new_empty(0)))]
 
     @property
     def flop(self) -> int:
