@@ -174,7 +174,11 @@ class _Pass:
         if len(self.parts) > 1:
             return []
         square = [(place, seeds) for place, seeds in enumerate(self.parts[0]) if len(seeds) == seeds.shape[1]]
-        return [place for place, seeds in square if torch.equal(seeds, torch.eye(len(seeds), out=seeds.new_empty(0)))]
+        return [
+            place
+            for place, seeds in square
+            if torch.equal(seeds, torch.eye(len(seeds), dtype=seeds.dtype, device=seeds.device))
+        ]
 
     @property
     def flop(self) -> int:

@@ -21,14 +21,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import Chain, Record, refuse_other_derivatives, walk
-from ..tracing import Trace, saved_handle, without_autocast
+from ..tracing import Trace, ending_at, saved_handle, without_autocast
 from .colorings import coloring
-from .own_graph import OwnGraph, reconnected
+from .own_graph import check_no_hooks, connected
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
 WRONG_THIRD = {
@@ -56,19 +56,14 @@ def with_gradients(jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entr
 
 def connected_to(x: torch.Tensor, trace: Trace, tensors: Sequence[Any]) -> list[Any]:
     """Results of a run with gradients by what it was computed from; what has none as it is."""
-    inputs, ends = ends_of(trace, x)
-    return reconnected(tensors, ends, inputs)
-
-
-def ends_of(trace: Trace, x: torch.Tensor) -> tuple[list[torch.Tensor], list[GradientEdge]]:
-    """What a run's results depend on, and the places in its graph where their gradients are computed.
-
-    First is `x`, which the function is differentiated by, with the place of the run's copy of it.
-    """
     start = trace.gradient_edge(0)
     assert start is not None
-    others = {id(tensor): tensor for tensor in trace.externals if tensor.requires_grad}.values()
-    return [x, *others], [start, *map(get_gradient_edge, others)]
+    return connected(tensors, [start], [x], externals_of(trace))
+
+
+def externals_of(trace: Trace) -> list[torch.Tensor]:
+    """The tensors from before a run that have gradients, each once."""
+    return list({id(tensor): tensor for tensor in trace.externals if tensor.requires_grad}.values())
 
 
 class _Values(torch.autograd.Function):
@@ -94,8 +89,11 @@ class _WeightedSum:
     def __init__(self, jacobian: SparseJacobian, trace: Trace, x: torch.Tensor, entries: Pattern) -> None:
         self._pattern, self._entries, self._samples = jacobian.pattern, entries, jacobian.batch
         self._output = trace.output
-        #: What gradients go to, each once, and where the run's graph has these gradients.
-        self.inputs, self.ends = ends_of(trace, x)
+        start = trace.gradient_edge(0)
+        assert start is not None
+        others = externals_of(trace)
+        #: What gradients go to, each once, and where the run's graph has these: first that of its copy of `x`.
+        self.inputs, self.ends = [x, *others], [start, *map(get_gradient_edge, others)]
         self._problem = _wrong_third_derivative(trace, "gradients of gradients of a Jacobian's values")
 
     def _vectors(self, weights: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -128,7 +126,8 @@ class _WeightedSum:
                 pairs = zip(totals, terms, strict=True)
                 totals = [a if b is None else b if a is None else a + b for a, b in pairs]
             if differentiable:
-                totals = reconnected(totals, [*self.ends, get_gradient_edge(own_weights)], [*self.inputs, weights])
+                ends = [self.ends[0], get_gradient_edge(own_weights)]
+                totals = connected(totals, ends, [self.inputs[0], weights], self.inputs[1:])
         return totals
 
     def _of_product(
@@ -146,13 +145,17 @@ class _WeightedSum:
         ends = [(end, x) for end, x, each in zip(self.ends, self.inputs, needed, strict=True) if each]
         # The first one is a copy of the run's own.
         if not any(x._backward_hooks for x, each in zip(self.inputs[1:], needed[1:], strict=True) if each):
-            one = torch.ones_like(product)
-            return OwnGraph([product], self.ends).gradients([one], needed, create_graph=differentiable)
+            edges = [end for end, _ in ends]
+            with ending_at(edges, [product.grad_fn]):
+                computed: Iterator[torch.Tensor | None] = iter(
+                    torch.autograd.grad(
+                        product, edges, retain_graph=True, create_graph=differentiable, allow_unused=True
+                    )
+                )
+            return [next(computed) if each else None for each in needed]
         # The caller's own backward pass is to call the hooks of these tensors, once.
         if differentiable:
-            raise UnsupportedOperatorError(
-                "a hook of a tensor that a function reads sees gradients of gradients of a Jacobian's values; remove it"
-            )
+            check_no_hooks(self.inputs[1:])
         walked = iter(walk(get_gradient_edge(product), torch.ones_like(product), ends))
         return [next(walked) if each else None for each in needed]
 

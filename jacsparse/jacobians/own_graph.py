@@ -15,67 +15,89 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from ..patterns import UnsupportedOperatorError
 from ..tracing import ending_at, saved_handle
 
 
 @dataclass(frozen=True, eq=False)
 class OwnGraph:
-    """Tensors, and the places in their graph where the gradients of what they depend on are computed."""
+    """Results of a call, and the tensors that it reads; of some of these it has copies of its own.
+
+    `ends` are the places in the graph where it computes the gradients of the copies, and the tensors themselves the
+    `others`.
+    """
 
     results: Sequence[torch.Tensor]
     ends: Sequence[GradientEdge]
-
-    def connected_to(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The results as results of these tensors, one for each end, with gradients of any order."""
-        return _Results.apply(self, len(inputs), *inputs)  # type: ignore[no-any-return]
+    others: Sequence[torch.Tensor]
 
     def gradients(
         self, weights: Sequence[torch.Tensor | None], needed: Sequence[bool], *, create_graph: bool
     ) -> list[torch.Tensor | None]:
-        """The gradients at the ends that are needed, of the sum of the weighted results."""
+        """The gradients at the ends, and of the others if these are asked about, of the sum of the weighted results."""
         pairs = [(y, g) for y, g in zip(self.results, weights, strict=True) if g is not None]
-        ends = [end for end, each in zip(self.ends, needed, strict=True) if each]
-        gradients: list[torch.Tensor | None] = [None] * len(self.ends)
-        if pairs and ends:
-            results, of_results = zip(*pairs, strict=True)
-            starts = [get_gradient_edge(y).node for y in results]
-            with ending_at(ends, starts):
-                computed = torch.autograd.grad(
-                    results, ends, of_results, retain_graph=True, create_graph=create_graph, allow_unused=True
-                )
-            rest = iter(computed)
-            gradients = [next(rest) if each else None for each in needed]
-        return gradients
+        every = [*self.ends, *map(get_gradient_edge, self.others)][: len(needed)]
+        ends = [end for end, each in zip(every, needed, strict=True) if each]
+        if not pairs or not ends:
+            return [None] * len(needed)
+        results, of_results = zip(*pairs, strict=True)
+        with ending_at(ends, [y.grad_fn for y in results]):
+            gradients = torch.autograd.grad(
+                results, ends, of_results, retain_graph=True, create_graph=create_graph, allow_unused=True
+            )
+        computed = iter(gradients)
+        return [next(computed) if each else None for each in needed]
 
 
-class _Results(torch.autograd.Function):
-    """The results of an own graph."""
+def connected(
+    tensors: Sequence[torch.Tensor | None],
+    ends: Sequence[GradientEdge],
+    inputs: Sequence[torch.Tensor],
+    others: Sequence[torch.Tensor],
+) -> list[torch.Tensor | None]:
+    """The same tensors, of which those with gradients have these by what the call has copies of, too.
+
+    The ends are those of the copies; by the others the results have gradients in any case.
+    """
+    results = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+    if not results:
+        return list(tensors)
+    outputs = iter(_Connected.apply(OwnGraph(results, ends, others), *results, *inputs, *others))
+    return [next(outputs) if tensor is not None and tensor.requires_grad else tensor for tensor in tensors]
+
+
+class _Connected(torch.autograd.Function):
+    """Results of an own graph: the caller's backward pass goes on through it, and to what the call has copies of."""
 
     @staticmethod
-    def forward(ctx: Any, graph: OwnGraph, count: int, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, graph: OwnGraph, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(saved_handle(graph), *inputs)
-        return tuple([result.detach() for result in graph.results])
+        count = len(graph.results)
+        ctx.save_for_backward(saved_handle(graph), *tensors[count:])
+        return tuple([result.view_as(result) for result in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         handle, *inputs = ctx.saved_tensors
-        graph, needed = handle.content, ctx.needs_input_grad[2:]
+        graph, needed = handle.content, ctx.needs_input_grad[1 + len(weights) :]
+        count = len(graph.ends)
         if not torch.is_grad_enabled():
-            return None, None, *graph.gradients(weights, needed, create_graph=False)
-        # Weights of its own, since those may depend on what the results do.
-        of_results = [None if g is None else g.detach().requires_grad_() for g in weights]
-        gradients = graph.gradients(of_results, needed, create_graph=True)
-        ends = [*graph.ends, *(get_gradient_edge(g) for g in of_results if g is not None)]
-        return None, None, *reconnected(gradients, ends, [*inputs, *(g for g in weights if g is not None)])
+            of_copies = graph.gradients(weights, needed[:count], create_graph=False)
+            return None, *weights, *of_copies, *[None] * len(graph.others)
+        # Gradients by the others depend on the copies as well, so that they are computed here: beside their hooks.
+        check_no_hooks(graph.others)
+        # Copies of the weights, since those may depend on what the results do.
+        copies = [None if g is None else g.detach().requires_grad_() for g in weights]
+        gradients = graph.gradients(copies, needed, create_graph=True)
+        ends = [*graph.ends, *(get_gradient_edge(g) for g in copies if g is not None)]
+        own_inputs = [*inputs[:count], *(g for g in weights if g is not None)]
+        return None, *[None] * len(weights), *connected(gradients, ends, own_inputs, inputs[count:])
 
 
-def reconnected(
-    tensors: Sequence[torch.Tensor | None], ends: Sequence[GradientEdge], inputs: Sequence[torch.Tensor]
-) -> list[torch.Tensor | None]:
-    """The same tensors, those that have a graph, with these ends, as results of these inputs."""
-    results = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    if not results:
-        return list(tensors)
-    connected = iter(OwnGraph(results, ends).connected_to(inputs))
-    return [next(connected) if tensor is not None and tensor.requires_grad else tensor for tensor in tensors]
+def check_no_hooks(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise where a hook of a tensor that a function reads would see gradients of gradients twice."""
+    if any(tensor._backward_hooks for tensor in tensors):
+        raise UnsupportedOperatorError(
+            "a hook of a tensor that a function reads sees gradients of gradients of a Jacobian's values, or of what "
+            "is returned beside it; remove it"
+        )

@@ -330,7 +330,9 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         for each in (varies, floats):
             if each.intersection(values):
                 each.update(node.results)
-        made |= {memory_of(trace.tensor(value)) for value in node.results} - {0, *memories.values()}
+        # What NumPy has filled of other memory is constant.
+        results = varies.intersection(node.results)
+        made |= {memory_of(trace.tensor(value)) for value in results} - {0, *memories.values()}
     if trace.may_have_hooks:
         raise refusal(None, "register_hook changes gradients", again)
 

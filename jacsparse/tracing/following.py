@@ -9,7 +9,7 @@ import torch
 
 from .derivatives_seen import SeenDerivatives, next_node
 from .graph import Graph, Node, Scalar, Value, captured_form, kind_of, tensors_in
-from .memory import Memory, is_numpys
+from .memory import Memory
 from .operators import with_memory
 from .saved_tensors import version_of
 from .traces import Trace
@@ -193,7 +193,7 @@ class Followed:
                 return captures[number] is value
             if number < self._begin(graph) or captured_form(value) != form:
                 return False
-            if id(value) in self.numbers and not self.memory.has_other_memory(value):
+            if id(value) in self.numbers and not self.memory.is_changed(value):
                 return False
             if captures and any(value is each for each in captures.values()):
                 return False
@@ -206,7 +206,7 @@ class Followed:
     def _is_changed(self, fixed: Sequence[int], args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether NumPy, or ``.data``, may have changed an argument that is the same in each run."""
         tensors = [t for t in tensors_in((*args, *kwargs.values())) if self.numbers.get(id(t)) in fixed]
-        return any(is_numpys(tensor) or self.memory.has_other_memory(tensor) for tensor in tensors)
+        return any(map(self.memory.is_changed, tensors))
 
     def _has_contents(self, node: Node) -> bool:
         """Whether indices and masks of the call, and of its parts, have the elements that patterns depend on."""

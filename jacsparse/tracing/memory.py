@@ -73,10 +73,10 @@ class Memory:
         """Note the memory of a value that is the same in each run."""
         self._made[number] = memory_of(tensor)
 
-    def has_other_memory(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor that was the same in each run lies elsewhere than when it was made, as after ``.data =``."""
-        number = self.numbers.get(id(tensor), -1)
-        return memory_of(tensor) != self._made.get(number, memory_of(tensor))
+    def is_changed(self, tensor: torch.Tensor) -> bool:
+        """Whether NumPy, or ``.data =``, may have changed a tensor that was the same in each run."""
+        made = self._made.get(self.numbers.get(id(tensor), -1))
+        return made is not None and (memory_of(tensor) != made or is_numpys(tensor))
 
     def preserve(self, tensor: torch.Tensor, node: Node) -> None:
         """Keep what a write to a tensor is about to change, and nobody can compute again."""

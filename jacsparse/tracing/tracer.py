@@ -21,7 +21,7 @@ from .callers import caller
 from .derivatives_seen import SeenDerivatives, next_node, untraced
 from .following import Followed
 from .graph import Graph, Info, Node, Operand, Value, captured_form, kind_of, name_modules, tensors_in, with_written
-from .memory import Memory, Write, is_numpys
+from .memory import Memory, Write
 from .modules import name_of
 from .operators import OVERWRITES, Facts, draws, facts_of, named_tensors, shows, with_memory, written_tensors
 from .overwrite import Overwrite, extent_of
@@ -182,9 +182,6 @@ class Tracer(DispatchMode):
         begin = len(graph.infos), graph.scalars
         tensors = dict(named_tensors(facts, args, kwargs))
         numbers = {name: self.number_of(tensor) for name, tensor in tensors.items()}
-        for number, tensor in zip(numbers.values(), tensors.values(), strict=True):
-            if graph.infos[number].fixed and is_numpys(tensor):
-                graph.infos[number] = replace(graph.infos[number], fixed=False)
         operands = tuple(
             Operand(name, number, derivatives.is_active(tensors[name], number, in_parts=self.parts is not None))
             for name, number in numbers.items()
@@ -247,7 +244,7 @@ class Tracer(DispatchMode):
     def number_of(self, tensor: torch.Tensor) -> int:
         """The number of a tensor's value, a new one where it is from elsewhere."""
         number = self.numbers.get(id(tensor))
-        if number is None or self.memory.has_other_memory(tensor):
+        if number is None or self.memory.is_changed(tensor):
             number = self.capture(tensor)
         if self.parts is not None:
             self.refresh(tensor)

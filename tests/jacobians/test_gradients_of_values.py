@@ -640,3 +640,30 @@ def test_gradients_of_gradients_of_what_is_returned_beside(prepared: bool) -> No
         for gradient, each in zip(gradients, of_reference, strict=True):
             assert torch.allclose(gradient, each, rtol=1e-10, atol=1e-10)
         mixed, reference = (torch.cat(each).cos().sum() for each in (gradients, of_reference))
+
+
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("leaf", [False, True])
+def test_hooks_see_gradients_of_what_is_returned_beside_once(prepared: bool, leaf: bool) -> None:
+    weight, seen = drawn(3).requires_grad_(), list[torch.Tensor]()
+    read = weight if leaf else weight * 1
+    if not leaf:
+        read.retain_grad()
+    f = lambda x: x**2 * read  # noqa: E731
+    call = (
+        prepare_jacobian(f, drawn(3), create_graph=True, value=True)
+        if prepared
+        else functools.partial(jacsparse.jacobian, f, create_graph=True, value=True)
+    )
+    x = drawn(3, seed=1).requires_grad_()
+    _, y = call(x)
+    handle = read.register_hook(lambda gradient: (seen.append(gradient), 2 * gradient)[1])
+    several = list[Any]()
+    torch.autograd.graph.register_multi_grad_hook((weight,), several.append)
+    y.sum().backward()
+    assert len(seen) == 1 == len(several)
+    assert torch.allclose(weight.grad, 2 * x.detach() ** 2, rtol=1e-14)
+    if not leaf:
+        assert torch.allclose(read.grad, 2 * x.detach() ** 2, rtol=1e-14)
+    assert torch.allclose(x.grad, (2 * x * read).detach(), rtol=1e-14)
+    handle.remove()

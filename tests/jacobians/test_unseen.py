@@ -254,3 +254,21 @@ def test_a_file_of_another_mask_is_refused(tmp_path: Path) -> None:
     PreparedJacobian.load(file, f(mask), x)
     with pytest.raises(ValueError, match="not of this function"):
         PreparedJacobian.load(file, f(~mask), x)
+
+
+def test_what_numpy_fills_is_a_constant_of_what_is_prepared() -> None:
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros(4, dtype=FLOAT)
+        made.numpy()[:] = [1, 2, 3, 4]
+        return made
+
+    x = drawn(4)
+    prepared = prepare_jacobian(lambda x: (x**2 * filled(x) + filled(x), filled(x)), x, value=True, has_aux=True)
+    for at in (x, 2 * x):
+        J, y, aux = prepared(at)
+        assert torch.equal(aux, filled(x))
+        assert torch.allclose(J.values[:, 0], 2 * at * filled(x)) and torch.allclose(y, (at**2 + 1) * filled(x))
+    of_sum = prepare_hessian(lambda x: (x**2 * filled(x) + filled(x)).sum(), x, value=True, gradient=True)
+    H, gradient, value = of_sum(2 * x)
+    assert torch.allclose(value, ((4 * x**2 + 1) * filled(x)).sum())
+    assert torch.allclose(gradient, 4 * x * filled(x)) and torch.allclose(H.todense(), torch.diag(2 * filled(x)))
