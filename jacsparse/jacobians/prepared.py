@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -22,13 +21,11 @@ from .choice import evaluator_of
 from .colorings import Coloring, coloring
 from .flat_function import FlatFunction, run_once
 from .options import Options, PreparationKeywords, with_parts
-from .prepared_program import Evaluated, PreparedProgram
+from .prepared_program import Evaluated, PreparedProgram, tell_of_programs
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import traced_program
 from .unprepared import jacobian_and_returned
 from .verification import VerificationError, error_of_product, random_gradient, tolerance_for
-
-_LOGGER = logging.getLogger("jacsparse")
 
 #: The most programs of one prepared Jacobian, for other numbers and constants among the arguments.
 MOST_PROGRAMS = 8
@@ -190,12 +187,7 @@ class PreparedJacobian(Generic[Result]):
         numbers = arguments.numbers_but(traced.tensors)
         self._made_so_far += 1
         if self._made_so_far == MOST_PROGRAMS + 1:
-            _LOGGER.warning(
-                "%s: %d values of numbers and other constants among the arguments have made programs of their own, and "
-                "each other one does, in a call that takes long: call PyTorch's functions on tensors without axes, as "
-                "torch.exp, in the place of functions on numbers, and pass integers as floats",
-                name_of(self._f), MOST_PROGRAMS,
-            )  # fmt: skip
+            tell_of_programs(name_of(self._f), MOST_PROGRAMS)
         # The first one stays.
         self._programs = [*self._programs[:1], *self._programs[1:][2 - MOST_PROGRAMS :], (kinds, numbers, program)]
         return program

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -26,6 +27,20 @@ from .tracing_for_replays import TracedProgram, contents_of
 
 #: The values of a call, the result of the function where it is asked for, and what that returned beside it.
 Evaluated = tuple[torch.Tensor, Any, Any]
+
+
+_LOGGER = logging.getLogger("jacsparse")
+
+
+def tell_of_programs(name: str, count: int) -> None:
+    """Log that numbers among the arguments of a prepared Jacobian make so many programs and more."""
+    _LOGGER.warning(
+        "%s: %d values of numbers and other constants among the arguments have made programs of their own, and each "
+        "other one does, in a call that takes long: call PyTorch's functions on tensors without axes, as torch.exp, in "
+        "the place of functions on numbers, and pass integers as floats",
+        name,
+        count,
+    )
 
 
 @dataclass(frozen=True, eq=False)
