@@ -10,8 +10,7 @@ of its product with ``v_c``. Forward mode would need a third derivative of opera
 
 The run is of a copy of what the function is differentiated by, so that no backward pass here goes on to what that was
 computed from: the caller's own does (`own_graph`). `TracedFunction.connected_output` computes the run once more for a
-replay. Gradients of products of matrices that a user
-multiplies are in `spgemm.gradients`.
+replay. Gradients of products of matrices that a user multiplies are in `spgemm.gradients`.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from torch.autograd.graph import get_gradient_edge
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import Chain, Record, refuse_other_derivatives, walk
-from ..tracing import Trace, ending_at, saved_handle, without_autocast
+from ..tracing import Trace, saved_handle, without_autocast
 from .colorings import coloring
-from .own_graph import check_no_hooks, connected
+from .own_graph import OwnGraph, check_no_hooks, connected
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
 WRONG_THIRD = {
@@ -142,20 +141,14 @@ class _WeightedSum:
         if pulled is None or not pulled.requires_grad:
             return [None] * len(needed)
         product = (pulled * v.reshape(pulled.shape)).sum() * scale
-        ends = [(end, x) for end, x, each in zip(self.ends, self.inputs, needed, strict=True) if each]
         # The first one is a copy of the run's own.
         if not any(x._backward_hooks for x, each in zip(self.inputs[1:], needed[1:], strict=True) if each):
-            edges = [end for end, _ in ends]
-            with ending_at(edges, [product.grad_fn]):
-                computed: Iterator[torch.Tensor | None] = iter(
-                    torch.autograd.grad(
-                        product, edges, retain_graph=True, create_graph=differentiable, allow_unused=True
-                    )
-                )
-            return [next(computed) if each else None for each in needed]
+            graph = OwnGraph([product], self.ends, self.inputs[1:])
+            return graph.gradients([torch.ones_like(product)], needed, create_graph=differentiable)
         # The caller's own backward pass is to call the hooks of these tensors, once.
         if differentiable:
             check_no_hooks(self.inputs[1:])
+        ends = [(end, x) for end, x, each in zip(self.ends, self.inputs, needed, strict=True) if each]
         walked = iter(walk(get_gradient_edge(product), torch.ones_like(product), ends))
         return [next(walked) if each else None for each in needed]
 

@@ -21,10 +21,9 @@ from ..tracing import ending_at, saved_handle
 
 @dataclass(frozen=True, eq=False)
 class OwnGraph:
-    """Results of a call, and the tensors that it reads; of some of these it has copies of its own.
+    """Results of a call, and where their graph computes the gradients of what they depend on.
 
-    `ends` are the places in the graph where it computes the gradients of the copies, and the tensors themselves the
-    `others`.
+    The first ends are those of the call's own copies, the last ones those of the `others`, which it has no copies of.
     """
 
     results: Sequence[torch.Tensor]
@@ -34,10 +33,9 @@ class OwnGraph:
     def gradients(
         self, weights: Sequence[torch.Tensor | None], needed: Sequence[bool], *, create_graph: bool
     ) -> list[torch.Tensor | None]:
-        """The gradients at the ends, and of the others if these are asked about, of the sum of the weighted results."""
+        """The gradients at as many ends as are asked about, where needed, of the sum of the weighted results."""
         pairs = [(y, g) for y, g in zip(self.results, weights, strict=True) if g is not None]
-        every = [*self.ends, *map(get_gradient_edge, self.others)][: len(needed)]
-        ends = [end for end, each in zip(every, needed, strict=True) if each]
+        ends = [end for end, each in zip(self.ends, needed, strict=False) if each]
         if not pairs or not ends:
             return [None] * len(needed)
         results, of_results = zip(*pairs, strict=True)
@@ -50,20 +48,22 @@ class OwnGraph:
 
 
 def connected(
-    tensors: Sequence[torch.Tensor | None],
-    ends: Sequence[GradientEdge],
-    inputs: Sequence[torch.Tensor],
-    others: Sequence[torch.Tensor],
-) -> list[torch.Tensor | None]:
-    """The same tensors, of which those with gradients have these by what the call has copies of, too.
+    results: Sequence[Any], ends: Sequence[GradientEdge], inputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> list[Any]:
+    """The same results, of which tensors with gradients have these by what the call has copies of, too.
 
     The ends are those of the copies; by the others the results have gradients in any case.
     """
-    results = [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
-    if not results:
-        return list(tensors)
-    outputs = iter(_Connected.apply(OwnGraph(results, ends, others), *results, *inputs, *others))
-    return [next(outputs) if tensor is not None and tensor.requires_grad else tensor for tensor in tensors]
+    tensors = [each for each in results if _has_gradient(each)]
+    if not tensors:
+        return list(results)
+    graph = OwnGraph(tensors, [*ends, *map(get_gradient_edge, others)], others)
+    outputs = iter(_Connected.apply(graph, *tensors, *inputs, *others))
+    return [next(outputs) if _has_gradient(each) else each for each in results]
+
+
+def _has_gradient(result: Any) -> bool:
+    return isinstance(result, torch.Tensor) and result.requires_grad
 
 
 class _Connected(torch.autograd.Function):
@@ -80,7 +80,7 @@ class _Connected(torch.autograd.Function):
     def backward(ctx: Any, *weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         handle, *inputs = ctx.saved_tensors
         graph, needed = handle.content, ctx.needs_input_grad[1 + len(weights) :]
-        count = len(graph.ends)
+        count = len(graph.ends) - len(graph.others)
         if not torch.is_grad_enabled():
             of_copies = graph.gradients(weights, needed[:count], create_graph=False)
             return None, *weights, *of_copies, *[None] * len(graph.others)
@@ -89,7 +89,7 @@ class _Connected(torch.autograd.Function):
         # Copies of the weights, since those may depend on what the results do.
         copies = [None if g is None else g.detach().requires_grad_() for g in weights]
         gradients = graph.gradients(copies, needed, create_graph=True)
-        ends = [*graph.ends, *(get_gradient_edge(g) for g in copies if g is not None)]
+        ends = [*graph.ends[:count], *(get_gradient_edge(g) for g in copies if g is not None)]
         own_inputs = [*inputs[:count], *(g for g in weights if g is not None)]
         return None, *[None] * len(weights), *connected(gradients, ends, own_inputs, inputs[count:])
 

@@ -96,8 +96,8 @@ class PreparedProgram:
         x = requiring_gradient(x) if connected else x
         before, traced_input = function.trace, x
         if connected:
-            own = x.detach().requires_grad_()
-            traced_input = own.view_as(own)
+            copy = x.detach().requires_grad_()
+            traced_input = copy.view_as(copy)
         trace = Trace.replayed(function.graph, before.module, traced_input, captures, before.scalars)
         with torch.set_grad_enabled(connected), without_autocast(x.device):
             if connected:
@@ -166,7 +166,7 @@ class PreparedProgram:
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
             if not torch.equal(contents_of(captures[value]), contents):
-                what = _described(self.traced.captures[value], "an index, a mask or other tensor")
+                what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")
                 raise ValueError(
                     f"{what} of {captures[value].dtype} {tuple(captures[value].shape)} holds other elements than when "
                     "this Jacobian was prepared, which took them for constants, since patterns may depend on them: "
@@ -212,7 +212,7 @@ class PreparedProgram:
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
 
-def _described(source: Any, otherwise: str = "a tensor that the function reads") -> str:
+def _name_of_source(source: Any, otherwise: str = "a tensor that the function reads") -> str:
     """The name of the parameter or buffer that a capture is, if it is one."""
     if isinstance(source, partial) and isinstance(source.func, attrgetter):
         return f"{name_of(source.args[0])}.{source.func.__reduce__()[1][0]}"
@@ -242,7 +242,7 @@ def _in_form(tensor: torch.Tensor, form: Form, source: Any) -> torch.Tensor:
         return tensor.to(dtype=dtype, device=device)
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
         raise ValueError(
-            f"{_described(source)} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
+            f"{_name_of_source(source)} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "
             f"prepared for {dtype} {tuple(shape)} on {device}: prepare one for these"
         )
     return torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(tensor)

@@ -30,6 +30,7 @@ from ..tracing import (
     memory_of,
     module_of,
     name_of,
+    shows,
     traced,
     undisturbed,
     without_autocast,
@@ -316,7 +317,8 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
             is_number = any(not trace.tensor(value).ndim and value in graph.captures for value in values)
             remedy = f"pass the number as a float, each of which makes a program of its own, or {again}"
             raise refusal(node, f"{node.name} shows Python what a tensor holds", remedy if is_number else again)
-        if floats.intersection(_deciding_size(node, trace)):
+        read = [trace.tensor(value).dtype for value in values if value in floats]
+        if read and (node.name == "aten._to_sparse" or (node.facts.dynamic and shows(node.overload, read))):
             raise refusal(
                 node, f"the size of the result of {node.name} depends on what a tensor of floats holds", again
             )
@@ -335,19 +337,6 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         made |= {memory_of(trace.tensor(value)) for value in results} - {0, *memories.values()}
     if trace.may_have_hooks:
         raise refusal(None, "register_hook changes gradients", again)
-
-
-def _deciding_size(node: Node, trace: Trace) -> list[int]:
-    """The arguments of a call on whose elements the size of its result depends."""
-    values = [value for _, value in node.tensors]
-    if node.name == "aten._to_sparse":
-        return values
-    if not node.facts.dynamic:
-        return []
-    dtypes = {value: trace.tensor(value).dtype for value in values}
-    if node.name in ("aten.index", "aten.masked_select"):
-        return [value for value in values if dtypes[value] in (torch.bool, torch.uint8)]
-    return values
 
 
 def _check_indices(trace: Trace) -> None:

@@ -208,9 +208,7 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         output = trace.output
         if create_graph and options.returns:
             aux, structure = _pytree.tree_flatten(None if returned is None else returned.aux)
-            tensors = [each if isinstance(each, torch.Tensor) else None for each in aux]
-            output, *tensors = connected_to(x, trace, [output, *tensors])
-            aux = [each if tensor is None else tensor for each, tensor in zip(aux, tensors, strict=True)]
+            output, *aux = connected_to(x, trace, [output, *aux])
             if returned is not None:
                 returned = replace(returned, aux=_pytree.tree_unflatten(aux, structure))
         return result, *_returned(output, returned, options)

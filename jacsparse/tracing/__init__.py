@@ -50,7 +50,7 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
-from .operators import facts_of
+from .operators import facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .runs import SAMPLES, random_tensor, samples_of, traced
@@ -97,6 +97,7 @@ __all__ = [
     "saves_objects",
     "set_weights",
     "sets_weights",
+    "shows",
     "snapshot",
     "tensors_of",
     "traced",

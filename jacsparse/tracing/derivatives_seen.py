@@ -129,12 +129,13 @@ class SeenDerivatives:
         node = tensor.grad_fn
         if node is None or (known and not isinstance(node, BackwardCFunction)):
             return False
-        if self.begin <= node._sequence_nr() < next_node():
-            return True
-        if not known and self.leads_to_input(node):
+        return bool(self.begin <= node._sequence_nr() < next_node())
+
+    def check_thread(self, tensor: torch.Tensor) -> None:
+        """Set the error where another thread has computed a tensor, which no call has made, of the input."""
+        if tensor.grad_fn is not None and self.leads_to_input(tensor.grad_fn):
             what = "what another thread computes of the input is no call of this run"
             self.refuse(untraced(), what, "compute it in the thread that calls")
-        return False
 
     def leads_to_input(self, node: Any) -> bool:
         """Whether a node that this thread has not made in the run has a gradient of the input: threads number anew."""

@@ -40,7 +40,7 @@ class Memory:
         #: By memory, the values in it that nobody has overwritten.
         self.values: dict[int, list[int]] = {memory_of(trace.input): [0]}
         #: The memory of values that are the same in each run, when they were computed.
-        self._made: dict[int, int] = {}
+        self._memories: dict[int, int] = {}
         #: Memory that this run has made, by its first calls, so many.
         self._fresh, self._fresh_calls = {memory_of(trace.input)}, 0
 
@@ -69,14 +69,14 @@ class Memory:
         if id(tensor) in self.known:
             self.known[id(result)] = self.known[id(tensor)]
 
-    def note_made(self, number: int, tensor: torch.Tensor) -> None:
+    def note_fixed(self, number: int, tensor: torch.Tensor) -> None:
         """Note the memory of a value that is the same in each run."""
-        self._made[number] = memory_of(tensor)
+        self._memories[number] = memory_of(tensor)
 
     def is_changed(self, tensor: torch.Tensor) -> bool:
         """Whether NumPy, or ``.data =``, may have changed a tensor that was the same in each run."""
-        made = self._made.get(self.numbers.get(id(tensor), -1))
-        return made is not None and (memory_of(tensor) != made or is_numpys(tensor))
+        memory = self._memories.get(self.numbers.get(id(tensor), -1))
+        return memory is not None and (memory_of(tensor) != memory or is_numpys(tensor))
 
     def preserve(self, tensor: torch.Tensor, node: Node) -> None:
         """Keep what a write to a tensor is about to change, and nobody can compute again."""

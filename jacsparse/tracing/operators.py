@@ -99,7 +99,7 @@ def _new_facts(overload: Any) -> Facts:
 
 
 def shows(overload: Any, dtypes: Sequence[torch.dtype]) -> bool:
-    """Whether a call that may read elements shows those of dependent operands, of these dtypes.
+    """Whether a call that may read elements, or whose sizes depend on some, shows those of operands of these dtypes.
 
     It does not where a constant mask selects them.
     """

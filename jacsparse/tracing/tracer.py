@@ -90,7 +90,7 @@ class Tracer(DispatchMode):
         trace.tensors[number] = tensor
         self.numbers[id(tensor)] = number
         if trace.graph.infos[number].fixed:
-            self.memory.note_made(number, tensor)
+            self.memory.note_fixed(number, tensor)
         if self.followed.active and not trace.graph.writes:
             return
         self.memory.hold(number, tensor, written=written, viewed=viewed)
@@ -166,7 +166,7 @@ class Tracer(DispatchMode):
             (number,) = node.results
             trace.tensors[number], self.numbers[id(result)] = result, number
             if trace.graph.infos[number].fixed:
-                self.memory.note_made(number, result)
+                self.memory.note_fixed(number, result)
             return result
         name = node.facts.viewed if trace.graph.writes else None
         viewed = None if name is None else dict(named_tensors(node.facts, args, kwargs)).get(name)
@@ -262,6 +262,7 @@ class Tracer(DispatchMode):
         self.trace.extend()
         self.bind(number, tensor)
         if tensor.requires_grad and not self.derivatives.is_unseen(tensor, known=False):
+            self.derivatives.check_thread(tensor)
             graph.infos[number].externals = frozenset((len(graph.externals),))
             graph.externals.append(number)
         return number

@@ -189,9 +189,9 @@ def test_what_numpy_fills_within_the_function(kind: str, first: float, view: boo
     filling = np.full(4, first)
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros(5, dtype=torch.float64 if kind == "factor" else torch.int64)
-        taken = made[1:] if view else made
-        made.numpy()[-4:] = filling
+        zeros = torch.zeros(5, dtype=torch.float64 if kind == "factor" else torch.int64)
+        taken = zeros[1:] if view else zeros
+        zeros.numpy()[-4:] = filling
         if kind == "mask":
             return torch.where(taken[-4:] > 0, x.sin(), x * x)
         return x * taken[-4:] if kind == "factor" else x[taken[-4:]] * x

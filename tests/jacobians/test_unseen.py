@@ -66,15 +66,15 @@ def test_what_another_thread_made_before_the_call() -> None:
 
 
 def replaced(x: torch.Tensor, number: float) -> torch.Tensor:
-    made = torch.zeros(4, dtype=FLOAT)
-    made.data = torch.full((4,), number, dtype=FLOAT)
-    return x * made
+    zeros = torch.zeros(4, dtype=FLOAT)
+    zeros.data = torch.full((4,), number, dtype=FLOAT)
+    return x * zeros
 
 
 def swapped(x: torch.Tensor, number: float) -> torch.Tensor:
-    doubled, made = x.detach() * number, torch.ones(4, dtype=FLOAT)
-    torch.utils.swap_tensors(doubled, made)
-    return x * made
+    multiple, ones = x.detach() * number, torch.ones(4, dtype=FLOAT)
+    torch.utils.swap_tensors(multiple, ones)
+    return x * ones
 
 
 @pytest.mark.parametrize("f", [replaced, swapped])
@@ -258,9 +258,9 @@ def test_a_file_of_another_mask_is_refused(tmp_path: Path) -> None:
 
 def test_what_numpy_fills_is_a_constant_of_what_is_prepared() -> None:
     def filled(x: torch.Tensor) -> torch.Tensor:
-        made = torch.zeros(4, dtype=FLOAT)
-        made.numpy()[:] = [1, 2, 3, 4]
-        return made
+        zeros = torch.zeros(4, dtype=FLOAT)
+        zeros.numpy()[:] = [1, 2, 3, 4]
+        return zeros
 
     x = drawn(4)
     prepared = prepare_jacobian(lambda x: (x**2 * filled(x) + filled(x), filled(x)), x, value=True, has_aux=True)
