@@ -361,10 +361,14 @@ class Tracer(DispatchMode):
                 graph.infos[number] = replace(graph.infos[number], externals=frozenset(places))
 
     def check_writes(self, node: Node, written: Sequence[torch.Tensor]) -> None:
-        """Note writes to tensors from before the run; set the error where one of them has a gradient."""
+        """Note writes to tensors from before the run; refuse those that have a gradient, or that would wait forever."""
         graph = self.trace.graph
         node.writes_outside = not all(map(self.memory.is_fresh, written))
         for tensor in written if torch.is_grad_enabled() else ():
+            if any(node.kinds) and (tensor.dtype != base_of(tensor).dtype or tensor.is_conj()):
+                # Autograd makes the view again under a lock, which a look at its node within that call waits for.
+                what = f"{node.name} writes to a part, or a conjugate, of a complex tensor"
+                raise self.derivatives.unsupported(untraced(), what, "compute new parts, and take torch.complex of these")
             form = graph.captures.get(self.numbers.get(id(base_of(tensor)), -1))
             if form is not None and form[-1]:
                 what = "a tensor that has a gradient from before the call is written to"

@@ -109,6 +109,29 @@ def test_a_given_pattern_with_complex_numbers() -> None:
     assert torch.allclose(prepared(2 * x).todense(), torch.autograd.functional.hessian(total, 2 * x), rtol=1e-10)
 
 
+PARTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "real": lambda z: z.real.mul_(2.0),
+    "imag": lambda z: z.imag[1:].zero_(),
+    "view_as_real": lambda z: torch.view_as_real(z).mul_(2.0),
+    "conj": lambda z: z.conj().mul_(2.0),
+    "view_as_complex": lambda z: torch.view_as_complex(torch.view_as_real(z) * 1).mul_(2.0),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_writes_to_parts_of_complex_numbers(name: str) -> None:
+    """Autograd holds a lock meanwhile, for which a look at its nodes would wait forever."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        z = torch.fft.rfft(x)
+        PARTS[name](z)
+        return z.abs() ** 2
+
+    for call in (jacobian, prepare_jacobian, functools.partial(prepare_jacobian, pattern=Pattern.of(Full(3, 5)))):
+        with pytest.raises(UnsupportedOperatorError, match=r"writes to a part.* of a complex.*, line \d+; compute new"):
+            call(f, drawn(5))
+
+
 SIZES: dict[str, Callable[..., torch.Tensor]] = {
     "nonzero": lambda x, v: x / (v > 0).nonzero().shape[0],
     "masked_select": lambda x, v: x * v.masked_select(v > 0).numel(),
