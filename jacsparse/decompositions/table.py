@@ -20,8 +20,9 @@ def decomposition(overload: Any) -> Callable[..., Any] | None:
     ours = _OURS.get(overload)
     if ours is not None:
         return ours
-    if overload._can_decompose():
+    if overload.namespace != "prim" and overload._can_decompose():
         # Only within parts of another operator: elsewhere autograd decomposes such an operator before it is seen here.
+        # PyTorch 2.6 cannot ask this of ``prim.device``.
         return overload.decompose  # type: ignore[no-any-return]
     return torch._decomp.decomposition_table.get(overload)  # type: ignore[no-any-return]
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
 from ..runtime import a_type
-from ..stages import check_tensor, is_fit
+from ..stages import check_batch, check_tensor, is_fit
 from ..tracing import form_of, module_of
 
 
@@ -76,7 +77,10 @@ class Arguments:
                 _check_alike(names[number], leaves[place], leaves[places[0]], batched)
         if not places:
             raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
-        return cls(numbers, batched, leaves, tuple(specs), places)
+        arguments = cls(numbers, batched, leaves, tuple(specs), places)
+        if isinstance(f, nn.Module) and arguments.is_one_batch:
+            check_batch("x", leaves[0])
+        return arguments
 
     @property
     def tensors(self) -> list[torch.Tensor]:

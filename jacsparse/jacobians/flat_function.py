@@ -13,7 +13,6 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
-from ..stages import check_input
 from ..tracing import module_of, name_of, saved_buffers, undisturbed
 from .arguments import Arguments
 
@@ -26,7 +25,7 @@ def module_and_batch(
     Where it is `connected`, the input has the graph of the arguments.
     """
     if isinstance(f, nn.Module) and arguments.is_one_batch and not (has_aux or isinstance(f, WithAux)):
-        return f, check_input("x", arguments.leaves[0])
+        return f, arguments.leaves[0]
     function = FlatFunction(f, arguments, has_aux)
     return function, arguments.flat(connected=connected)
 

@@ -31,7 +31,7 @@ from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_
 from .balance import boundaries
 from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
-from .checks import agree, check_input, check_shape, check_tensor, is_fit
+from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
 from .cutting import edge_of
 from .elimination import eliminate
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
@@ -61,6 +61,7 @@ __all__ = [
     "chain",
     "chain_for_all",
     "chain_of",
+    "check_batch",
     "check_input",
     "check_shape",
     "check_tensor",

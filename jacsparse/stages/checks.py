@@ -49,11 +49,16 @@ def check_input(name: str, x: object, shape: tuple[int, ...] | None = None) -> t
         Where it was made in inference mode, or that is enabled.
     """
     x = check_tensor(name, x)
-    if x.ndim < 2:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample): {name}[None] for one sample")
+    check_batch(name, x)
     if shape is not None and tuple(x.shape[1:]) != shape:
         raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, {', '.join(map(str, shape))})")
     return x
+
+
+def check_batch(name: str, x: torch.Tensor) -> None:
+    """Raise ValueError where a tensor has an axis of samples alone."""
+    if x.ndim < 2:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, *sample): {name}[None] for one sample")
 
 
 def check_tensor(name: str, x: object) -> torch.Tensor:
@@ -66,6 +71,8 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     """
     remedy = "call the function or module itself there, or take gradients by torch.autograd"
     x = check_tensor_itself(name, x, remedy)
+    if x.is_nested:
+        raise TypeError(f"{name} is a nested tensor; expected a dense one: {name}.to_padded_tensor(0.0)")
     if type(x) not in PLAIN:
         raise TypeError(f"{name} is {a_type(x)}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):

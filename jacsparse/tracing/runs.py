@@ -158,6 +158,11 @@ def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exc
         # Within the run, as for a Hessian.
         missing = str(error).removesuffix(" is not implemented")
         return UnsupportedOperatorError(f"{where}: PyTorch has no {missing}{source}")
+    if "no rule registered for" in str(error):
+        return UnsupportedOperatorError(
+            f"{where}: a function of functions, as torch.cond, is no operator{source}; write it with Python's if and "
+            "loops, or torch.where"
+        )
     dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()))
     if len(dtypes) > 1 and "type" in str(error):
         return TypeError(

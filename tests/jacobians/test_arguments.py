@@ -105,6 +105,17 @@ def test_batched_is_a_bool(call: Callable[..., Any], batched: Any) -> None:
         call(NET, drawn(4, 3), batched=batched)
 
 
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_arguments_that_are_refused(call: Callable[..., Any]) -> None:
+    for f, x, error, message in (
+        (NET, drawn(3), ValueError, r"^x has shape \(3,\); expected \(batch, \*sample\): x\[None\] for one sample"),
+        (torch.square, drawn(3).to_sparse(), TypeError, "^x has layout torch.sparse_coo; expected a dense tensor"),
+        (torch.square, torch.nested.nested_tensor([drawn(2), drawn(3)], layout=torch.jagged), TypeError, "^x is a nested tensor"),
+    ):
+        with pytest.raises(error, match=message):
+            call(f, x)
+
+
 def test_patterns_by_shapes_and_by_tensors() -> None:
     def f(x: torch.Tensor, w: torch.Tensor, scale: float) -> torch.Tensor:
         return scale * (x[..., 1:] - x[..., :-1]) * w[..., 1:]

@@ -109,6 +109,13 @@ def test_a_given_pattern_with_complex_numbers() -> None:
     assert torch.allclose(prepared(2 * x).todense(), torch.autograd.functional.hessian(total, 2 * x), rtol=1e-10)
 
 
+def test_functions_of_functions() -> None:
+    f = lambda x: torch.cond(x.sum() > 0, lambda x: x.sin(), lambda x: x.cos(), (x,))  # noqa: E731
+    for call in (jacobian, prepare_jacobian):
+        with pytest.raises(UnsupportedOperatorError, match=r"as torch.cond, is no operator .*, line \d+"):
+            call(f, drawn(3))
+
+
 PARTS: dict[str, Callable[[torch.Tensor], object]] = {
     "real": lambda z: z.real.mul_(2.0),
     "imag": lambda z: z.imag[1:].zero_(),
