@@ -15,7 +15,7 @@ from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
 from .evaluator import Evaluator
-from .folding import folded
+from .folding import Folding
 from .products import ChainProducts, FoldedProducts, GroupedProducts
 from .products_with_vectors import NOT_COMPRESSED, WRONG_TANGENTS
 from .terms import NotFoldableError
@@ -67,6 +67,7 @@ def evaluator_of(
 
 def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Callable[[Pattern], Coloring]) -> Evaluator:
     """The way of `evaluator_of`."""
+    folding = Folding(function)
 
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, compile=compile)
@@ -80,7 +81,7 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
         if cost is not None:
             most = int(min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch))))
         try:
-            return FoldedProducts(function, folded(function, most=most), compile=compile)
+            return FoldedProducts(function, folding.folded(most=most), compile=compile)
         except NotFoldableError:
             return None
 

@@ -46,46 +46,45 @@ class Folded:
     steps: tuple[WeightedSums, ...]
 
 
-def folded(function: TracedFunction, *, most: int | None = None) -> Folded:
-    """The entries of a function's Jacobian as terms.
+class Folding:
+    """The local Jacobians of a function as matrices of terms, and the entries of its Jacobian as such."""
 
-    All products may have at most so many terms; elements of weights are variables only where that limit is given.
-
-    Raises
-    ------
-    NotFoldableError
-        Where a local Jacobian is neither constant nor elementwise, and no selection of a weight's elements where these
-        are variables, or there are too many paths.
-    """
-    leaves = _Leaves(function, weights=most is not None)
-    terms, algebra = leaves.product(most), leaves.algebra
-    # The term of an entry that has no variable comes first.
-    begins = terms.entries()[1]
-    constant, varies = terms.variable[begins[:-1]] == NONE, terms.variable != NONE
-    of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
-    indptr = row_starts(np.diff(begins) - constant, index_dtype(len(terms), 0, 0))
-    others = terms[varies]
-    last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
-    return Folded(terms.pattern, of_entries, leaves.computed, (*algebra.steps, last))
-
-
-class _Leaves:
-    """The local Jacobians of a function as matrices of terms."""
-
-    def __init__(self, function: TracedFunction, *, weights: bool) -> None:
-        self.function, self.weights = function, weights
-        if function.x.is_cuda:
-            raise NotFoldableError("its kernels run on the CPU")
-        self.algebra = Algebra()
+    def __init__(self, function: TracedFunction) -> None:
+        self.function, self.weights, self.algebra = function, False, Algebra()
         #: The edges whose local derivatives are variables, in the order of these; and what computes them.
         self.varying: list[Edge] = []
         self.computed: ValueFunction | None = None
+        #: The first variable of each edge, and how many there are.
+        self._firsts, self._count = list[int](), 0
         #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
 
-    def product(self, most: int | None) -> Terms:
+    def folded(self, *, most: int | None = None) -> Folded:
+        """The entries of the function's Jacobian as terms.
+
+        All products may have at most so many terms; elements of weights are variables only where that limit is given.
+
+        Raises
+        ------
+        NotFoldableError
+            Where a local Jacobian is neither constant nor elementwise, and no selection of a weight's elements where
+            these are variables, or there are too many paths.
+        """
+        terms, algebra = self._product(most), self.algebra
+        # The term of an entry that has no variable comes first.
+        begins = terms.entries()[1]
+        constant, varies = terms.variable[begins[:-1]] == NONE, terms.varies
+        of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
+        indptr = row_starts(np.diff(begins) - constant, index_dtype(len(terms), 0, 0))
+        others = terms[varies]
+        last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
+        return Folded(terms.pattern, of_entries, self.computed, (*algebra.steps, last))
+
+    def _product(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        chain, algebra = self.function.chain, self.algebra
+        if self.function.x.is_cuda:
+            raise NotFoldableError("its kernels run on the CPU")
+        chain, self.weights, self.algebra = self.function.chain, most is not None, Algebra()
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
@@ -93,16 +92,19 @@ class _Leaves:
         if not len(chain):
             return terms_at(chain.pattern)
         largest = max((edge.transposed_pattern.nnz for edge in chain.edges), default=0)
-        algebra.grows = most is None
-        algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
+        self.algebra.grows = most is None
+        self.algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
         # From the output to the input. A matrix is let go of where it is used for the last time.
         edges = ((edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges)
-        result = eliminate(algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
+        result = eliminate(self.algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         return terms_at(empty_pattern(rows, columns)) if result is None else result
 
     def matrices(self) -> dict[Edge, Terms]:
         """The local Jacobians of all edges; their variables come before those of products."""
+        before, self.varying, self.selections = self.varying, [], {}
         constants = {edge: self._constant(edge) for edge in self.function.chain.edges}
+        if self.varying != before:
+            self.computed = None
         return {edge: terms for edge, terms in constants.items() if terms is not None} | self._varying_matrices()
 
     def _constant(self, edge: Edge) -> Terms | None:
@@ -149,16 +151,18 @@ class _Leaves:
         """The local Jacobians of the edges that have derivatives."""
         if not self.varying:
             return {}
-        references = (value for edge in self.varying for value in edge.operation.referenced.values())
-        reads = [value.number for value in references if type(value) is Value]
-        computed = self.computed = ValueFunction(self.function, self._derivatives, reads)
-        parts, first, firsts = computed.outputs, 0, dict[fx.Node, int]()
-        for part in dict.fromkeys(parts):
-            firsts[part] = first
-            first += part.meta["val"].shape[1]
-        computed.return_only(list(firsts))
-        self.algebra.variables = first
-        return {edge: self._terms_of(edge, firsts[part]) for edge, part in zip(self.varying, parts, strict=True)}
+        if self.computed is None:
+            references = (value for edge in self.varying for value in edge.operation.referenced.values())
+            reads = [value.number for value in references if type(value) is Value]
+            computed = self.computed = ValueFunction(self.function, self._derivatives, reads)
+            parts, firsts, self._count = computed.outputs, dict[fx.Node, int](), 0
+            for part in dict.fromkeys(parts):
+                firsts[part] = self._count
+                self._count += part.meta["val"].shape[1]
+            self._firsts = [firsts[part] for part in parts]
+            computed.return_only(list(firsts))
+        self.algebra.variables = self._count
+        return {edge: self._terms_of(edge, first) for edge, first in zip(self.varying, self._firsts, strict=True)}
 
     def _derivatives(self, values: Values) -> list[torch.Tensor]:
         """The local derivatives, each ``(batch, elements)`` or ``(1, elements)``."""

@@ -54,6 +54,11 @@ class Terms:
         begins[indptr[-1]] = len(self)
         return indptr, begins[: indptr[-1] + 1]
 
+    @property
+    def varies(self) -> np.ndarray:
+        """Whether each term has a variable."""
+        return self.variable != NONE
+
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The positions of the entries."""
@@ -119,23 +124,49 @@ class Algebra:
         """The pattern of a matrix."""
         return matrix.pattern
 
-    def multiply(self, a: Terms, b: Terms) -> Terms:
-        """The product of two matrices."""
+    def products(self, lefts: Sequence[Terms], rights: Sequence[Terms]) -> list[list[Terms]]:
+        """The products of each one of some matrices with each one of others."""
+
+        def uses_of_left(left: Terms) -> np.ndarray:
+            return np.sum([np.diff(right.indptr)[left.column] for right in rights], 0)
+
+        def uses_of_right(right: Terms) -> np.ndarray:
+            columns = np.concatenate([left.column for left in lefts])
+            return np.repeat(np.bincount(columns, minlength=right.shape[0]), np.diff(right.indptr))
+
+        if not rights:
+            return [[] for _ in lefts]
+        lefts = [self._as_used(left, rights, uses_of_left) for left in lefts]
+        rights = [self._as_used(right, lefts, uses_of_right) for right in rights]
+        return [[self._multiplied(left, right) for right in rights] for left in lefts]
+
+    def _as_used(self, terms: Terms, others: Sequence[Terms], uses: Callable[[Terms], np.ndarray]) -> Terms:
+        """The same matrix as its products with others use it, each term so many times.
+
+        Its variables are summed where a product with other variables needs their sums, or where products have fewer
+        terms then than it takes to sum.
+        """
+        if terms.pattern.nnz == len(terms) or not terms.varies.any():
+            return terms
+        if not any(other.varies.any() for other in others):
+            times, begins = uses(terms), terms.entries()[1][:-1]
+            if times.sum() <= len(terms) + times[begins].sum():
+                return terms
+        return self._summed(terms)
+
+    def _multiplied(self, a: Terms, b: Terms) -> Terms:
         for factor, other in ((a, b), (b, a)):
             if isinstance(factor.pattern.structure, Identity):
                 return other
             if isinstance(factor.pattern.structure, Diagonal):
-                return self._multiplied(a, b).at(other.pattern.scaled())
-        return self._multiplied(a, b)
+                return self._product_of(a, b).at(other.pattern.scaled())
+        return self._product_of(a, b)
 
-    def _multiplied(self, a: Terms, b: Terms) -> Terms:
-        varies, others_vary = a.variable != NONE, b.variable != NONE
-        if not varies.any():
-            uses = functools.partial(np.bincount, a.column, minlength=b.shape[0])
-            return self._product(a, self._summed_if_used(b, lambda: np.repeat(uses(), np.diff(b.indptr))))[0]
-        if not others_vary.any():
-            return self._product(self._summed_if_used(a, lambda: np.diff(b.indptr)[a.column]), b)[0]
-        products, right = self._product(self._summed(a[varies]), self._summed(b[others_vary]), of_variables=True)
+    def _product_of(self, a: Terms, b: Terms) -> Terms:
+        varies, others_vary = a.varies, b.varies
+        if not varies.any() or not others_vary.any():
+            return self._product(a, b)[0]
+        products, right = self._product(a[varies], b[others_vary], of_variables=True)
         pairs = ((a[~varies], b), (a[varies], b[~others_vary]))
         parts = [self._product(*pair)[0] for pair in pairs if len(pair[0]) and len(pair[1])]
         return self._sum([*parts, self._step(products, right)])
@@ -176,20 +207,13 @@ class Algebra:
 
     def _summed(self, terms: Terms) -> Terms:
         """The same matrix with one variable for each entry that has several."""
-        varies = terms.variable != NONE
+        varies = terms.varies
         variables = terms[varies]
         counts = np.diff(variables.entries()[1])
         several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
         return self._sum([terms[~varies], variables[~several], self._step(variables[several], None)])
-
-    def _summed_if_used(self, terms: Terms, uses: Callable[[], np.ndarray]) -> Terms:
-        """The same, where a product that uses each term so many times has fewer terms for it than it takes to sum."""
-        if terms.pattern.nnz == len(terms):
-            return terms
-        times, begins = uses(), terms.entries()[1][:-1]
-        return self._summed(terms) if times.sum() > len(terms) + times[begins].sum() else terms
 
     def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
         """Add a step whose variables are the entries of a matrix, and return it with these."""

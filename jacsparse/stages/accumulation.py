@@ -79,6 +79,10 @@ class Accumulation:
             return self.add([product], full=True)
         return product
 
+    def products(self, lefts: Sequence[int], rights: Sequence[int]) -> list[list[int]]:
+        """Add the products of each one of some matrices with each one of others."""
+        return [[self.multiply(left, right) for right in rights] for left in lefts]
+
     def add(self, terms: Sequence[int], *, full: bool = False) -> int:
         """Add the sum of matrices, as a full matrix on request; the sum of one matrix is that matrix."""
         if len(terms) == 1 and not full:

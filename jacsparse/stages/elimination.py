@@ -19,7 +19,7 @@ Matrix = TypeVar("Matrix")
 class Arithmetic(Protocol[Matrix]):
     """Products and sums of matrices in some representation, and their patterns."""
 
-    def multiply(self, left: Matrix, right: Matrix, /) -> Matrix: ...
+    def products(self, lefts: Sequence[Matrix], rights: Sequence[Matrix], /) -> list[list[Matrix]]: ...
 
     def add(self, terms: Sequence[Matrix], /) -> Matrix: ...
 
@@ -55,22 +55,25 @@ def eliminate(
     costs: dict[Hashable, dict[Hashable, tuple[Pattern, Pattern, int]]] = defaultdict(dict)
 
     def cost(vertex: Hashable) -> int:
-        total, known = 0, costs[vertex]
-        for path in itertools.product(before.get(vertex, ()), [vertex], after.get(vertex, {})):
+        sources, targets, known, total = before.get(vertex, set()), after.get(vertex, {}), costs[vertex], 0
+        # An edge that an identity leads on is no new one; of several, each is one for sums, and later products.
+        leads_on = min(len(sources), len(targets)) == 1
+        for path in itertools.product(sources, [vertex], targets):
             left, right = (arithmetic.pattern_of(merged(*edge)) for edge in itertools.pairwise(path))
             if path not in known or known[path][0] is not left or known[path][1] is not right:
-                trivial = any(isinstance(factor.structure, Identity) for factor in (left, right))
-                known[path] = left, right, 0 if trivial else multiply_adds(left, right)
-            total += known[path][2]
+                known[path] = left, right, multiply_adds(left, right)
+            if not (leads_on and any(isinstance(factor.structure, Identity) for factor in (left, right))):
+                total += known[path][2]
         return total
 
     def remove(vertex: Hashable) -> None:
         costs.pop(vertex, None)
-        for source in before.pop(vertex, set()):
-            into = merged(source, vertex)
+        sources, targets = before.pop(vertex, set()), after.get(vertex, {})
+        lefts = [merged(source, vertex) for source in sources]
+        rights = [merged(vertex, target) for target in targets] if sources else []
+        for source, of_source in zip(sources, arithmetic.products(lefts, rights), strict=True):
             del after[source][vertex]
-            for target in after.get(vertex, {}):
-                product = arithmetic.multiply(into, merged(vertex, target))
+            for target, product in zip(targets, of_source, strict=True):
                 after[source].setdefault(target, []).append(product)
                 before.setdefault(target, set()).add(source)
         for target in after.pop(vertex, {}):

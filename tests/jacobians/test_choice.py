@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +19,7 @@ from jacsparse.jacobians.evaluator import Evaluator
 from jacsparse.jacobians.products import ChainProducts, FoldedProducts, GroupedProducts
 from jacsparse.stages import Accumulation
 from jacsparse.tracing import calls_of, name_of
-from tests.helpers import drawn
+from tests.helpers import assert_equal, dense, drawn
 
 from .test_grouped_products import autoencoder
 
@@ -68,3 +71,40 @@ def test_transpositions_of_transpositions_are_left_out() -> None:
 
 def test_operators_have_their_names() -> None:
     assert name_of(torch.ops.aten.sin) == "aten.sin" and name_of(torch.ops.aten.sin.default) == "aten.sin.default"
+
+
+def leapfrog(z: torch.Tensor, steps: int) -> torch.Tensor:
+    q, p = z.chunk(2)
+    for _ in range(steps):
+        p = p - 0.05 * q.sin()
+        q = q + 0.1 * p
+        p = p - 0.05 * q.sin()
+    return torch.cat([q, p])
+
+
+def diffusion(u: torch.Tensor, steps: int) -> torch.Tensor:
+    for _ in range(steps):
+        u = u + 0.1 * (u.roll(1) - 2 * u + u.roll(-1)) + 0.01 * u * u
+    return u
+
+
+def predator_and_prey(z: torch.Tensor, steps: int) -> torch.Tensor:
+    x, y = z
+    for _ in range(steps):
+        x, y = x + 0.1 * (x - x * y), y + 0.1 * (x * y - y)
+    return torch.stack([x, y])
+
+
+@pytest.mark.parametrize(("f", "size"), [(leapfrog, 6), (diffusion, 7), (predator_and_prey, 2)])
+def test_loops_over_time_fold_into_work_for_each_step(f: Callable[..., torch.Tensor], size: int) -> None:
+    """Local derivatives that several products use are summed before: else each step would sum those of all before."""
+    x, flop = drawn(size), list[int]()
+    for steps in (5, 10, 20, 40):
+        of_steps = functools.partial(f, steps=steps)
+        prepared = prepare_jacobian(of_steps, x)
+        assert_equal(prepared(x / 2), dense(of_steps, x / 2, batched=False))
+        found = re.search(r"local derivatives.*about ([\d,]+) flop", repr(prepared))
+        assert found is not None
+        flop.append(int(found[1].replace(",", "")))
+    # After the first steps, whose rows have fewer entries, each takes the same.
+    assert flop[3] - flop[2] <= 2 * (flop[2] - flop[1])

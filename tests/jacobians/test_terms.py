@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from jacsparse.jacobians import terms
-from jacsparse.jacobians.terms import NONE, Algebra, NotFoldableError, Terms
+from jacsparse.jacobians.terms import NONE, Algebra, NotFoldableError, Terms, terms_at
+from jacsparse.patterns import Identity, Pattern
 from jacsparse.runtime import row_starts
 
 #: Variables of the matrices that are drawn.
@@ -66,7 +67,7 @@ def test_products_and_sums(
     # One factor of the other dtype: it was made before variables became many.
     a, b, c, d = drawn(rng, m, k, share), drawn(rng, k, n, 0.5), drawn(rng, m, n, share), drawn(rng, m, n, 0.3)
     algebra = Algebra(VARIABLES, limit=10**9)
-    product = algebra.multiply(a, b)
+    ((product,),) = algebra.products([a], [b])
     check(algebra, product, matrix(algebra, a) @ matrix(algebra, b))
     check(algebra, algebra.add([product, c, d]), sum(matrix(algebra, each) for each in (product, c, d)))
     check(algebra, algebra.add([product, product]), 2 * matrix(algebra, product))
@@ -78,7 +79,22 @@ def test_products_with_constants(constant: int) -> None:
     factors = [drawn(rng, 6, 7, 0.6), drawn(rng, 7, 8, 0.6)]
     factors[constant] = factors[constant][factors[constant].variable == NONE]
     algebra = Algebra(VARIABLES, limit=10**9)
-    check(algebra, algebra.multiply(*factors), matrix(algebra, factors[0]) @ matrix(algebra, factors[1]))
+    ((product,),) = algebra.products([factors[0]], [factors[1]])
+    check(algebra, product, matrix(algebra, factors[0]) @ matrix(algebra, factors[1]))
+
+
+def test_all_products_of_some_matrices_with_others() -> None:
+    rng = np.random.default_rng(4)
+    lefts, rights = ([drawn(rng, 6, 6, share) for share in (0.1, 0.6, 0.6)] for _ in range(2))
+    lefts[1], rights[0] = (each[~each.varies] for each in (lefts[1], rights[0]))
+    lefts.append(terms_at(Pattern.of(Identity(6))))
+    algebra = Algebra(VARIABLES, limit=10**9)
+    for left, row in zip(lefts, algebra.products(lefts, rights), strict=True):
+        for right, product in zip(rights, row, strict=True):
+            check(algebra, product, matrix(algebra, left) @ matrix(algebra, right))
+    # The sums of two lefts with several terms and of two rights, and a step for each pair of those that vary.
+    assert len(algebra.steps) <= 4 + 4
+    assert algebra.products(lefts[:1], []) == [[]]
 
 
 def test_terms_where_a_mask_is_true() -> None:
@@ -91,4 +107,4 @@ def test_terms_where_a_mask_is_true() -> None:
 def test_too_many_terms() -> None:
     rng = np.random.default_rng(3)
     with pytest.raises(NotFoldableError, match="too many terms"):
-        Algebra(VARIABLES, limit=10).multiply(drawn(rng, 6, 7, 0.6), drawn(rng, 7, 8, 0.6))
+        Algebra(VARIABLES, limit=10).products([drawn(rng, 6, 7, 0.6)], [drawn(rng, 7, 8, 0.6)])
