@@ -262,13 +262,14 @@ class Arguments:
         """The places of the leaves that are no tensors with axes."""
         return [n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)]
 
-    @property
-    def kinds_of_plain(self) -> tuple[Any, ...]:
+    def kinds_of_plain(self, tensors: Collection[int] = ()) -> tuple[Any, ...]:
         """What the leaves are that are no tensors with axes: numbers, and other constants by value.
 
-        An object of another kind is like none, so that each call with one makes a program of its own.
+        An object of another kind is like none, so that each call with one makes a program of its own. At the places of
+        `tensors`, where a program takes them for numbers, those of float64 are like Python's numbers.
         """
-        return tuple([_kind(self.leaves[place]) for place in self._plain])
+        kinds = [(place, _kind(self.leaves[place])) for place in self._plain]
+        return tuple([float if kind is torch.float64 and place in tensors else kind for place, kind in kinds])
 
     def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
         """The numbers at other places than these, by their texts: zeros have signs."""
@@ -366,7 +367,8 @@ def _is_plain(leaf: Any) -> bool:
 
 def _kind(leaf: Any) -> Any:
     if _is_number(leaf):
-        return float
+        # The dtype of a result may be that of a tensor, and is not that of a number.
+        return leaf.dtype if isinstance(leaf, torch.Tensor) else float
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return leaf.shape, leaf.dtype, leaf.tobytes()
     # Any other object may have changed, and is like none.

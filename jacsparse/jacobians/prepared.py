@@ -14,18 +14,16 @@ from typing_extensions import TypeVar
 from ..patterns import REGISTERED, Pattern
 from ..runtime import a_type, announced_where_long
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import agree
 from ..tracing import name_of, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
 from .colorings import Coloring, coloring
-from .flat_function import FlatFunction, run_once
+from .comparison import compared
 from .options import Options, PreparationKeywords, with_parts
 from .prepared_program import Evaluated, PreparedProgram, tell_of_programs
 from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import traced_program
-from .unprepared import jacobian_and_returned
-from .verification import VerificationError, error_of_product, random_gradient, tolerance_for
+from .verification import VerificationError, tolerance_for
 
 #: The most programs of one prepared Jacobian, for other numbers and constants among the arguments.
 MOST_PROGRAMS = 8
@@ -148,15 +146,17 @@ class PreparedJacobian(Generic[Result]):
             return self._known(arguments) or self._made(arguments, saved)
 
     def _known(self, arguments: Arguments) -> PreparedProgram | None:
-        kinds = arguments.kinds_of_plain
+        kinds = arguments.kinds_of_plain()
         for others, numbers, program in self._programs:
-            if others == kinds and numbers == arguments.numbers_but(program.traced.tensors):
+            tensors = program.traced.tensors
+            alike = others == kinds or others == arguments.kinds_of_plain(tensors)
+            if alike and numbers == arguments.numbers_but(tensors):
                 return program
         return None
 
     @without_saving_hooks()
     def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
-        kinds, options = arguments.kinds_of_plain, self._options
+        kinds, options = arguments.kinds_of_plain(), self._options
         if self._programs:
             # As `prepare` does with the first call's.
             arguments = arguments.apart()
@@ -179,12 +179,13 @@ class PreparedJacobian(Generic[Result]):
             if options.compile and evaluator.uncompiled is not None:
                 raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
             program = PreparedProgram.of(traced, evaluator, options.create_graph)
-        if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
-            raise ValueError(
-                f"{name_of(self._f)}: the pattern at {arguments} is another than that at {self._arguments}, for which "
-                "it was prepared: prepare one for these"
-            )
         numbers = arguments.numbers_but(traced.tensors)
+        if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
+            at = f"{arguments}, where numbers are {' and '.join(numbers)}," if numbers else arguments
+            raise ValueError(
+                f"{name_of(self._f)}: the pattern at {at} is another than that for which it was prepared: prepare one "
+                "for these"
+            )
         self._made_so_far += 1
         if self._made_so_far == MOST_PROGRAMS + 1:
             tell_of_programs(name_of(self._f), MOST_PROGRAMS)
@@ -228,31 +229,9 @@ class PreparedJacobian(Generic[Result]):
         arguments = self._checked(args)
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
-        x, function = arguments.flat().requires_grad_(), FlatFunction(self._f, arguments, self._options.has_aux)
-        y, g, expected = random_gradient(function, x)
-        registered = self._first.traced.function.chain.registered_values or len(REGISTERED) != self._rules
-        if registered:
-            # Autograd does not know of registered values, nor the chain of those since.
-            of_run, *_ = jacobian_and_returned(self._f, arguments, Options(has_aux=self._options.has_aux))
-            expected = of_run.vjp(g).reshape(x.shape)
-        limit = tolerance if tolerance is not None else self._tolerance
-        error = error_of_product(jacobian, x, y, g, expected, limit)
-        if not error <= limit:
-            if not agree(run_once(function, x).detach(), y.detach()):
-                raise VerificationError(
-                    f"{name_of(self._f)} returns other numbers where it is called again with the same arguments, as by "
-                    "random numbers that no PyTorch generator draws, or by a counter, so that no prepared program "
-                    "repeats it: pass such numbers as arguments, or call jacsparse.jacobian, which runs it each time"
-                )
-            way = " with method='products'" if self.method == "compressed" else ""
-            if self._options.pattern is not None:
-                way = " with a pattern that has all entries, or without one"
-            whose = "that of jacsparse.jacobian" if registered else "autograd's"
-            raise VerificationError(
-                f"{name_of(self._f)}: the prepared Jacobian differs from {whose} by {error:.1e} of the largest "
-                f"product, more than {limit:.0e}; prepare it again{way}, or call jacsparse.jacobian"
-            )
-        return error
+        limit, options, method = self._tolerance if tolerance is None else tolerance, self._options, self.method
+        registered = bool(self._first.traced.function.chain.registered_values) or len(REGISTERED) != self._rules
+        return compared(self._f, arguments, jacobian, options, method=method, limit=limit, registered=registered)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what takes long to decide to an ``.npz`` file, without pickle; the function is no part of it.

@@ -237,9 +237,9 @@ def _found(source: Callable[[], torch.Tensor]) -> torch.Tensor:
 def _in_form(tensor: torch.Tensor, form: Form, source: Any) -> torch.Tensor:
     """A tensor as one that lies in memory as another one did; ValueError where that is no matter of layout."""
     shape, stride, layout, dtype, device = form
-    if not tensor.ndim and shape == ():
-        # A number.
-        return tensor.to(dtype=dtype, device=device)
+    if not tensor.ndim and form == form_of(tensor.to(device)):
+        # PyTorch takes a tensor without axes from any device.
+        return tensor.to(device)
     if tensor.shape != shape or tensor.dtype != dtype or tensor.device != device or layout != tensor.layout:
         raise ValueError(
             f"{_name_of_source(source)} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; this Jacobian is "

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..patterns import Call, gradient_of
-from ..spgemm import SparseJacobian, check_limit
+from ..spgemm import check_limit
 from ..stages import Chain, Edge, Record, Run, refuse_hooks
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
@@ -379,26 +379,6 @@ def rounding_of(x: torch.Tensor, y: torch.Tensor | None, units: int = 100) -> fl
     """The rounding error of a derivative that is zero: so many units in the last place of output over input."""
     scale = 0.0 if y is None else largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
     return units * torch.finfo(x.dtype).eps * scale
-
-
-def random_gradient(function: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The output of a function at `x`, a random gradient of it, and autograd's gradient of `x` for that."""
-    # A checkpoint in the function runs parts of it again for a gradient.
-    with torch.enable_grad(), undisturbed(function, x.device):
-        y = function(x.clone())
-        generator = torch.Generator().manual_seed(0)
-        g = torch.randn(y.shape, generator=generator, dtype=torch.float64, device="cpu").to(y)
-        return y, g.to(x.dtype), gradient_of(y, x, g)
-
-
-def error_of_product(
-    jacobian: SparseJacobian, x: torch.Tensor, y: torch.Tensor, g: torch.Tensor, expected: torch.Tensor, limit: float
-) -> float:
-    """The largest difference of ``gᵀ J`` from what is expected, as a share of the largest sum of absolute terms."""
-    scale = largest_finite(SparseJacobian(jacobian.pattern, jacobian.values.abs()).vjp(g.abs()))
-    # All elements may be zero but for rounding, as those of a sum of a softmax.
-    scale = max(scale, rounding_of(x, y, ROUNDINGS) * largest_finite(g.abs().flatten(1).sum(1)) / (limit or 1.0))
-    return magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected)) / (scale or 1.0)
 
 
 def share_of(difference: float, largest: float, rounding: float, limit: float) -> float:

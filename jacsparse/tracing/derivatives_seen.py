@@ -151,8 +151,11 @@ class SeenDerivatives:
         name = node.path or name_of(node.module or self.trace.module)
         return UnsupportedOperatorError(f"{name}: {what}{node.source}; {remedy}")
 
-    def read_error(self, overload: Any) -> UnsupportedOperatorError:
-        """The error where elements are read that may not be."""
+    def read_error(self, overload: Any, *, as_text: bool = False) -> UnsupportedOperatorError:
+        """The error where elements are read that may not be, as for a text."""
+        if as_text:
+            what, remedy = "its code makes a text of a tensor, as to print it", "call jacsparse.jacobian, which runs it"
+            return self.unsupported(untraced(), what, f"leave that out, for no replay repeats it, or {remedy}")
         if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
             remedy = "take elements by their numbers, or keep the shape, with torch.where"
             return self.unsupported(untraced(), "a size depends on what a tensor holds", remedy)

@@ -97,6 +97,7 @@ class _Unreadable(TorchFunctionMode):
     """
 
     READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
+    TEXTS = frozenset((torch.Tensor.__repr__, torch.Tensor.__format__))
     #: What makes a tensor of the elements of others, in lists or tuples.
     MAKES = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.sparse_coo_tensor))
     DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -118,8 +119,10 @@ class _Unreadable(TorchFunctionMode):
         elif function in self.MAKES:
             lists = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, (list, tuple))]
             read = [each for each in _pytree.tree_leaves(lists) if isinstance(each, torch.Tensor)]
+        elif function in self.TEXTS:
+            read = args[:1]
         if any(map(self._may_not_be_read, read)):
-            raise self.tracer.derivatives.read_error(None)
+            raise self.tracer.derivatives.read_error(None, as_text=function in self.TEXTS)
         result = function(*args, **(kwargs or {}))
         if function is self.DATA and self.tracer.depends_on_input(args[0]):
             self.tracer.alias(result, args[0])

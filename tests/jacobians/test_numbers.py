@@ -235,3 +235,69 @@ def test_numbers_and_tensors_without_axes_in_turn(first: Any) -> None:
     prepared = jacsparse.prepare_jacobian(f, X, first, batched=False)
     for c in (0.5, 2.0, np.float64(0.25), torch.tensor(3.0), torch.tensor(-1.0, dtype=X.dtype), 1.5):
         assert_equal(prepared(X, c), dense(f, X, float(c), batched=False))
+
+
+@pytest.mark.parametrize("first", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=X.dtype)], ids=str)
+def test_numbers_and_tensors_of_each_dtype_in_turn(first: Any) -> None:
+    """A number is another one in float32, and tensors and numbers of one value give results of other dtypes."""
+    for f in (TENSORS["factor"], lambda x, c: x * (torch.arange(1, 6) * c)):
+        prepared = jacsparse.prepare_jacobian(f, X, first, batched=False, value=True)
+        for c in (0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=X.dtype), 1e30, 0.1):
+            jacobian, y = prepared(X, c)
+            expected = dense(f, X, c, batched=False)
+            assert torch.allclose(jacobian.todense(), expected[0], rtol=1e-15, atol=0)
+            assert torch.equal(y, f(X, c)) and y.dtype == f(X, c).dtype
+
+
+def test_a_buffer_without_axes_of_another_dtype() -> None:
+    class Scaled(torch.nn.Module):
+        def __init__(self, scale: torch.Tensor) -> None:
+            super().__init__()
+            self.register_buffer("scale", scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.scale
+
+    for before, now in ((2, 2.5), (0.5, 2 + 3j), (0.5, torch.tensor(1e300, dtype=X.dtype))):
+        module = Scaled(torch.tensor(before))
+        prepared = jacsparse.prepare_jacobian(module, X[None])
+        module.scale = torch.as_tensor(now)
+        with pytest.raises(ValueError, match=r"Scaled.scale is torch\.\w+ \(\) on cpu; this Jacobian is prepared for"):
+            prepared(X[None])
+
+
+def test_texts_of_numbers_and_tensors() -> None:
+    f = lambda x, c: x * 2 * c if "-" in str(c) else x * c  # noqa: E731
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    for c in (1.0, -1.0, 2.0):
+        assert_equal(prepared(X, c), dense(f, X, c, batched=False))
+    for text in (str, repr, "{}".format, "%s".__mod__):
+        with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"makes a text of a tensor, .*, line \d+.*; leave"):
+            jacsparse.prepare_jacobian(lambda x, text=text: x * 2 if "-" in text(2 * x) else x, X, batched=False)
+    # Of what is the same in each call.
+    constant = lambda x: x * len(str(torch.arange(3)))  # noqa: E731
+    assert_equal(jacsparse.prepare_jacobian(constant, X, batched=False)(X), dense(constant, X, batched=False))
+
+
+@pytest.mark.parametrize(
+    "aux",
+    [
+        lambda c: isinstance(c, float),
+        lambda c: {"text": [repr(c)]},
+        lambda c: 2 * c,
+        lambda c: torch.arange(3) * c,
+        lambda c: (torch.full((2,), 3.0) * c, "constant", None),
+    ],
+)
+def test_numbers_beside_the_result(aux: Callable[[float], Any]) -> None:
+    f = lambda x, c: (x * c, aux(c))  # noqa: E731
+    prepared = jacsparse.prepare_jacobian(f, X, 2.0, has_aux=True, batched=False)
+    for c in (2.0, 3.0, 2.5):
+        assert_equal(prepared(X, c)[0], torch.diag(torch.full_like(X, c))[None])
+        assert repr(prepared(X, c)[1]) == repr(aux(c))
+
+
+def test_the_numbers_of_another_pattern_are_named() -> None:
+    prepared = jacsparse.prepare_jacobian(lambda x, c: x.roll(int(c)), X, 1.0, batched=False)
+    with pytest.raises(ValueError, match="where numbers are 2.0, is another than that for which it was prepared"):
+        prepared(X, 2.0)

@@ -919,3 +919,41 @@ def test_shows_itself() -> None:
         assert part in text
     assert prepared.check(drawn(1, 2, 4, 4)) < 1e-14
     assert math.isfinite(prepared.check(drawn(1, 2, 4, 4, seed=1)))
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("size", [3, 8, 16, 18])
+def test_a_jacobian_that_is_zero_but_for_rounding(size: int, method: str) -> None:
+    def normalised(x: torch.Tensor) -> torch.Tensor:
+        a = functional.group_norm(x[None, : size // 3 * 3], 1)[0]
+        return torch.outer(a, a).sum(1)
+
+    for f in (
+        lambda x: (x - x.mean()).sum(),
+        lambda x: ((x - x.mean()) / x.std()).sum(),
+        lambda x: torch.linalg.cross(x[:3], x[:3]),
+        lambda x: x.softmax(0).sum(),
+        normalised,
+    ):
+        prepared = prepare_jacobian(f, drawn(size), method=method)
+        assert prepared(drawn(size)).values.abs().amax() <= 1e-13
+    # An error of small derivatives is found nevertheless.
+    for scale in ("1e-9", "1e-6"):
+        read = {"scale": float(scale)}
+        prepared = prepare_jacobian(lambda x: read["scale"] * x.sin(), drawn(size), method=method)
+        read["scale"] *= 1.0001
+        with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
+            prepared.check(drawn(size))
+
+
+def test_values_that_are_not_finite_when_it_is_prepared() -> None:
+    f = lambda x, c: x.index_put((torch.tensor([0, 2]),), x[:2] * 3, accumulate=True) / c  # noqa: E731
+    with pytest.raises(jacsparse.VerificationError, match="values are not finite at these arguments: prepare it at"):
+        prepare_jacobian(f, drawn(4), 0.0)
+
+
+@pytest.mark.parametrize("f", [lambda x: functional.hardsigmoid(x).sin().sum(), lambda x: torch.cdist(x, x + 2).sum()])
+def test_hessians_of_operators_without_second_derivatives_in_pytorch(f: Callable[..., torch.Tensor]) -> None:
+    x = drawn(3, 2)
+    prepared = jacsparse.prepare_hessian(f, x)
+    assert torch.allclose(prepared(x).todense(), jacsparse.hessian(f, x).todense(), rtol=1e-12, atol=1e-14)
