@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
-from ..runtime import a_type
+from ..runtime import a_type, flattened
 from ..stages import check_batch, check_tensor, is_fit
 from ..tracing import form_of, module_of
 
@@ -57,7 +57,7 @@ class Arguments:
         leaves: list[Any] = []
         specs, ranges = [], []
         for arg in args:
-            leaves_of_arg, spec = _pytree.tree_flatten(arg)
+            leaves_of_arg, spec = flattened(arg)
             ranges.append(range(len(leaves), len(leaves) + len(leaves_of_arg)))
             leaves += leaves_of_arg
             specs.append(spec)

@@ -76,9 +76,7 @@ def compared(
     )
 
 
-def _random_gradient(
-    function: nn.Module, x: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+def _random_gradient(function: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The output of a function at `x`, a random gradient of it, and autograd's gradient of `x` for that, if it has one.
 
     Operators that have no second derivative in PyTorch may have a rule for a Hessian.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import a_type
+from ..runtime import a_type, flattened
 from ..tracing import module_of, name_of, saved_buffers, undisturbed
 from .arguments import Arguments
 
@@ -73,7 +73,7 @@ class FlatFunction(nn.Module):
         # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
         if aux is not None:
             aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
-        leaves, spec = _pytree.tree_flatten(result)
+        leaves, spec = flattened(result)
         parts = [self._flat_output(y, arguments) for y in leaves]
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")

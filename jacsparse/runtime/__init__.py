@@ -35,6 +35,7 @@ from .torch_versions import (
     without_compiling,
 )
 from .tracers import is_batched, is_traced, is_transformed, transform_under_way
+from .trees import flattened
 
 __all__ = [
     "INDEX",
@@ -67,6 +68,7 @@ __all__ = [
     "cupy_for",
     "cupy_stream",
     "destroy_process_groups",
+    "flattened",
     "flushing",
     "frozen",
     "gpu_extra",

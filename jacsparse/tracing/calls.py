@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from ..runtime import DispatchMode
 from .graph import tensors_in
-from .operators import is_written, with_memory
+from .operators import RUNNING, is_written, with_memory
 from .traces import memory_of
 
 aten = torch.ops.aten
@@ -60,6 +60,9 @@ class _Calls(DispatchMode):
                     self.note(part, self.graph.call_function(operator.getitem, (node, place)))
         if any(map(is_written, overload._schema.arguments)):
             self.written |= set(map(memory_of, tensors_in((args, *kwargs.values(), result))))
+        for parameter, value in zip(overload._schema.arguments, args, strict=False):
+            if parameter.name in RUNNING and value is not None:
+                self.written.add(memory_of(value))
         return result
 
     def note(self, tensor: torch.Tensor, node: fx.Node) -> None:

@@ -19,7 +19,7 @@ from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
 from .modules import name_of
-from .operators import Facts, is_written, number_types, operator_name
+from .operators import RUNNING, Facts, is_written, number_types, operator_name
 from .overwrite import Overwrite
 
 
@@ -272,19 +272,21 @@ class Graph:
         """
         kinds, scalars = list[Any](), list[Any]()
 
-        def reference(name: str, value: Any) -> Any:
+        # It does not call itself: a cycle would keep the tensors until the garbage collector runs.
+        def referred_to(name: str, value: Any) -> Any:
             if isinstance(value, torch.Tensor):
                 kinds.append(kind_of(value))
                 return Value(values[id(value)])
-            if isinstance(value, (list, tuple)):
-                if any(isinstance(part, torch.Tensor) for part in value):
-                    return [reference(name, part) for part in value]
-                return tuple(value)
             types = number_types(overload, name, args[0], free) if varies and type(value) in (int, float) else ()
             if type(value) in types:
                 scalars.append(value)
                 return Scalar(self.scalars + len(scalars) - 1, types, value if value in (0, 1) else None)
-            return value
+            return tuple(value) if isinstance(value, (list, tuple)) else value
+
+        def reference(name: str, value: Any) -> Any:
+            if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
+                return [referred_to(name, part) for part in value]
+            return referred_to(name, value)
 
         positional = tuple([reference(name, value) for name, value in zip(facts.names, args, strict=False)])
         named = {name: reference(name, value) for name, value in kwargs.items()}
@@ -370,8 +372,8 @@ def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor
             # The elements of a list have names of their own.
             names = (f"{parameter.name}.{n}" for n in itertools.count())
             value = [arguments[name] for name in itertools.takewhile(arguments.__contains__, names)]
-        # Normalisations update running statistics, and their schemas do not say so.
-        if value is not None and (is_written(parameter) or parameter.name in ("running_mean", "running_var")):
+        updated = parameter.name in RUNNING and arguments.get("training", True)
+        if value is not None and (is_written(parameter) or updated):
             if isinstance(value, torch.Tensor) and is_pointwise(operator_name(overload)):
                 shapes = [each.shape for each in arguments.values() if isinstance(each, torch.Tensor)]
                 value = value.expand(torch.broadcast_shapes(*shapes))

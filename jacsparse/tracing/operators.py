@@ -133,6 +133,10 @@ def with_memory(overload: Any) -> Any:
     return torch.ops.aten.zeros.default if overload is torch.ops.aten._efficientzerotensor.default else overload
 
 
+#: The running statistics that normalisations update in training, and their schemas do not say so.
+RUNNING = ("running_mean", "running_var")
+
+
 def is_written(parameter: Any) -> bool:
     """Whether an operator writes to a parameter."""
     return parameter.alias_info is not None and parameter.alias_info.is_write

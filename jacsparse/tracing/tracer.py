@@ -368,7 +368,9 @@ class Tracer(DispatchMode):
             if any(node.kinds) and (tensor.dtype != base_of(tensor).dtype or tensor.is_conj()):
                 # Autograd makes the view again under a lock, which a look at its node within that call waits for.
                 what = f"{node.name} writes to a part, or a conjugate, of a complex tensor"
-                raise self.derivatives.unsupported(untraced(), what, "compute new parts, and take torch.complex of these")
+                raise self.derivatives.unsupported(
+                    untraced(), what, "compute new parts, and take torch.complex of these"
+                )
             form = graph.captures.get(self.numbers.get(id(base_of(tensor)), -1))
             if form is not None and form[-1]:
                 what = "a tensor that has a gradient from before the call is written to"

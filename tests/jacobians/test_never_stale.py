@@ -499,3 +499,43 @@ def test_graphs_of_a_function_go_with_its_code() -> None:
     space.clear()
     gc.collect()
     assert code() is None
+
+
+@pytest.mark.parametrize("of", ["jacobian", "with gradients", "hessian"])
+def test_running_statistics_are_updated_once_in_each_call(of: str) -> None:
+    norm, x = nn.BatchNorm1d(2, dtype=torch.float64), drawn(4)
+    mean, deviation = torch.zeros(2, dtype=torch.float64), torch.ones(2, dtype=torch.float64)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = norm(x.view(2, 2)) * nn.functional.batch_norm(x.view(2, 2).sin(), mean, deviation, training=True)
+        return y.flatten() * x
+
+    call: Callable[..., Any] = {
+        "jacobian": functools.partial(jacsparse.jacobian, f),
+        "with gradients": functools.partial(jacsparse.jacobian, f, create_graph=True),
+        "hessian": functools.partial(jacsparse.hessian, lambda x: f(x).sum()),
+    }[of]
+    for _ in range(5):
+        states = []
+        for run in (call, f):
+            norm.reset_running_stats(), mean.zero_(), deviation.fill_(1)
+            run(x)
+            states.append([tensor.clone() for tensor in (*norm.buffers(), mean, deviation)])
+        assert all(map(torch.equal, *states))
+
+
+def test_what_a_run_held_ends_with_it() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([x * scale, x]).sin()
+
+    gc.collect()
+    gc.disable()
+    try:
+        for size in (3, 4, 4):
+            scale = drawn(size).requires_grad_()
+            held = weakref.ref(scale)
+            jacsparse.jacobian(f, drawn(size))
+            del scale
+            assert held() is None
+    finally:
+        gc.enable()

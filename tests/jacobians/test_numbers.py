@@ -272,7 +272,9 @@ def test_texts_of_numbers_and_tensors() -> None:
     for c in (1.0, -1.0, 2.0):
         assert_equal(prepared(X, c), dense(f, X, c, batched=False))
     for text in (str, repr, "{}".format, "%s".__mod__):
-        with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"makes a text of a tensor, .*, line \d+.*; leave"):
+        with pytest.raises(
+            jacsparse.UnsupportedOperatorError, match=r"makes a text of a tensor, .*, line \d+.*; leave"
+        ):
             jacsparse.prepare_jacobian(lambda x, text=text: x * 2 if "-" in text(2 * x) else x, X, batched=False)
     # Of what is the same in each call.
     constant = lambda x: x * len(str(torch.arange(3)))  # noqa: E731

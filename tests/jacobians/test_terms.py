@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from jacsparse.patterns import Identity, Pattern
 
 from jacsparse.jacobians import terms
 from jacsparse.jacobians.terms import NONE, Algebra, NotFoldableError, Terms, terms_at
-from jacsparse.patterns import Identity, Pattern
 from jacsparse.runtime import row_starts
 
 #: Variables of the matrices that are drawn.
