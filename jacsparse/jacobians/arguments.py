@@ -16,9 +16,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
-from ..runtime import a_type, flattened
+from ..runtime import a_type, flattened, is_transformed
 from ..stages import check_batch, check_tensor, is_fit
-from ..tracing import form_of, module_of
+from ..tracing import check_outside_transforms, form_of, module_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,6 +77,7 @@ class Arguments:
                 _check_alike(names[number], leaves[place], leaves[places[0]], batched)
         if not places:
             raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
+        check_outside_transforms(f, leaves)
         arguments = cls(numbers, batched, leaves, tuple(specs), places)
         if isinstance(f, nn.Module) and arguments.is_one_batch:
             check_batch("x", leaves[0])
@@ -236,7 +237,7 @@ class Arguments:
         return self.places[0] if len(self.places) == 1 and not self._plain else None
 
     def _are_alike(self, args: Sequence[Any]) -> bool:
-        if not self._are_leaves or len(args) != len(self.leaves):
+        if not self._are_leaves or len(args) != len(self.leaves) or is_transformed():
             return False
         if self.form[3] != self.surroundings():
             return False

@@ -25,9 +25,9 @@ from torch.autograd.graph import get_gradient_edge
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..spgemm import SparseJacobian
 from ..stages import Chain, Record, refuse_other_derivatives, walk
-from ..tracing import Trace, saved_handle, without_autocast
+from ..tracing import Trace, is_hooked, saved_handle, without_autocast
 from .colorings import coloring
-from .own_graph import OwnGraph, check_no_hooks, connected
+from .own_graph import OwnGraph, check_alone, check_no_hooks, connected
 
 #: Operators whose third derivative is wrong in PyTorch (2.6 to 2.15), and why.
 WRONG_THIRD = {
@@ -78,6 +78,7 @@ class _Values(torch.autograd.Function):
     def backward(ctx: Any, weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if weights is None:
             return (None,) * len(ctx.needs_input_grad)
+        check_alone([weights])
         (handle,) = ctx.saved_tensors
         return (None, None, *handle.content.gradients(weights, ctx.needs_input_grad[2:]))
 
@@ -142,7 +143,7 @@ class _WeightedSum:
             return [None] * len(needed)
         product = (pulled * v.reshape(pulled.shape)).sum() * scale
         # The first one is a copy of the run's own.
-        if not any(x._backward_hooks for x, each in zip(self.inputs[1:], needed[1:], strict=True) if each):
+        if not any(is_hooked(x) for x, each in zip(self.inputs[1:], needed[1:], strict=True) if each):
             graph = OwnGraph([product], self.ends, self.inputs[1:])
             return graph.gradients([torch.ones_like(product)], needed, create_graph=differentiable)
         # The caller's own backward pass is to call the hooks of these tensors, once.
@@ -156,9 +157,16 @@ class _WeightedSum:
 def check_second_derivatives(trace: Trace, chain: Chain, records: Sequence[Record], *, of_gradient: bool) -> None:
     """Raise where gradients of values by PyTorch's second derivatives are not those of the function's Jacobian.
 
-    They are others where registered values are, and for a function that is itself a gradient, where PyTorch's third
-    derivative of an operator is wrong.
+    They are others by sparse tensors, where registered values are, and for a function that is itself a gradient, where
+    PyTorch's third derivative of an operator is wrong.
     """
+    for tensor in externals_of(trace):
+        if tensor.layout != torch.strided:
+            raise UnsupportedOperatorError(
+                f"a sparse tensor of shape {tuple(tensor.shape)} that the function reads requires a gradient, and "
+                "PyTorch's second derivatives by it are not those of its elements; detach it, or make it of its values "
+                "within the function, by torch.sparse_coo_tensor"
+            )
     if chain.registered_values:
         refuse_other_derivatives(records, "the gradient of values")
     problem = _wrong_third_derivative(trace, "gradients of a Hessian's values") if of_gradient else None

@@ -16,7 +16,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ..patterns import UnsupportedOperatorError
-from ..tracing import ending_at, saved_handle
+from ..runtime import is_batched
+from ..tracing import ending_at, is_hooked, saved_handle
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,7 @@ class _Connected(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *weights: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        check_alone(weights)
         handle, *inputs = ctx.saved_tensors
         graph, needed = handle.content, ctx.needs_input_grad[1 + len(weights) :]
         count = len(graph.ends) - len(graph.others)
@@ -96,8 +98,17 @@ class _Connected(torch.autograd.Function):
 
 def check_no_hooks(tensors: Sequence[torch.Tensor]) -> None:
     """Raise where a hook of a tensor that a function reads would see gradients of gradients twice."""
-    if any(tensor._backward_hooks for tensor in tensors):
+    if any(map(is_hooked, tensors)):
         raise UnsupportedOperatorError(
-            "a hook of a tensor that a function reads sees gradients of gradients of a Jacobian's values, or of what "
-            "is returned beside it; remove it"
+            "a hook, or retain_grad, of a tensor that a function reads sees gradients of gradients of a Jacobian's "
+            "values, or of what is returned beside it; remove it"
+        )
+
+
+def check_alone(weights: Sequence[torch.Tensor | None]) -> None:
+    """Raise where a backward pass goes back with several gradients at once, as with ``is_grads_batched=True``."""
+    if any(weight is not None and is_batched(weight) for weight in weights):
+        raise UnsupportedOperatorError(
+            "torch.vmap and is_grads_batched=True ask for several gradients at once of a Jacobian's values, or of what "
+            "is returned beside it, which these do not give; take one after the other, as vectorize=False does"
         )

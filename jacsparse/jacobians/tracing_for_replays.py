@@ -393,10 +393,3 @@ def _check_gradients(trace: Trace) -> None:
                 "and values of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
                 "jacsparse.jacobian(..., create_graph=True)"
             )
-    for value in graph.externals:
-        if trace.tensor(value).layout != torch.strided:
-            raise UnsupportedOperatorError(
-                f"a sparse tensor of shape {tuple(trace.tensor(value).shape)} that the function reads requires a "
-                "gradient, which values of a prepared Jacobian do not have; call jacsparse.jacobian(..., "
-                "create_graph=True)"
-            )

@@ -34,7 +34,7 @@ from .torch_versions import (
     parts_of_program,
     without_compiling,
 )
-from .tracers import is_batched, is_traced, is_transformed, transform_under_way
+from .tracers import has_tangent, is_batched, is_traced, is_transformed, transform_under_way
 from .trees import flattened
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "frozen",
     "gpu_extra",
     "grid_sampler_is_differentiable_twice",
+    "has_tangent",
     "index_dtype",
     "index_type",
     "inlined",

@@ -43,3 +43,8 @@ def transform_under_way() -> str:
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a tensor stands for several, within ``torch.vmap`` or with ``is_grads_batched=True``."""
     return torch._C._functorch.is_batchedtensor(tensor) or torch._C._functorch.is_legacy_batchedtensor(tensor)
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a tangent of forward mode, as within ``torch.autograd.forward_ad``."""
+    return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None

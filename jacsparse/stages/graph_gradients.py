@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from ..patterns import gradients_of
-from ..tracing import apply_node, ending_at, has_node_hooks, with_all_gradients
+from ..tracing import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, with_all_gradients
 from .record import Record
 
 #: Where a walk ends: an edge of autograd's graph, and the tensor whose gradient it has.
@@ -50,11 +50,11 @@ def pull_back(
     values = trace.graph.externals
     tensors = {place: tensor for place in externals if (tensor := trace.tensors[values[place]]) is not None}
     # The caller's own backward pass is to call the hooks of these tensors, once.
-    alone = [place for place, tensor in tensors.items() if place in apart or tensor._backward_hooks]
+    alone = [place for place, tensor in tensors.items() if place in apart or is_hooked(tensor)]
     together = [place for place in tensors if place not in alone] if alone else list(tensors)
     hooked = [record for record in strict if has_hooks(record, of_nodes=True)] if strict else []
     hooks = [(record, *pair) for record in hooked for pair in _around_hooks(record)] if hooked else []
-    edges = [get_gradient_edge(tensors[place]) for place in together]
+    edges = [edge_of(tensors[place]) for place in together]
     wanted: list[Any] = [trace.gradient_edge(record.stage.start) for record in inputs]
     wanted += edges
     for _, *pair in hooks:
@@ -76,7 +76,7 @@ def pull_back(
         for record in records:
             if has_hooks(record, of_nodes=True):
                 raise _hidden(record, tensors[alone[0]])
-        ends = [(get_gradient_edge(tensors[place]), tensors[place]) for place in alone]
+        ends = [(edge_of(tensors[place]), tensors[place]) for place in alone]
         start = trace.gradient_edge(records[-1].stage.start)
         behind = [] if start is None else [(start, records[-1].input)]
         gradients |= zip(alone, walk(output, gradient, [*ends, *behind]), strict=False)

@@ -31,7 +31,7 @@ used longest ago where there are too many, of a module or function or of these t
 function's code.
 """
 
-from .autograd_nodes import apply_node, ending_at, has_node_hooks, leads_to, with_all_gradients
+from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients
 from .calls import calls_of, with_constants, with_identities
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
 from .modules import (
@@ -53,7 +53,7 @@ from .modules import (
 from .operators import facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of
-from .runs import SAMPLES, random_tensor, samples_of, traced
+from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .traces import StaleError, Trace, is_recording, memory_of
 
@@ -76,10 +76,13 @@ __all__ = [
     "check_hooks_are_told",
     "check_initialised",
     "check_module",
+    "check_outside_transforms",
+    "edge_of",
     "ending_at",
     "facts_of",
     "form_of",
     "has_node_hooks",
+    "is_hooked",
     "is_recording",
     "leads_to",
     "mask_of",

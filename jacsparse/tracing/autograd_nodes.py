@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 Result = TypeVar("Result")
 
@@ -20,6 +20,20 @@ def has_node_hooks(node: Any) -> bool:
         if handle.hooks_dict_ref():
             return True
     return False
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Where autograd has a tensor's gradient, of a sparse leaf too: PyTorch's function takes a view of a leaf."""
+    if tensor.grad_fn is not None or tensor.layout == torch.strided:
+        return get_gradient_edge(tensor)
+    with torch.enable_grad():
+        node: Any = tensor.clone().grad_fn
+    return GradientEdge(node.next_functions[0][0], 0)
+
+
+def is_hooked(tensor: torch.Tensor) -> bool:
+    """Whether something sees a tensor's gradient in a backward pass: a hook, or ``retain_grad``."""
+    return bool(tensor._backward_hooks) or tensor.retains_grad
 
 
 def with_all_gradients(function: Callable[[], Result]) -> Result:

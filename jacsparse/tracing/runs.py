@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import without_compiling
+from ..runtime import has_tangent, is_transformed, transform_under_way, without_compiling
 from .callers import is_users
 from .graph import Graph, tensors_in
 from .modules import name_of, tensors_of
@@ -80,13 +80,25 @@ def traced(
             unreadable = contextlib.nullcontext() if readable else _Unreadable(tracer, hidden)
             with observing(), tracer, as_written, unreadable:
                 output = module(copy)
-            return tracer.finished(output)
+            trace = tracer.finished(output)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             _check_alike(module, name, tensor, x, error)
         raise _in_users_words(module, x, error) from error
+    if is_transformed():
+        check_outside_transforms(module, trace.tensors)
+    return trace
+
+
+def check_outside_transforms(f: Any, tensors: Iterable[Any]) -> None:
+    """Raise TypeError within a transform of ``torch.func``, or where a tensor has a tangent of forward mode."""
+    remedy = f"call {name_of(f)} itself there, or take gradients by torch.autograd"
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(f"{name_of(f)}: the call is within {transform_under_way()}, which does not see it; {remedy}")
+    if any(isinstance(tensor, torch.Tensor) and has_tangent(tensor) for tensor in tensors if is_transformed()):
+        raise TypeError(f"{name_of(f)}: a tensor has a tangent of forward mode, which would be lost; {remedy}")
 
 
 class _Unreadable(TorchFunctionMode):

@@ -59,6 +59,8 @@ class Tracer(DispatchMode):
             # Autograd calls it on the tensors that it saves.
             return self.alias(_DETACH(args[0]), args[0])
         kwargs = kwargs or {}
+        if args and type(args[0]) in _OF_PROFILER:
+            return overload(*args, **kwargs)
         if self.memory.writes:
             for tensor in tensors_in((*args, *kwargs.values())):
                 self.refresh(tensor)
@@ -407,3 +409,5 @@ class Tracer(DispatchMode):
 
 
 _DETACH = aten.detach.default
+#: What the profiler's calls begin with, which work on no tensor.
+_OF_PROFILER = (str, torch.ScriptObject)

@@ -107,15 +107,11 @@ def test_batched_is_a_bool(call: Callable[..., Any], batched: Any) -> None:
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_arguments_that_are_refused(call: Callable[..., Any]) -> None:
+    nested = torch.nested.nested_tensor([drawn(2), drawn(3)], layout=torch.jagged)
     for f, x, error, message in (
         (NET, drawn(3), ValueError, r"^x has shape \(3,\); expected \(batch, \*sample\): x\[None\] for one sample"),
         (torch.square, drawn(3).to_sparse(), TypeError, "^x has layout torch.sparse_coo; expected a dense tensor"),
-        (
-            torch.square,
-            torch.nested.nested_tensor([drawn(2), drawn(3)], layout=torch.jagged),
-            TypeError,
-            "^x is a nested tensor",
-        ),
+        (torch.square, nested, TypeError, "^x is a nested tensor"),
     ):
         with pytest.raises(error, match=message):
             call(f, x)

@@ -17,6 +17,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import jacsparse
 from jacsparse import UnsupportedOperatorError, hessian, jacobian, prepare_hessian, prepare_jacobian
 from jacsparse.jacobians.differentiable import _WeightedSum
-from tests.helpers import BOUND, FLOAT, drawn
+from tests.helpers import BOUND, FLOAT, assert_equal, dense, drawn
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
 
@@ -667,3 +668,70 @@ def test_hooks_see_gradients_of_what_is_returned_beside_once(prepared: bool, lea
         assert torch.allclose(read.grad, 2 * x.detach() ** 2, rtol=1e-14)
     assert torch.allclose(x.grad, (2 * x * read).detach(), rtol=1e-14)
     handle.remove()
+
+
+def test_retained_gradients_are_counted_once() -> None:
+    base, x = drawn(3).requires_grad_(), drawn(3, seed=1)
+    w = 2 * base
+    w.retain_grad()
+
+    class Scaled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (x * w).tanh().sin()
+
+    f = lambda x, w: x * x * w.exp()  # noqa: E731
+    prepared = prepare_jacobian(f, x, w, create_graph=True)
+    scanned = nn.Sequential(Scaled())
+    expected_values = torch.autograd.functional.jacobian(lambda x: f(x, w), x, create_graph=True).diagonal()[:, None]
+    for result, expected in (
+        (jacobian(lambda x: f(x, w), x, create_graph=True).values, expected_values),
+        (prepared(x, w).values, expected_values),
+        (jacsparse.nn.Scan(scanned)(x[None]), scanned(x[None])),
+    ):
+        gradients = []
+        for each in (result, expected):
+            base.grad = w.grad = None
+            each.square().sum().backward(retain_graph=True)
+            gradients.append((base.grad, w.grad))
+        for actual, wanted in zip(*gradients, strict=True):
+            assert torch.allclose(actual, wanted, rtol=1e-12)
+    _, y = jacobian(lambda x: f(x, w), x, create_graph=True, value=True)
+    with pytest.raises(UnsupportedOperatorError, match="a hook, or retain_grad, of a tensor that a function reads"):
+        torch.autograd.grad(y.sum(), base, create_graph=True)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_sparse_tensors_that_require_a_gradient(layout: torch.layout) -> None:
+    matrix = torch.eye(3, dtype=FLOAT).to_sparse(layout=layout).requires_grad_()
+    f = lambda x: torch.sparse.mm(matrix, x[:, None])[:, 0].sin()  # noqa: E731
+    for call in (jacobian, prepare_jacobian):
+        result = call(f, drawn(3))
+        assert_equal(result(drawn(3)) if call is prepare_jacobian else result, dense(f, drawn(3), batched=False))
+        with pytest.raises(UnsupportedOperatorError, match=r"a sparse tensor of shape .* requires a gradient, and"):
+            call(f, drawn(3), create_graph=True)
+
+
+def test_within_transforms_and_with_tangents() -> None:
+    x, w = drawn(3).requires_grad_(), drawn(3, seed=1).requires_grad_()
+    f = lambda x, w: (x * w).sin() * w  # noqa: E731
+    prepared = prepare_jacobian(f, x, w, create_graph=True)
+    calls: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda w: jacobian(f, x, w, create_graph=True).values,
+        lambda w: jacobian(lambda x: f(x, w), x, create_graph=True).values,
+        lambda w: prepared(x, w).values,
+        lambda w: prepared.values(x, w),
+    ]
+    for call in calls:
+        with pytest.raises(UnsupportedOperatorError, match="is_grads_batched=True ask for several gradients at once"):
+            torch.autograd.functional.jacobian(call, w, vectorize=True)
+        for transform in (
+            torch.func.grad(lambda w, call=call: call(w).sum()),
+            torch.func.vmap(call),
+            lambda w, call=call: torch.func.jvp(call, (w,), (torch.ones_like(w),)),
+        ):
+            with pytest.raises(TypeError, match=r"the call is within a transform of torch\.func, .* itself there"):
+                transform(w)
+        with forward_ad.dual_level():
+            assert call(w).shape[0] == 3
+            with pytest.raises(TypeError, match="a tensor has a tangent of forward mode"):
+                call(forward_ad.make_dual(w, torch.ones_like(w)))

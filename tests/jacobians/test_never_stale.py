@@ -525,17 +525,32 @@ def test_running_statistics_are_updated_once_in_each_call(of: str) -> None:
 
 
 def test_what_a_run_held_ends_with_it() -> None:
+    read: dict[str, torch.Tensor] = {}
+
     def f(x: torch.Tensor) -> torch.Tensor:
-        return torch.stack([x * scale, x]).sin()
+        return torch.stack([x * read["scale"], x]).sin()
 
     gc.collect()
     gc.disable()
     try:
         for size in (3, 4, 4):
-            scale = drawn(size).requires_grad_()
-            held = weakref.ref(scale)
+            read["scale"] = drawn(size).requires_grad_()
+            held = weakref.ref(read["scale"])
             jacsparse.jacobian(f, drawn(size))
-            del scale
+            read.clear()
             assert held() is None
     finally:
         gc.enable()
+
+
+def test_the_profiler_sees_a_run_and_is_no_part_of_it() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        with torch.profiler.record_function("part"):
+            y = x * 2
+        return y * x
+
+    x = drawn(4)
+    for _ in range(4):
+        assert_equal(jacsparse.jacobian(f, x), dense(f, x, batched=False))
+    assert_equal(jacsparse.prepare_jacobian(f, x)(x), dense(f, x, batched=False))
+    assert torch.equal(jacsparse.hessian(lambda x: f(x).sum(), x).todense(), 4 * torch.eye(4, dtype=x.dtype))

@@ -301,5 +301,5 @@ def test_numbers_beside_the_result(aux: Callable[[float], Any]) -> None:
 
 def test_the_numbers_of_another_pattern_are_named() -> None:
     prepared = jacsparse.prepare_jacobian(lambda x, c: x.roll(int(c)), X, 1.0, batched=False)
-    with pytest.raises(ValueError, match="where numbers are 2.0, is another than that for which it was prepared"):
+    with pytest.raises(ValueError, match=r"where numbers are 2\.0, is another than that for which it was prepared"):
         prepared(X, 2.0)

@@ -938,10 +938,10 @@ def test_a_jacobian_that_is_zero_but_for_rounding(size: int, method: str) -> Non
         prepared = prepare_jacobian(f, drawn(size), method=method)
         assert prepared(drawn(size)).values.abs().amax() <= 1e-13
     # An error of small derivatives is found nevertheless.
-    for scale in ("1e-9", "1e-6"):
-        read = {"scale": float(scale)}
-        prepared = prepare_jacobian(lambda x: read["scale"] * x.sin(), drawn(size), method=method)
-        read["scale"] *= 1.0001
+    for scale in (1e-9, 1e-6):
+        read = [scale]
+        prepared = prepare_jacobian(lambda x, read=read: read[0] * x.sin(), drawn(size), method=method)
+        read[0] *= 1.0001
         with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
             prepared.check(drawn(size))
 
