@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .derivatives_seen import SeenDerivatives, next_node
+from .derivatives_seen import SeenDerivatives
 from .graph import Graph, Node, Scalar, Value, captured_form, kind_of, tensors_in
 from .memory import Memory
 from .operators import with_memory
@@ -102,8 +102,8 @@ class Followed:
             if begins and other is not graph:
                 yield other
 
-    def take(self, node: Node, bind: Callable[..., None]) -> None:
-        """Take what the call that was found last has from elsewhere."""
+    def take(self, node: Node, bind: Callable[..., None], sequence: int) -> None:
+        """Take what the call that was found last has from elsewhere, and the number of autograd's node of it."""
         trace = self.trace
         if self._captures:
             for value, tensor in self._captures.items():
@@ -116,7 +116,7 @@ class Followed:
                 # A write gives a tensor another node.
                 if operand.active:
                     trace.note_gradient_edge(operand.value)
-        trace.sequences.append(next_node() - 1)
+        trace.sequences.append(sequence)
         self.count += 1
 
     def ends_at(self, output: torch.Tensor) -> bool:

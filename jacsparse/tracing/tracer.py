@@ -61,6 +61,8 @@ class Tracer(DispatchMode):
         kwargs = kwargs or {}
         if args and type(args[0]) in _OF_PROFILER:
             return overload(*args, **kwargs)
+        # Of autograd's node of this call, before a look at the node of a view makes that anew.
+        sequence = next_node() - 1
         if self.memory.writes:
             for tensor in tensors_in((*args, *kwargs.values())):
                 self.refresh(tensor)
@@ -68,8 +70,8 @@ class Tracer(DispatchMode):
             self.trace.saved_by_hooks = True
         node = self.followed.next(overload, args, kwargs)
         if node is not None:
-            return self.repeat(node, args, kwargs)
-        return self.add(with_memory(overload), args, kwargs)
+            return self.repeat(node, args, kwargs, sequence)
+        return self.add(with_memory(overload), args, kwargs, sequence)
 
     # What the two ways have in common.
 
@@ -124,7 +126,7 @@ class Tracer(DispatchMode):
         written = Value(write.value)
         node = self.followed.next(overload, (tensor, written), {}, seen=seen)
         if node is not None:
-            self.followed.take(node, self.bind)
+            self.followed.take(node, self.bind, -1)
             self.bind(node.results[0], tensor)
             return
         self.followed.leave()
@@ -145,7 +147,7 @@ class Tracer(DispatchMode):
 
     # A call that is the next one of a graph.
 
-    def repeat(self, node: Node, args: Any, kwargs: Any) -> Any:
+    def repeat(self, node: Node, args: Any, kwargs: Any, sequence: int) -> Any:
         """Run a call that is the next one of the graph, and take its results."""
         if node.sizes is not None:
             # How large they are depends on what a tensor holds; none of these calls writes.
@@ -154,9 +156,9 @@ class Tracer(DispatchMode):
             if sizes != node.sizes:
                 other = self.followed.next(node.overload, args, kwargs, sizes=sizes)
                 if other is None:
-                    return self.add(node.overload, args, kwargs, lambda: result)
+                    return self.add(node.overload, args, kwargs, sequence, lambda: result)
                 node = other
-        self.followed.take(node, self.bind)
+        self.followed.take(node, self.bind, sequence)
         written = written_tensors(node.facts, args, kwargs) if node.writes else ()
         for tensor in written:
             self.memory.preserve(tensor, node)
@@ -177,7 +179,14 @@ class Tracer(DispatchMode):
 
     # A call that no graph has.
 
-    def add(self, overload: Any, args: Any, kwargs: dict[str, Any], run: Callable[[], Any] | None = None) -> Any:
+    def add(
+        self,
+        overload: Any,
+        args: Any,
+        kwargs: dict[str, Any],
+        sequence: int,
+        run: Callable[[], Any] | None = None,
+    ) -> Any:
         """Run a call, and add it to the graph."""
         self.followed.leave()
         graph, facts, derivatives = self.trace.graph, facts_of(overload), self.derivatives
@@ -215,7 +224,7 @@ class Tracer(DispatchMode):
             self.check_writes(node, written)
         # Autograd's node of a write to a view is that of its base.
         node.shift = None if self.parts is not None or any(tensor._is_view() for tensor in written) else 0
-        sequence, copies = next_node() - 1, {}
+        copies = {}
         for tensor in written:
             self.memory.preserve(tensor, node)
             if parts is not None:

@@ -228,6 +228,42 @@ def test_writes_to_the_argument(f: Callable[[torch.Tensor], torch.Tensor]) -> No
     assert torch.allclose(hessian(lambda x: f(x).sin().sum(), x).todense(), expected, rtol=1e-13)
 
 
+def through_views(x: torch.Tensor) -> torch.Tensor:
+    y = torch.zeros(2, 2, dtype=x.dtype)
+    y[0][1] += x[2]
+    y[1][:1] *= 3 * x[:1]
+    return y.flatten() * x
+
+
+def to_views_of_views(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[1:][1:] += x[2:]
+    inner = y[1:][:2]
+    inner *= x[:2]
+    return y * x
+
+
+def through_a_view_between(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    v = y[1:]
+    w = v[1:]
+    w += x[2:]
+    v[1:] = w.clone()
+    return y.sin()
+
+
+@pytest.mark.parametrize("f", [through_views, to_views_of_views, through_a_view_between])
+def test_writes_to_views_of_views(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """A look at the node of such a view makes it anew."""
+    prepared = prepare_jacobian(f, drawn(4))
+    for call in range(4):
+        x = drawn(4, seed=call)
+        for jacobian_of in (functools.partial(jacobian, f), prepared):
+            assert_equal(jacobian_of(x), dense(f, x, batched=False))
+    expected = torch.autograd.functional.hessian(lambda x: f(x).sin().sum(), x)
+    assert torch.allclose(hessian(lambda x: f(x).sin().sum(), x).todense(), expected, rtol=1e-13, atol=1e-15)
+
+
 def test_values_of_numbers_that_make_programs_are_told(caplog: pytest.LogCaptureFixture) -> None:
     f = lambda x, t: x * math.exp(-t)  # noqa: E731
     prepared, x = prepare_jacobian(f, drawn(3), 0.0), drawn(3)
