@@ -179,7 +179,11 @@ def _pow(b: Emitter, self: Any, exponent: Any) -> Value:
         for _ in range(abs(int(exponent)) - 1):
             power = b.mul(power, self)
         return power if exponent > 0 else b.div(1.0, power)
-    return b.call("sqrt", self) if exponent == 0.5 else b.call("pow", self, exponent)
+    if abs(exponent) == 0.5:
+        # As PyTorch, unlike a power of minus infinity.
+        root = b.call("sqrt", self)
+        return root if exponent > 0 else b.div(1.0, root)
+    return b.call("pow", self, exponent)
 
 
 def _larger(b: Emitter, relation: str, x: Any, y: Any) -> Value:

@@ -364,7 +364,7 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         results = varies.intersection(node.results)
         made |= {memory_of(trace.tensor(value)) for value in results} - {0, *memories.values()}
     if trace.may_have_hooks:
-        raise refusal(None, "register_hook changes gradients", again)
+        raise refusal(None, "a hook sees gradients, and may change them", "remove it")
 
 
 def _check_indices(trace: Trace) -> None:

@@ -82,6 +82,9 @@ class SeenDerivatives:
             if begun not in (None, number):
                 is_view = node.name() == "AsStridedBackward0"
                 remedy = "take the view after the write" if is_view else "write it with operators"
+                if number in self.trace.sequences:
+                    # Of an earlier call, whose result was computed again for a derivative.
+                    remedy = "leave out the checkpoint, or the hooks of saved tensors"
                 self.refuse(maker, f"autograd's {node.name()} is not the derivative of {maker.name}", remedy)
             return
         function = type(node)._forward_cls  # type: ignore[attr-defined]
@@ -92,6 +95,9 @@ class SeenDerivatives:
             if function.__module__ == "torch.utils.checkpoint":
                 remedy = "pass use_reentrant=False to checkpoint"
             what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
+            if function.__module__.startswith("jacsparse.jacobians"):
+                what = "values of a Jacobian are not differentiated by rules"
+                remedy = "take jacsparse.hessian of a scalar function, or torch.autograd's Jacobian of the values"
             self.refuse(maker, what, remedy)
 
     def _is_of_operand(self, number: int, maker: Node) -> bool:
@@ -119,6 +125,10 @@ class SeenDerivatives:
                 if reached is not start.node:
                     what = "what was made of parameters before the call"
                 remedy = "write it with operators, or make it a custom operator with a rule"
+                if name == "AliasBackward0":
+                    remedy = "take as_subclass(torch.Tensor) of a tensor of another class"
+                elif "DifferentiableGraph" in name:
+                    remedy = "call the function that torch.jit has compiled"
                 self.refuse(reader, f"{name} works on {what} by no operator of PyTorch's", remedy)
             else:
                 waiting.extend(behind for behind, _ in reached.next_functions)

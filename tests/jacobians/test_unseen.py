@@ -16,6 +16,7 @@ import pytest
 import torch
 from jacsparse.patterns import Full, Pattern
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from jacsparse import (
     PreparedJacobian,
@@ -114,6 +115,42 @@ def test_functions_of_functions() -> None:
     for call in (jacobian, prepare_jacobian):
         with pytest.raises(UnsupportedOperatorError, match=r"as torch.cond, is no operator .*, line \d+"):
             call(f, drawn(3))
+
+
+class Other(torch.Tensor):
+    pass
+
+
+def hooked(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda gradient: 2 * gradient)
+    return y * x
+
+
+def test_remedies() -> None:
+    for call in (jacobian, prepare_jacobian):
+        with pytest.raises(UnsupportedOperatorError, match=r"a .*hook.* remove it"):
+            call(hooked, drawn(4))
+    with pytest.raises(
+        UnsupportedOperatorError, match=r"take as_subclass\(torch.Tensor\) of a tensor of another class"
+    ):
+        jacobian(lambda x: x * drawn(4).as_subclass(Other), drawn(4))
+
+
+def test_remedies_of_second_derivatives() -> None:
+    with pytest.raises(UnsupportedOperatorError, match="leave out the checkpoint, or the hooks of saved tensors"):
+        hessian(lambda x: checkpoint(lambda x: x.sin() * x, x, use_reentrant=False).sum(), drawn(4))
+    inner = lambda x: jacobian(torch.sin, x, create_graph=True).values[:, 0]  # noqa: E731
+    with pytest.raises(UnsupportedOperatorError, match="values of a Jacobian are not differentiated by rules"):
+        jacobian(inner, drawn(4))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_roots_of_minus_infinity(compile: bool) -> None:
+    x = torch.full((1,), -math.inf, dtype=FLOAT)
+    for f in (torch.sqrt, lambda x: x**0.5, lambda x: x**-0.5, lambda x: x**1.5):
+        prepared = prepare_jacobian(f, drawn(1), compile=compile)
+        assert torch.allclose(prepared(x).todense(), dense(f, x, batched=False), rtol=0, atol=0, equal_nan=True)
 
 
 PARTS: dict[str, Callable[[torch.Tensor], object]] = {
