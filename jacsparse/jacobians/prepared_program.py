@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
-from ..runtime import a_type, is_transformed
+from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, check_outside_transforms, form_of, name_of, without_autocast
@@ -164,8 +164,7 @@ class PreparedProgram:
                     "when this Jacobian was prepared: prepare it again"
                 )
             captures[value] = tensor
-        if is_transformed():
-            check_outside_transforms(self.traced.function.trace.module, captures.values())
+        check_outside_transforms(self.traced.function.trace.module, captures.values())
         for value, contents in self.traced.contents.items():
             if not torch.equal(contents_of(captures[value]), contents):
                 what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")

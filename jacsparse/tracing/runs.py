@@ -87,18 +87,20 @@ def traced(
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             _check_alike(module, name, tensor, x, error)
         raise _in_users_words(module, x, error) from error
-    if is_transformed():
-        check_outside_transforms(module, trace.tensors)
+    check_outside_transforms(module, trace.tensors)
     return trace
 
 
 def check_outside_transforms(f: Any, tensors: Iterable[Any]) -> None:
     """Raise TypeError within a transform of ``torch.func``, or where a tensor has a tangent of forward mode."""
-    remedy = f"call {name_of(f)} itself there, or take gradients by torch.autograd"
+    if not is_transformed():
+        return
+    name = name_of(f)
+    remedy = f"call {name} itself there, or take gradients by torch.autograd"
     if torch._C._are_functorch_transforms_active():
-        raise TypeError(f"{name_of(f)}: the call is within {transform_under_way()}, which does not see it; {remedy}")
-    if any(isinstance(tensor, torch.Tensor) and has_tangent(tensor) for tensor in tensors if is_transformed()):
-        raise TypeError(f"{name_of(f)}: a tensor has a tangent of forward mode, which would be lost; {remedy}")
+        raise TypeError(f"{name}: the call is within {transform_under_way()}, which does not see it; {remedy}")
+    if any(isinstance(tensor, torch.Tensor) and has_tangent(tensor) for tensor in tensors):
+        raise TypeError(f"{name}: a tensor has a tangent of forward mode, which would be lost; {remedy}")
 
 
 class _Unreadable(TorchFunctionMode):
