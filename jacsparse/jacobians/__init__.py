@@ -12,7 +12,7 @@
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
     `PreparedJacobian` (`prepared`) has one, and others for other numbers or objects among the arguments. It is compared
-    with `f`. Neither is a `Program` of `jacsparse.tracing`, of which a chain is made.
+    with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is made.
 ``prepared(x)``
     `PreparedJacobian._evaluated` takes the first of these ways that applies:
 

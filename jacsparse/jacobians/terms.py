@@ -2,7 +2,8 @@
 
 A term is a coefficient, times at most one variable: a local derivative, or a number, that each call computes. So
 products of matrices with constant entries are taken when preparing. Where two variables meet, their product becomes a
-variable of its own.
+variable of its own; so does a sum that several products use, which they would repeat: a step of a loop over time would
+sum the terms of all steps before it.
 """
 
 from __future__ import annotations
