@@ -267,10 +267,11 @@ class Arguments:
         """What the leaves are that are no tensors with axes: numbers, and other constants by value.
 
         An object of another kind is like none, so that each call with one makes a program of its own. At the places of
-        `tensors`, where a program takes them for numbers, those of float64 are like Python's numbers.
+        `tensors`, where a program takes numbers for tensors, those of 64 bits are like Python's.
         """
         kinds = [(place, _kind(self.leaves[place])) for place in self._plain]
-        return tuple([float if kind is torch.float64 and place in tensors else kind for place, kind in kinds])
+        doubles = (torch.float64, np.float64)
+        return tuple([float if place in tensors and kind in doubles else kind for place, kind in kinds])
 
     def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
         """The numbers at other places than these, by their texts: zeros have signs."""
@@ -283,7 +284,7 @@ class Arguments:
         leaves = list(self.leaves)
         for place in self.number_places:
             leaf, changed = leaves[place], change(_float(leaves[place]))
-            leaves[place] = torch.full_like(leaf, changed) if isinstance(leaf, torch.Tensor) else changed
+            leaves[place] = torch.full_like(leaf, changed) if isinstance(leaf, torch.Tensor) else type(leaf)(changed)
         return replace(self, leaves=leaves)
 
     def with_tensors(self, places: Collection[int]) -> Arguments:
@@ -295,7 +296,7 @@ class Arguments:
         for place in numbers:
             is_tensor = isinstance(leaves[place], torch.Tensor)
             if place not in places:
-                leaves[place] = _float(leaves[place])
+                leaves[place] = _float(leaves[place]) if is_tensor else leaves[place]
             elif not is_tensor:
                 number = torch.tensor(_float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
                 leaves[place] = requiring_gradient(number) if self.has_gradients else number
@@ -369,7 +370,7 @@ def _is_plain(leaf: Any) -> bool:
 def _kind(leaf: Any) -> Any:
     if _is_number(leaf):
         # The dtype of a result may be that of a tensor, and is not that of a number.
-        return leaf.dtype if isinstance(leaf, torch.Tensor) else float
+        return leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf)
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return leaf.shape, leaf.dtype, leaf.tobytes()
     # Any other object may have changed, and is like none.

@@ -171,7 +171,9 @@ class Folding:
             if edge in self.selections:
                 arguments = values.arguments(edge.operation.referenced)
                 weight = arguments[self.selections[edge][0]].reshape(1, -1)
-                weight = (weight.reciprocal() if _power(edge) == -1 else weight).to(function.x.dtype)
+                # In coarser numbers it would be rounded.
+                weight = weight.to(function.x.dtype)
+                weight = weight.reciprocal() if _power(edge) == -1 else weight
                 parts.append(weight if function.shared else weight.expand(batch, -1))
                 continue
             parts.append(derivative_of(function, edge, values))

@@ -14,6 +14,7 @@ from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree
@@ -204,7 +205,7 @@ def _trace(
         try:
             run = _run(f, changed, options, [changed.leaves[place] for place in places])
             (trace, _), (expected, _) = run, plain
-            if _computes(expected) != _computes(trace) or _reads_coarser(expected, trace):
+            if _computes(expected) != _computes(trace) or _is_coarser(expected, trace):
                 return None
             for case, at in enumerate(cases):
                 if not _alike(_returned(f, at.with_tensors(places), options), returned(case)):
@@ -254,17 +255,28 @@ def _is_alike(leaf: Any, other: Any) -> bool:
         return False
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype == other.dtype and (agree if leaf.is_floating_point() else torch.equal)(leaf, other)
-    # By their texts: zeros have signs.
-    return not isinstance(leaf, (bool, int, float, complex, str)) or repr(leaf) == repr(other)
+    # By their texts: zeros have signs. An object of another kind has none that tells.
+    is_told = isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.ndarray, torch.dtype))
+    return not is_told or repr(leaf) == repr(other)
 
 
-def _reads_coarser(of_numbers: Trace, of_tensors: Trace) -> bool:
-    """Whether a run with numbers reads tensors of other numbers than float64, and not so with tensors.
+def _is_coarser(of_numbers: Trace, of_tensors: Trace) -> bool:
+    """Whether a run with numbers has other tensors than one with tensors in their place, of which some are coarser.
 
-    As by ``torch.tensor``, whose dtype for a number is another one than for the tensor in its place.
+    As where ``torch.tensor`` reads a number, whose dtype is another one than the tensor's, or an integer has it for a
+    factor.
     """
     read = (Counter(form_of(t.tensor(value)) for value in t.graph.captures) for t in (of_numbers, of_tensors))
-    return any(form[3] != torch.float64 for form in next(read) - next(read))
+    others, alone = next(read) - next(read), _alone(of_numbers) - _alone(of_tensors)
+    return any(dtype != torch.float64 for dtype in (*(form[3] for form in others), *(dtype for _, dtype in alone)))
+
+
+def _alone(trace: Trace) -> Counter[tuple[str, torch.dtype]]:
+    """What calls compute without axes that does not depend on the input."""
+    infos = trace.graph.infos
+    pairs = ((node, value) for node in trace.graph.nodes for value in node.results if not infos[value].dependent)
+    tensors = ((node, trace.tensor(value)) for node, value in pairs)
+    return Counter((_NAMES.get(node.name, node.name), tensor.dtype) for node, tensor in tensors if not tensor.ndim)
 
 
 #: A number minus a tensor is another operator than a tensor minus a tensor.
@@ -374,7 +386,7 @@ def _check_indices(trace: Trace) -> None:
     # The indices of sparse ones are parts of the program.
     floats = {n for n, tensor in captures.items() if tensor.is_floating_point() and tensor.layout == torch.strided}
     for node in graph.differentiated:
-        for name in node.contents:
+        for name in node.contents if any(operand.active for operand in node.operands) else ():
             value = node.arguments[name].number
             if not graph.infos[value].dependent and graph.made_of(value, floats):
                 raise UnsupportedOperatorError(

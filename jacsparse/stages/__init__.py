@@ -9,7 +9,7 @@ inputs.
 **In which order they are multiplied.** `best_order` (`order`) compares the parenthesisations of the stages by the costs
 at the head of that file and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the cheapest
 one. `accumulated` makes it an `Accumulation` of products and sums. Where a stage of several operators becomes one
-matrix, `eliminate` takes the vertex of the fewest multiply-adds next; beside an interval they go in turn. Folded
+matrix, `eliminate` takes the vertex of the fewest operations next; beside an interval they go in turn. Folded
 entries of `jacsparse.jacobians` take `eliminate` for all edges, and no order. Chains of more than `MOST_STAGES` are
 multiplied stage by stage. The chain's pattern is that of the accumulation.
 

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ..patterns import Identity, Pattern
+from ..patterns import Pattern
 from ..spgemm import multiply_adds
 
 #: A matrix by its number in an `Accumulation`, or in another representation.
@@ -37,7 +37,8 @@ def eliminate(
     """Eliminate all vertices of a graph but two; return the matrix between those, or None where no path joins them.
 
     An edge is (source, target, matrix), such that ``edge(u, v) · edge(v, w)`` is the product along a path. The vertex
-    of the fewest multiply-adds goes first; on request, the vertices go in turn, as they are targets of the edges.
+    goes first whose products take the fewest operations, less the entries of its own edges, which go; on request, the
+    vertices go in turn, as they are targets of the edges.
     """
     after: dict[Hashable, dict[Hashable, list[Matrix]]] = {}
     before: dict[Hashable, set[Hashable]] = {}
@@ -55,15 +56,16 @@ def eliminate(
     costs: dict[Hashable, dict[Hashable, tuple[Pattern, Pattern, int]]] = defaultdict(dict)
 
     def cost(vertex: Hashable) -> int:
-        sources, targets, known, total = before.get(vertex, set()), after.get(vertex, {}), costs[vertex], 0
-        # An edge that an identity leads on is no new one; of several, each is one for sums, and later products.
-        leads_on = min(len(sources), len(targets)) == 1
-        for path in itertools.product(sources, [vertex], targets):
-            left, right = (arithmetic.pattern_of(merged(*edge)) for edge in itertools.pairwise(path))
+        sources, targets, known = before.get(vertex, set()), after.get(vertex, {}), costs[vertex]
+        lefts = {source: arithmetic.pattern_of(merged(source, vertex)) for source in sources}
+        rights = {target: arithmetic.pattern_of(merged(vertex, target)) for target in targets}
+        # An entry of an edge that goes is one term less of sums, or of products to come.
+        total = -sum(pattern.nnz for pattern in (*lefts.values(), *rights.values()))
+        for path in itertools.product(sources, targets):
+            left, right = lefts[path[0]], rights[path[1]]
             if path not in known or known[path][0] is not left or known[path][1] is not right:
                 known[path] = left, right, multiply_adds(left, right)
-            if not (leads_on and any(isinstance(factor.structure, Identity) for factor in (left, right))):
-                total += known[path][2]
+            total += 2 * known[path][2]
         return total
 
     def remove(vertex: Hashable) -> None:
@@ -74,8 +76,9 @@ def eliminate(
         for source, of_source in zip(sources, arithmetic.products(lefts, rights), strict=True):
             del after[source][vertex]
             for target, product in zip(targets, of_source, strict=True):
-                after[source].setdefault(target, []).append(product)
-                before.setdefault(target, set()).add(source)
+                if arithmetic.pattern_of(product).nnz:
+                    after[source].setdefault(target, []).append(product)
+                    before.setdefault(target, set()).add(source)
         for target in after.pop(vertex, {}):
             before[target].discard(vertex)
 

@@ -58,11 +58,10 @@ class _Calls(DispatchMode):
             for place, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
                 if isinstance(part, torch.Tensor):
                     self.note(part, self.graph.call_function(operator.getitem, (node, place)))
-        if any(map(is_written, overload._schema.arguments)):
-            self.written |= set(map(memory_of, tensors_in((args, *kwargs.values(), result))))
-        for parameter, value in zip(overload._schema.arguments, args, strict=False):
-            if parameter.name in RUNNING and value is not None:
-                self.written.add(memory_of(value))
+        for place, parameter in enumerate(overload._schema.arguments):
+            if is_written(parameter) or parameter.name in RUNNING:
+                value = args[place] if place < len(args) else kwargs.get(parameter.name)
+                self.written |= set(map(memory_of, tensors_in(value)))
         return result
 
     def note(self, tensor: torch.Tensor, node: fx.Node) -> None:

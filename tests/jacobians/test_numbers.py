@@ -237,12 +237,23 @@ def test_numbers_and_tensors_without_axes_in_turn(first: Any) -> None:
         assert_equal(prepared(X, c), dense(f, X, float(c), batched=False))
 
 
-@pytest.mark.parametrize("first", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=X.dtype)], ids=str)
+@pytest.mark.parametrize(
+    "first",
+    [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=X.dtype), np.float32(0.5), np.float64(0.5)],
+    ids=lambda c: type(c).__name__ + str(getattr(c, "dtype", "")),
+)
 def test_numbers_and_tensors_of_each_dtype_in_turn(first: Any) -> None:
     """A number is another one in float32, and tensors and numbers of one value give results of other dtypes."""
-    for f in (TENSORS["factor"], lambda x, c: x * (torch.arange(1, 6) * c)):
+    for f in (
+        TENSORS["factor"],
+        lambda x, c: x * (torch.arange(1, 6) * c),
+        lambda x, c: x * (torch.tensor(2) * c),
+        lambda x, c: x * (torch.tensor(1.0) / c),
+        lambda x, c: x * torch.as_tensor(c),
+        lambda x, c: x * c if isinstance(c, float) else 2 * x * c,
+    ):
         prepared = jacsparse.prepare_jacobian(f, X, first, batched=False, value=True)
-        for c in (0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=X.dtype), 1e30, 0.1):
+        for c in (0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=X.dtype), np.float32(0.1), np.float64(0.1), 3e9, 0.1):
             jacobian, y = prepared(X, c)
             expected = dense(f, X, c, batched=False)
             assert torch.allclose(jacobian.todense(), expected[0], rtol=1e-15, atol=0)
@@ -289,6 +300,8 @@ def test_texts_of_numbers_and_tensors() -> None:
         lambda c: 2 * c,
         lambda c: torch.arange(3) * c,
         lambda c: (torch.full((2,), 3.0) * c, "constant", None),
+        lambda c: (torch.tensor(1) * c).dtype,
+        lambda c: str(c).encode() if isinstance(c, float) else b"",
     ],
 )
 def test_numbers_beside_the_result(aux: Callable[[float], Any]) -> None:
@@ -303,3 +316,18 @@ def test_the_numbers_of_another_pattern_are_named() -> None:
     prepared = jacsparse.prepare_jacobian(lambda x, c: x.roll(int(c)), X, 1.0, batched=False)
     with pytest.raises(ValueError, match=r"where numbers are 2\.0, is another than that for which it was prepared"):
         prepared(X, 2.0)
+
+
+def test_integers_and_masks_of_tensors_beside_the_result() -> None:
+    f = lambda x, c: (2 * x, (c > 1, (3 * c).int(), c.argmax()))  # noqa: E731
+    prepared = jacsparse.prepare_jacobian(f, X, X, has_aux=True, batched=False)
+    assert all(map(torch.equal, prepared(X, X.flip(0))[1], f(X, X.flip(0))[1]))
+
+
+def test_divisors_of_coarser_numbers() -> None:
+    for divisor in (torch.tensor(3.0), torch.linspace(1, 3, 5)):
+        for f in (lambda x, d: x / d, lambda x, d: (x * 1).div_(d) * x):
+            expected = dense(f, X, divisor, batched=False)
+            for method in ("products", "compressed"):
+                prepared = jacsparse.prepare_jacobian(f, X, divisor, batched=False, method=method)
+                assert torch.allclose(prepared(X, divisor).todense(), expected, rtol=1e-15, atol=0)

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from jacsparse.patterns import Identity, Pattern
 from torch import nn
 from torch.nn import functional
 
@@ -946,6 +947,19 @@ def test_a_jacobian_that_is_zero_but_for_rounding(size: int, method: str) -> Non
             prepared.check(drawn(size))
 
 
+@pytest.mark.parametrize(("size", "offset"), [(1e-6, 0.0), (1.0, 1e6)])
+def test_a_large_constant_part_hides_no_error(size: float, offset: float) -> None:
+    """Where the function's values are large beside its arguments, in units of which derivatives are not."""
+    x, diagonal = size * drawn(4).float(), Pattern.of(Identity(4))
+    with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
+        prepare_jacobian(lambda x: x.roll(1) * 2 + x.cos() + offset, x, pattern=diagonal)
+    read = [1.0]
+    prepared = prepare_jacobian(lambda x: read[0] * x.sin() + 3 * x.cos() + offset, x)
+    read[0] = 2.0
+    with pytest.raises(jacsparse.VerificationError, match="differs from autograd's"):
+        prepared.check(x)
+
+
 def test_values_that_are_not_finite_when_it_is_prepared() -> None:
     f = lambda x, c: x.index_put((torch.tensor([0, 2]),), x[:2] * 3, accumulate=True) / c  # noqa: E731
     with pytest.raises(jacsparse.VerificationError, match="values are not finite at these arguments: prepare it at"):
@@ -957,3 +971,34 @@ def test_hessians_of_operators_without_second_derivatives_in_pytorch(f: Callable
     x = drawn(3, 2)
     prepared = jacsparse.prepare_hessian(f, x)
     assert torch.allclose(prepared(x).todense(), jacsparse.hessian(f, x).todense(), rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: torch.tensor([0, 2]),
+        lambda: torch.tensor([True, False, True, False]),
+        lambda: torch.arange(4) % 2 == 0,
+        lambda: (torch.tensor([0, 2]), torch.tensor([1])),
+    ],
+)
+def test_writes_with_an_index_that_the_function_makes(made: Callable[[], Any]) -> None:
+    def f(x: torch.Tensor, power: int) -> torch.Tensor:
+        y = (x if not isinstance(made(), tuple) else x[:, None] * torch.ones(2, dtype=FLOAT)).clone()
+        y[made()] *= 2
+        return y**power
+
+    for power in (1, 2):
+        g = functools.partial(f, power=power)
+        for options in (
+            {},
+            {"method": "products"},
+            {"compile": True},
+            {"create_graph": True},
+            {"method": "compressed"},
+        ):
+            prepared = prepare_jacobian(g, drawn(4), **options)
+            assert_equal(prepared(drawn(4, seed=1)), dense(g, drawn(4, seed=1), batched=False).flatten(1, -2))
+        total = lambda x: (g(x) ** 3).sum()  # noqa: B023, E731
+        expected = torch.autograd.functional.hessian(total, drawn(4))
+        assert torch.allclose(jacsparse.prepare_hessian(total, drawn(4))(drawn(4)).todense(), expected, rtol=1e-12)
