@@ -8,7 +8,7 @@ import inspect
 import itertools
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType, MethodType
@@ -208,7 +208,7 @@ def _trace(
             if _computes(expected) != _computes(trace) or _is_coarser(expected, trace):
                 return None
             for case, at in enumerate(cases):
-                if not _alike(_returned(f, at.with_tensors(places), options), returned(case)):
+                if not _alike(_returned(f, _unhashed(at.with_tensors(places), places), options), returned(case)):
                     return None
         except Exception:
             # The function may raise anything where it gets a tensor in the place of a number, or another number.
@@ -228,6 +228,21 @@ def _trace(
 
 #: Other numbers to ask for than those of the arguments.
 _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.3 * c + 0.7, lambda c: 0.4 - c)
+
+
+class _Unhashed(torch.Tensor):
+    """A tensor in the place of a number, which a set or a dictionary would not find: their hashes differ."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __hash__(self) -> int:
+        raise TypeError("no tensor has the hash of a number")
+
+
+def _unhashed(arguments: Arguments, places: Collection[int]) -> Arguments:
+    """The same arguments with tensors at some places that no set or dictionary takes."""
+    pairs = enumerate(arguments.leaves)
+    return replace(arguments, leaves=[leaf.as_subclass(_Unhashed) if n in places else leaf for n, leaf in pairs])
 
 
 def _returned(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple[torch.Tensor, Returned]:

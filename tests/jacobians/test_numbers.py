@@ -331,3 +331,18 @@ def test_divisors_of_coarser_numbers() -> None:
             for method in ("products", "compressed"):
                 prepared = jacsparse.prepare_jacobian(f, X, divisor, batched=False, method=method)
                 assert torch.allclose(prepared(X, divisor).todense(), expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, c: x * 5 if c in {0.5, 1.0} else x * c,
+        lambda x, c: x * {0.5: 7.0}.get(c, c),
+        lambda x, c: x * len({c, 2.0}),
+        lambda x, c: x * c if c in [1.0, 0.5] else 2 * x,
+    ],
+)
+def test_numbers_that_are_looked_up(f: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    prepared = jacsparse.prepare_jacobian(f, X, 5.0, batched=False)
+    for c in (5.0, 0.5, 2.0, 1.0):
+        assert_equal(prepared(X, c), dense(f, X, c, batched=False))
