@@ -233,7 +233,7 @@ _OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.3 * c + 0.7, lambda
 class _Unhashed(torch.Tensor):
     """A tensor in the place of a number, which a set or a dictionary would not find: their hashes differ."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __hash__(self) -> int:
         raise TypeError("no tensor has the hash of a number")
