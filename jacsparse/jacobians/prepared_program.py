@@ -85,6 +85,8 @@ class PreparedProgram:
         """
         arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
+        # Within a transform each call comes here: `Arguments.memory_of` is of none.
+        check_outside_transforms(self.traced.function.trace.module, captures.values())
         read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
         connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
         computed: torch.Tensor | None = None
@@ -164,7 +166,6 @@ class PreparedProgram:
                     "when this Jacobian was prepared: prepare it again"
                 )
             captures[value] = tensor
-        check_outside_transforms(self.traced.function.trace.module, captures.values())
         for value, contents in self.traced.contents.items():
             if not torch.equal(contents_of(captures[value]), contents):
                 what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")

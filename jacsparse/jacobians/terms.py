@@ -55,7 +55,7 @@ class Terms:
         begins[indptr[-1]] = len(self)
         return indptr, begins[: indptr[-1] + 1]
 
-    @property
+    @functools.cached_property
     def varies(self) -> np.ndarray:
         """Whether each term has a variable."""
         return self.variable != NONE

@@ -208,7 +208,8 @@ def _trace(
             if _computes(expected) != _computes(trace) or _is_coarser(expected, trace):
                 return None
             for case, at in enumerate(cases):
-                if not _alike(_returned(f, _unhashed(at.with_tensors(places), places), options), returned(case)):
+                at_tensors = _unhashed(at.with_tensors(places), places - before)
+                if not _alike(_returned(f, at_tensors, options), returned(case)):
                     return None
         except Exception:
             # The function may raise anything where it gets a tensor in the place of a number, or another number.

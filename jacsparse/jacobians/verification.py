@@ -35,6 +35,8 @@ NAMED = 5
 SMALL = 2**20
 #: The tolerance in units in the last place, for numbers coarser than the input's.
 ROUNDINGS = 16
+#: The most roundings of a sum, each relative to all of its absolute terms.
+MOST_ROUNDINGS = 100
 #: The largest difference from autograd that is no error, as a share of the largest element, by the input's dtype.
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-9}
 
@@ -375,10 +377,10 @@ def difference_of(actual: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     return torch.where(expected.isnan() | (actual == expected), 0.0, actual - expected)
 
 
-def rounding_of(x: torch.Tensor, y: torch.Tensor | None, units: int = 100) -> float:
-    """The rounding error of a derivative that is zero: so many units in the last place of output over input."""
+def rounding_of(x: torch.Tensor, y: torch.Tensor | None) -> float:
+    """The rounding error of a derivative that is zero: some units in the last place of output over input."""
     scale = 0.0 if y is None else largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
-    return units * torch.finfo(x.dtype).eps * scale
+    return MOST_ROUNDINGS * torch.finfo(x.dtype).eps * scale
 
 
 def share_of(difference: float, largest: float, rounding: float, limit: float) -> float:

@@ -128,15 +128,14 @@ class _Unreadable(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read: Sequence[Any] = ()
-        if function in self.READS:
+        is_text = function in self.TEXTS
+        if is_text or function in self.READS:
             read = args[:1]
         elif function in self.MAKES:
             lists = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, (list, tuple))]
             read = [each for each in _pytree.tree_leaves(lists) if isinstance(each, torch.Tensor)]
-        elif function in self.TEXTS:
-            read = args[:1]
         if any(map(self._may_not_be_read, read)):
-            raise self.tracer.derivatives.read_error(None, as_text=function in self.TEXTS)
+            raise self.tracer.derivatives.read_error(None, as_text=is_text)
         result = function(*args, **(kwargs or {}))
         if function is self.DATA and self.tracer.depends_on_input(args[0]):
             self.tracer.alias(result, args[0])

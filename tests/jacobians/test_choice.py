@@ -122,8 +122,8 @@ def test_loops_over_time_fold_into_work_for_each_step(f: Callable[..., torch.Ten
         of_steps = functools.partial(f, steps=steps)
         prepared = prepare_jacobian(of_steps, x)
         assert_equal(prepared(x / 2), dense(of_steps, x / 2, batched=False))
-        found = re.search(r"local derivatives.*about ([\d,]+) flop", repr(prepared))
-        assert found is not None
-        flop.append(int(found[1].replace(",", "")))
+        printed_flop = re.search(r"local derivatives.*about ([\d,]+) flop", repr(prepared))
+        assert printed_flop is not None
+        flop.append(int(printed_flop[1].replace(",", "")))
     # After the first steps, whose rows have fewer entries, each takes the same: twice as many, and not four times.
     assert flop[3] - flop[2] <= 2.5 * (flop[2] - flop[1])

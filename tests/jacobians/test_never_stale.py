@@ -535,10 +535,10 @@ def test_what_a_run_held_ends_with_it() -> None:
     try:
         for size in (3, 4, 4):
             read["scale"] = drawn(size).requires_grad_()
-            held = weakref.ref(read["scale"])
+            reference_to_scale = weakref.ref(read["scale"])
             jacsparse.jacobian(f, drawn(size))
             read.clear()
-            assert held() is None
+            assert reference_to_scale() is None
     finally:
         gc.enable()
 
