@@ -29,7 +29,9 @@ INTERNAL = {
         CONSTANT Layout REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at batch_last gathered
         gradient_of gradients_of input_gradients is_pointwise pattern_figure picture requiring_gradient row_colors
         rows_at rule_for rule_of""",
-    "recurrence": "CELLS Choice Problem Recurrence SOLVERS Saved Sequences Solver Weights parse",
+    "recurrence": """
+        CELLS Choice NODES Nodes PRICES Prices Problem Recurrence SOLVERS Saved Sequences Solver Weights Work cell_on
+        parse""",
     "schedule": "COUNTED Cuttable EXCHANGES Names between blocked check_exchange",
     "simulation": """
         AcrossRanks Bppsa DelayedPipeline FREE GPipe LeapfroggingWorkers OneWorker PipeDream ReducedBackward

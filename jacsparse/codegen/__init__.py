@@ -5,6 +5,7 @@ from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
 from .operations import FLOATS
+from .printer import Printer, constant
 from .tiles import Scratch
 
 __all__ = [
@@ -16,8 +17,10 @@ __all__ = [
     "Interpreted",
     "MachineCode",
     "MixedDtypesError",
+    "Printer",
     "Scratch",
     "TooManyElementsError",
     "UnreadableWriteError",
+    "constant",
     "sums",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..patterns import Pattern, UnsupportedOperatorError
-from ..recurrence import CELLS, Recurrent, Saved, Sequences, StepJacobian, Weights
+from ..recurrence import CELLS, Recurrent, Saved, Sequences, StepJacobian, Weights, cell_on
 from ..stages import check_shape
 from ..tracing import refresh_weights, trains
 from .layer_flop import LayerFlop, OperatorWork, StepFlop
@@ -33,6 +33,7 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     refresh_weights(module)
     weights = Weights(*(getattr(module, name).detach() for name in _NAMES[: 4 if module.bias else 2]))
     time, jacobian, hidden = shape[0], StepJacobian(cell, weights), weights.hidden
+    here = cell_on(cell, hidden)
     transposed = jacobian.pattern.T
     gate_flop, dense = 2.0 * int(hidden.count_nonzero()), 2.0 * hidden.numel()
 
@@ -40,10 +41,10 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         sequences = Sequences.equal(time, 1)
         rows = Saved(
             x.new_empty(time, weights.size),
-            x.new_empty(time if cell.saved_vectors else 0, cell.saved_vectors * weights.size),
+            x.new_empty(time if here.saved_vectors else 0, here.saved_vectors * weights.size),
             x.new_zeros(1, cell.states * weights.size),
         )
-        cell.forward(sequences.whole(1), cell.enter(x[0].contiguous(), weights), weights, rows.initial, rows)
+        here.forward(sequences.whole(1), here.enter(x[0].contiguous(), weights), weights, rows.initial, rows)
         values = jacobian.values(sequences, 1, x[0], rows)
         values = values[torch.from_numpy(jacobian.pattern.transposition.astype("int64"))]
         return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)], [{}] * time

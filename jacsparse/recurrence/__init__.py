@@ -1,25 +1,30 @@
 """Recurrences: cells as fused kernels over runs of steps, linear recurrences, and the solvers of both."""
 
-from .cells import CELLS, Cell, Saved, StepJacobian, Terms, Weights
+from .cells import CELLS, Cell, Saved, StepJacobian, Terms, Weights, cell_on
 from .conversion import convert
 from .layers import GRU, LSTM, RNN
 from .linear import linear_recurrence
 from .matrices import Dense, Diagonal, Scaled, Sparse
+from .prices import NODES, PRICES, Nodes, Prices
 from .recurrent import Recurrent
 from .reports import Report
 from .sequences import Sequences
-from .solvers import SOLVERS, Choice, Problem, Recurrence, Solver, parse
+from .solvers import SOLVERS, Choice, Problem, Recurrence, Solver, Work, parse
 
 __all__ = [
     "CELLS",
     "GRU",
     "LSTM",
+    "NODES",
+    "PRICES",
     "RNN",
     "SOLVERS",
     "Cell",
     "Choice",
     "Dense",
     "Diagonal",
+    "Nodes",
+    "Prices",
     "Problem",
     "Recurrence",
     "Recurrent",
@@ -32,6 +37,8 @@ __all__ = [
     "StepJacobian",
     "Terms",
     "Weights",
+    "Work",
+    "cell_on",
     "convert",
     "linear_recurrence",
     "parse",

@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from ..runtime import is_transformed, on_device
+from ..runtime import is_batched, is_transformed, on_device
 from ..tracing import without_autocast
 from .cells import Saved, Weights, preceding
 from .layer_recurrences import LayerPass
-from .once_differentiable import differentiable_once, once
+from .once_differentiable import alive, differentiable_once, once
 from .sequences import index, plain
+from .small_layer import SmallLayer, SmallPass
 
 _requires_grad, _is_there = attrgetter("requires_grad"), partial(is_not, None)
 
@@ -58,7 +59,7 @@ def _forward(
             initial, number = part.ranks.take_over(initial.detach(), layer.direction, phase)
             layer.initial = initial
         # Newton's method needs the gates too.
-        rows = steps if cell.saved_vectors and (keep or layer.forward.name != "sequential") else 0
+        rows = steps if cell.saved_vectors and (keep or layer.forward.name not in ("auto", "sequential")) else 0
         size, initial = weights.size, plain(initial)
         first, _, after = layer.sequences.state_rows(layer.direction)
         states = x.new_empty(max(first.stop, after.stop) if keep else steps, size)
@@ -161,27 +162,28 @@ def _weights(
 ) -> Weights:
     """The parameters, detached; TypeError or ValueError where one does not fit the input, for kernels do not check."""
     size = initial.shape[1] // layer.cell.states
-    gates = layer.cell.gates * size
-    names, shapes = (
-        ("weight_ih", "weight_hh", "bias_ih", "bias_hh"),
-        ((gates, x.shape[1]), (gates, size), (gates,), (gates,)),
-    )
-    detached = list[torch.Tensor | None]()
-    for name, parameter, shape in zip(names, parameters, shapes, strict=True):
-        if parameter is None:
-            detached.append(None)
-            continue
-        if parameter.shape != shape:
-            raise ValueError(f"{name}_{layer.name} has shape {tuple(parameter.shape)}; expected {shape}")
-        if parameter.dtype != x.dtype or parameter.device != x.device:
-            raise TypeError(
-                f"{name}_{layer.name} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on "
-                f"{x.device}; convert or move one of them"
-            )
-        detached.append(plain(parameter))
-    weight, hidden, *biases = detached
+    check_weights(layer.name, layer.cell.gates, size, x.shape[1], x, parameters)
+    weight, hidden, *biases = [None if parameter is None else plain(parameter) for parameter in parameters]
     assert weight is not None and hidden is not None
     return Weights(weight, hidden, *biases)
+
+
+def check_weights(
+    layer: str, gates: int, size: int, inputs: int, x: torch.Tensor, parameters: Sequence[torch.Tensor | None]
+) -> None:
+    """TypeError or ValueError where a layer's parameter does not fit the input; the message names it."""
+    rows = gates * size
+    shapes = {"weight_ih": (rows, inputs), "weight_hh": (rows, size), "bias_ih": (rows,), "bias_hh": (rows,)}
+    for (name, shape), parameter in zip(shapes.items(), parameters, strict=False):
+        if parameter is None:
+            continue
+        if parameter.shape != shape:
+            raise ValueError(f"{name}_{layer} has shape {tuple(parameter.shape)}; expected {shape}")
+        if parameter.dtype != x.dtype or parameter.device != x.device:
+            raise TypeError(
+                f"{name}_{layer} is {parameter.dtype} on {parameter.device}, and the input {x.dtype} on "
+                f"{x.device}; convert or move one of them"
+            )
 
 
 def _products(
@@ -255,3 +257,125 @@ def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     whole = size * parts
     pieces = (factor[:whole].unflatten(0, (parts, size)) for factor in (left, right))
     return torch.addmm(torch.bmm(next(pieces).mT, next(pieces)).sum(dim=0), left[whole:].T, right[whole:])
+
+
+def run_small_layer(
+    layer: SmallLayer,
+    this: SmallPass,
+    number: int,
+    x: torch.Tensor,
+    starts: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    guesses: Sequence[torch.Tensor | None],
+    last: Sequence[torch.Tensor] | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Outputs and last states of a layer of small states, as of `SmallLayer.forward`.
+
+    Parameters
+    ----------
+    layer : SmallLayer
+        The layer.
+    this : SmallPass
+        The pass, which is told how the recurrences are solved.
+    number : int
+        The layer's number.
+    x, starts, weights, guesses, last
+        As `SmallLayer.forward` takes them.
+    """
+    x, *weights = map(alive, (x, *weights))
+    device, dtype, facts = x.device, x.dtype, zip(weights, layer.weight_shapes, strict=True)
+    # One look at each weight finds what does not fit, for kernels do not check, and what they could not read.
+    for weight, shape in facts:
+        if weight.shape != shape or weight.dtype is not dtype or weight.device != device:
+            raise _misfit(layer, number, x, weights)
+        if not weight.is_contiguous() or weight.is_neg():
+            weights = [each.resolve_neg().contiguous() for each in weights]
+    if x.stride(2) != 1 or x.is_neg():
+        x = x.resolve_neg().contiguous()
+    starts = [None if each is None else alive(each).resolve_neg().contiguous() for each in starts]
+    tensors = (x, *starts, *weights)
+    if torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors))):
+        return _SmallLayer.apply_outside(layer, this, number, guesses, last, *tensors)
+    output, last, _, memory = layer.forward(x, starts, weights, guesses, last, keep=False)
+    this.forward[number] = layer, memory
+    return output, *last
+
+
+def _misfit(layer: SmallLayer, number: int, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Exception:
+    """The error of a weight that does not fit the input."""
+    count = 4 if layer.bias else 2
+    for direction, name in enumerate(layer.names(number)):
+        own = weights[count * direction : count * (direction + 1)]
+        try:
+            check_weights(name, layer.cell.gates, layer.shape.size, layer.shape.inputs, x, own)
+        except (TypeError, ValueError) as error:
+            return error
+    raise AssertionError("all weights fit")
+
+
+class _SmallLayer(_Once):  # type: ignore[misc, valid-type]
+    @staticmethod
+    def forward(
+        ctx: Any,
+        layer: SmallLayer,
+        this: SmallPass,
+        number: int,
+        guesses: Sequence[torch.Tensor | None],
+        last: Sequence[torch.Tensor] | None,
+        x: torch.Tensor,
+        *others: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, ...]:
+        states = layer.cell.states
+        output, last, kept, memory = layer.forward(x, others[:states], others[states:], guesses, last, keep=True)
+        this.forward[number] = layer, memory
+        ctx.layer, ctx.this, ctx.number = layer, this, number
+        ctx.save_for_backward(x, *others, *kept)
+        ctx.set_materialize_grads(False)
+        return output, *last
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        wanted, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
+        found = _small_gradients(ctx.layer, ctx.this, ctx.number, wanted, gradients, *saved)
+        return (None, None, None, None, None, *found)
+
+
+def _gradients_of_small(
+    layer: SmallLayer,
+    this: SmallPass,
+    number: int,
+    wanted: Sequence[bool],
+    gradients: Sequence[torch.Tensor | None],
+    x: torch.Tensor,
+    *saved: torch.Tensor | None,
+) -> tuple[torch.Tensor | None, ...]:
+    """The gradients of the input, the first states and the weights; None where none is wanted."""
+    if any(each is not None and is_batched(each) for each in gradients):
+        raise NotImplementedError(_SmallLayer.no_batching)
+    states, count = layer.cell.states, len(wanted) - 1
+    added, *ends = gradients
+    found, memory = layer.backward(
+        x, saved[:states], saved[states:count], saved[count:], added,
+        [None if each is None else plain(each) for each in ends], wanted,
+    )  # fmt: skip
+    # Of several passes over the same graph, the last one.
+    this.backward.pop(number, None)
+    this.backward[number] = layer, memory
+    return tuple(found)
+
+
+_small_gradients: Any = once(_gradients_of_small, _Once)  # type: ignore[arg-type]
+
+
+class Joined(torch.autograd.Function):
+    """One tensor of parts that lie in it side by side already, along the first axis: nothing is copied."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Sequence[torch.Tensor], *parts: torch.Tensor) -> torch.Tensor:
+        ctx.sizes = [len(part) for part in parts]
+        # In a sequence it is no input, of which the result would be a view that nobody may write to.
+        return whole[0]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *gradient.split(ctx.sizes)

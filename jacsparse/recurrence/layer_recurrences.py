@@ -12,6 +12,7 @@ from ..patterns import gathered
 from ..runtime import on_device
 from .across_ranks import SequencePart
 from .cells import Cell, Saved, StepJacobian, Weights
+from .levels_cuda import widened
 from .reports import Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import SOLVERS, Choice, Kept, Problem, Recurrence, Solver, choose, solve
@@ -81,10 +82,16 @@ class _Gradients(_OfCell):
             gates[index(others, gates)] = 0
         return grad_start
 
-    def transfer(self, runs: Runs, initial_state: torch.Tensor) -> torch.Tensor:
+    def transfer(self, runs: Runs, initial_state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if not self.cell.transfers:
-            return super().transfer(runs, initial_state)
-        return self.cell.transfer(runs, self.weights, self.saved, self.grad_output)
+            return super().transfer(runs, initial_state, dtype)
+        weights, saved, grad_output = self.weights, self.saved, self.grad_output
+        if dtype != weights.hidden.dtype:
+            # The kernel computes in the dtype of what it reads.
+            *wide, grad_output = widened(weights.hidden, saved.output, saved.gates, saved.initial, grad_output)
+            hidden, *states = wide
+            weights, saved = Weights(weights.input, hidden), Saved(*states)
+        return self.cell.transfer(runs, weights, saved, grad_output)
 
     def maps(self, chunks: Chunks, initial_state: torch.Tensor, *, sparse: bool) -> AffineMaps:
         if not sparse:
@@ -132,6 +139,8 @@ class LayerPass:
         This rank's part of sequences that go across ranks.
     initial : Tensor or None
         The states before this rank's steps, where another rank has the steps before.
+    obstacle : str
+        Why steps are taken in PyTorch's operations on a device, where they are.
     """
 
     cell: Cell
@@ -145,18 +154,26 @@ class LayerPass:
     boundaries: torch.Tensor | None = None
     part: SequencePart | None = None
     initial: torch.Tensor | None = None
+    obstacle: str = ""
 
     def _report(self, recurrence: str) -> Report:
         """A new report; it replaces that of an earlier pass over the same graph."""
-        report = Report(recurrence, self.sequences.time, self.name)
+        report = Report(recurrence, self.sequences.time, self.name, reason=self.obstacle)
         others = [other for other in self.reports if (other.recurrence, other.layer) != (recurrence, self.name)]
         self.reports[:] = [*others, report]
         return report
+
+    def _chosen(self, choice: Choice, weights: Weights) -> Choice:
+        """What ``auto`` is here."""
+        return choose(self.sequences, weights.size, weights.hidden, choice.chunk, gates=self.cell.gates)
 
     def solve_forward(self, input_projection: torch.Tensor, weights: Weights, saved: Saved) -> torch.Tensor:
         """Fill what the forward pass saves; the last states. Across ranks, the first ones came from the rank before."""
         recurrence, report = _States(self.cell, weights, saved, input_projection), self._report("forward")
         choice, warm = self.forward, self.warm
+        if choice.name == "auto":
+            there = on_device(weights.hidden)
+            choice = self._chosen(choice, weights) if there else SOLVERS["sequential"].choice(None, choice.chunk)
         problem = Problem(recurrence, self.sequences, self.direction, saved.initial, choice, report, warm=warm)
         last = solve(problem)
         self.boundaries = problem.boundaries
@@ -177,7 +194,7 @@ class LayerPass:
         fallback: Solver | None = SOLVERS["chunked"]
         if choice.name == "auto":
             fallback = None
-            choice = choose(sequences, weights.size, weights.hidden, choice.chunk, guesses=True)
+            choice = self._chosen(choice, weights)
         problem = Problem(
             recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback, part=self.part
         )

@@ -27,11 +27,12 @@ class RNN(Recurrent, nn.RNN):
         there are steps is solved as its name says, or by its products of single steps. ``auto`` chooses, and says in
         `reports` what and why; on the CPU it leaves few steps, large states or batches, and most LSTMs in float32 to
         PyTorch's own kernels, forward too.
-    forward : {"sequential", "parallel", "relaxed", "newton"}
+    forward : {"auto", "sequential", "parallel", "relaxed", "newton"}
         How the hidden states are found: step after step, or in chunks from guessed states, whose steps may follow the
-        name as in `schedule`. ``parallel`` begins relaxed
-        and, on the CPU, changes to Newton's method (multiple shooting) when that does not converge; what still does
-        not is finished step after step. The result is the sequential one within rounding of a sample's largest state.
+        name as in `schedule`. ``parallel`` begins relaxed and, on the CPU, changes to Newton's method (multiple
+        shooting) when that does not converge; what still does not is finished step after step. The result is the
+        sequential one within rounding of a sample's largest state. ``auto`` is step after step on the CPU; on a GPU it
+        chooses, and says in `reports` what and why.
     chunk : int
         Steps of a chunk, forward and, where `schedule` does not say, backward.
     process_group : ProcessGroup, optional

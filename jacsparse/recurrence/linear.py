@@ -15,6 +15,7 @@ from ..schedule import Schedule
 from ..tracing import without_autocast
 from . import recurrences_cuda
 from .across_ranks import SequencePart, SequenceRanks
+from .levels_cuda import widened
 from .matrices import StepMatrices, checked
 from .once_differentiable import differentiable_once, once
 from .reports import Report
@@ -49,16 +50,26 @@ class _Linear(Recurrence):
         ends = self.A.run(runs.repeat(size), None, units, None, adjoint=self.adjoint)
         return ends.reshape(len(runs), size, size)
 
-    def transfer(self, runs: Runs, initial_state: torch.Tensor) -> torch.Tensor:
-        if self.A.size > recurrences_cuda.LARGEST or not self.A.transfers:
-            return super().transfer(runs, initial_state)
-        name, arguments = type(self.A).__name__.lower(), self.A.transferred(adjoint=self.adjoint)
-        return recurrences_cuda.transfer(name, runs, self.out, self.A.size, *arguments, self.added, back=self.adjoint)
+    def transfer(self, runs: Runs, initial_state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        A, added = self.A, self.added
+        if not self.diagonal and (A.size > recurrences_cuda.LARGEST or not A.transfers):
+            return super().transfer(runs, initial_state, dtype)
+        assert added is not None
+        if self.diagonal:
+            d, shared = A.on_device(adjoint=self.adjoint)
+            return recurrences_cuda.transfer_diagonals(runs, A.size, d, shared, added, back=self.adjoint)
+        if added.dtype != dtype:
+            *tensors, added = widened(*map(plain, A.tensors), added)
+            A = A.form(*tensors)
+        name, arguments = type(A).__name__.lower(), A.transferred(adjoint=self.adjoint)
+        return recurrences_cuda.transfer(name, runs, added, A.size, *arguments, added, back=self.adjoint)
 
 
 @dataclass
 class _SparseLinear(_Linear):
     """As `_Linear`, whose matrices have a pattern: maps of steps are products of sparse matrices."""
+
+    sparse = True
 
     def maps(self, chunks: Chunks, initial_state: torch.Tensor, *, sparse: bool) -> AffineMaps:
         pattern, (values,) = self.A.pattern, self.A.tensors

@@ -219,8 +219,12 @@ class Scaled(StepMatrices):
         rows[:, : self.size] = _array(self.W if adjoint else self.W.T)
         return rows, _array(self.d), self.batch == 1
 
+    @functools.cached_property
+    def _columns(self) -> torch.Tensor:
+        return plain(self.W.t())
+
     def on_device(self, *, adjoint: bool) -> tuple[Any, ...]:
-        return plain(self.W if adjoint else self.W.t()), plain(self.d), self.batch == 1
+        return plain(self.W) if adjoint else self._columns, plain(self.d), self.batch == 1
 
     def transferred(self, *, adjoint: bool) -> tuple[Any, ...]:
         weight, *others = self.on_device(adjoint=adjoint)

@@ -6,7 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch.utils import unwrap_dead_wrappers
+
+#: A tensor without the wrapper in which a transform of ``torch.func`` may have left it.
+alive = torch._C._functorch.unwrap_if_dead
 
 
 def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Function]:
@@ -25,8 +27,15 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
         def apply(cls, *arguments: Any) -> Any:
             if torch._C._are_functorch_transforms_active():
                 return super().apply(*arguments)
-            # PyTorch's own first binds the arguments to names, in Python, which takes as long as ten steps.
-            return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
+            return cls.apply_outside(*[alive(each) if isinstance(each, torch.Tensor) else each for each in arguments])
+
+        @classmethod
+        def apply_outside(cls, *arguments: Any) -> Any:
+            """As `apply`, outside all transforms, to tensors that are `alive`.
+
+            PyTorch's own first binds the arguments to names, in Python, which takes as long as ten steps.
+            """
+            return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:

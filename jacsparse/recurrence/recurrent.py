@@ -6,7 +6,7 @@ import copy
 import threading
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
@@ -15,18 +15,28 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.nn.utils.rnn import PackedSequence
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import a_type, is_exporting, is_traced, on_device, uncompiled
+from ..runtime import (
+    a_type,
+    active_backend,
+    is_capturing,
+    is_exporting,
+    is_traced,
+    is_transformed,
+    on_device,
+    uncompiled,
+)
 from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
-from .cells import CELLS, Cell
+from .cells import CELLS, Cell, cell_on, obstacle_on
 from .layer_arguments import ChosenSolvers, checked, packed_size, recurrence_names, warm_states
-from .layer_autograd import refusal_within_transforms, run_layer
+from .layer_autograd import Joined, refusal_within_transforms, run_layer, run_small_layer
 from .layer_recurrences import LayerPass
 from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
-from .reports import Report
+from .reports import PassOfReports, Report
 from .sequences import Sequences
+from .small_layer import SmallPass, small_layers
 from .solvers import CHUNK
 from .torch_kernels import OPERATORS, LeftToTorch, ours_are_faster
 
@@ -38,20 +48,13 @@ _OutputAndLast = tuple[torch.Tensor, torch.Tensor]
 _Parameters = tuple[torch.Tensor | None, ...]
 
 
-class _Pass(NamedTuple):
-    """How our kernels computed a layer's last pass."""
-
-    reports: list[Report]
-    boundaries: list[torch.Tensor | None]
-
-
 _requires_grad = attrgetter("requires_grad")
 
 #: Held while a pass has its weights made: another thread's are of another graph. A parametrisation may call layers.
 _MAKING_WEIGHTS = threading.RLock()
 
 #: Of the options that `RNN` adds.
-_DEFAULTS = ("auto", "sequential", CHUNK)
+_DEFAULTS = ("auto", "auto", CHUNK)
 
 
 class Recurrent(nn.RNNBase):
@@ -68,7 +71,8 @@ class Recurrent(nn.RNNBase):
 
     Notes
     -----
-    A cell without kernels goes through its steps one by one, in PyTorch's operations, on any device.
+    On the CPU a cell without kernels goes through its steps one by one, in PyTorch's operations. On a CUDA device
+    kernels are printed of its `step`; where they cannot be, steps go one by one there too, and `reports` says why.
 
     Examples
     --------
@@ -95,7 +99,7 @@ class Recurrent(nn.RNNBase):
         self,
         *args: Any,
         schedule: Schedule | str = "auto",
-        forward: str = "sequential",
+        forward: str = "auto",
         chunk: int = CHUNK,
         process_group: ProcessGroup | None = None,
         exchange: str = "auto",
@@ -121,7 +125,7 @@ class Recurrent(nn.RNNBase):
     def _set_up(
         self,
         schedule: Schedule | str = "auto",
-        forward: str = "sequential",
+        forward: str = "auto",
         chunk: int = CHUNK,
         process_group: ProcessGroup | None = None,
         exchange: str = "auto",
@@ -133,12 +137,14 @@ class Recurrent(nn.RNNBase):
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self._chosen = ChosenSolvers.of(schedule, forward, chunk)
         self._across = SequenceRanks.of(process_group, exchange)
-        self._pass: _Pass | LeftToTorch = _Pass([], [])
+        self._pass: PassOfReports | SmallPass | LeftToTorch = PassOfReports([], [])
 
     @property
     def reports(self) -> list[Report]:
         """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
-        if isinstance(self._pass, _Pass):
+        if isinstance(self._pass, SmallPass):
+            return self._pass.reports
+        if isinstance(self._pass, PassOfReports):
             for report in self._pass.reports:
                 report.read()
             return self._pass.reports
@@ -147,7 +153,7 @@ class Recurrent(nn.RNNBase):
     @property
     def boundaries(self) -> list[torch.Tensor | None]:
         """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
-        if isinstance(self._pass, _Pass):
+        if isinstance(self._pass, PassOfReports | SmallPass):
             return self._pass.boundaries
         return [None] * len(recurrence_names(self.num_layers, self.bidirectional))
 
@@ -266,6 +272,10 @@ class Recurrent(nn.RNNBase):
         weights = self._weights()
         x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
+        if packed is None and self._across is None and on_device(x):
+            result = self._by_small_layers(x, hx, warm, weights)
+            if result is not None:
+                return self._results(*result, None, single)
         states = self._states(hx, x, batch, packed, single)
         part = None if self._across is None else self._part(self._across, x, states, steps, batch, packed)
         if part is not None:
@@ -275,15 +285,16 @@ class Recurrent(nn.RNNBase):
             self.__dict__["_pass"] = left
             return self._results(output, last, packed, single)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
-        this, names = _Pass([], []), recurrence_names(self.num_layers, self.bidirectional)
-        cell, chosen = self.cell, self._chosen
+        this, names = PassOfReports([], []), recurrence_names(self.num_layers, self.bidirectional)
+        cell, obstacle, chosen = cell_on(self.cell, x), obstacle_on(self.cell, x), self._chosen
         warm_starts = [None] * len(names) if warm is None else warm_states(warm, len(names))
 
         def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             solvers = chosen.forward, chosen.backward
             layer = LayerPass(
-                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.reports, part=part
-            )
+                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.reports, part=part,
+                obstacle=obstacle,
+            )  # fmt: skip
             result = run_layer(layer, x, initial, self._parameters_at(place, weights))
             this.boundaries.append(layer.boundaries)
             return result
@@ -294,6 +305,39 @@ class Recurrent(nn.RNNBase):
         # Module.__setattr__ looks for parameters first.
         self.__dict__["_pass"] = this
         return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
+
+    def _by_small_layers(
+        self, x: torch.Tensor, hx: Any, warm: Any, weights: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
+        """As `_stacked`, of equal lengths on a device in a launch or two each; None where a layer is none of these."""
+        time, batch, _ = x.shape
+        chosen, directions = self._chosen, 2 if self.bidirectional else 1
+        layers = small_layers(
+            self.cell, time, batch, self.input_size, self.hidden_size, self.num_layers, directions, self.bias,
+            chosen, x.dtype, x.device, is_capturing(x.device), active_backend(),
+        )  # fmt: skip
+        if layers is None or is_transformed():
+            return None
+        starts = [None] * self.cell.states if hx is None else self._states(hx, x, batch, None, False)
+        guesses = [None] * len(layers) * directions if warm is None else warm_states(warm, len(layers) * directions)
+        count, single = len(weights) // len(layers), len(layers) == 1
+        # The last states of several layers are written into one tensor.
+        shape = len(layers) * directions, batch, self.hidden_size
+        ends = [] if single else [x.new_empty(shape) for _ in starts]
+        this, lasts = SmallPass(), []
+        for number, layer in enumerate(layers):
+            places = slice(number * directions, (number + 1) * directions)
+            first = starts if single else [each if each is None else each[places] for each in starts]
+            own = weights[number * count : (number + 1) * count]
+            room = None if single else [end[places] for end in ends]
+            x, *last = run_small_layer(layer, this, number, x, first, own, guesses[places], room)
+            if self.dropout and self.training and number < len(layers) - 1:
+                x = functional.dropout(x, self.dropout)
+            lasts.append(last)
+        self.__dict__["_pass"] = this
+        if single:
+            return x, lasts[0]
+        return x, [Joined.apply([end], *parts) for end, parts in zip(ends, zip(*lasts, strict=True), strict=True)]
 
     def _part(
         self,
@@ -369,7 +413,7 @@ class Recurrent(nn.RNNBase):
         self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]
     ) -> LeftToTorch | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
-        if self.schedule != "auto" or self.forward_method != "sequential" or self.mode not in OPERATORS:
+        if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or self.mode not in OPERATORS:
             return None
         if on_device(x):
             return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)

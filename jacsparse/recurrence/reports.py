@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,22 +49,24 @@ class Pending:
         """Fields of a `Report`; waits for the device."""
         if self.ready is not None:
             self.ready.synchronize()
-        steps = self.left.cpu()
-        late, sweeps = steps > 0, {}
-        if self.defects is not None:
-            # A sample without numbers is not one that settles.
-            defects = self.defects.masked_fill(~self.defects.isfinite(), 0).cpu()
-            largest = defects.amax(dim=1).tolist() if len(steps) else [0.0]
-            settled = tolerance(defects.dtype)
-            done = next((number for number, defect in enumerate(largest, 1) if defect <= settled), len(largest))
-            sweeps = {"defects": largest[:done], "sweeps": done}
-        methods = [*self.methods, *(["sequential"] if late.any() else [])]
-        return {
-            **sweeps,
-            "methods": methods,
-            "fallback_samples": int(late.sum()),
-            "fallback_steps": int(steps.sum()),
-        }
+        return outcome(self.methods, self.left.cpu(), None if self.defects is None else self.defects.cpu())
+
+
+def outcome(methods: Sequence[str], left: torch.Tensor, defects: torch.Tensor | None) -> dict[str, Any]:
+    """Fields of a `Report`, by steps of each sample that were finished sequentially and, of guesses, by defects."""
+    late, sweeps = left > 0, {}
+    if defects is not None:
+        # A sample without numbers is not one that settles.
+        largest = defects.masked_fill(~defects.isfinite(), 0).amax(dim=1).tolist() if len(left) else [0.0]
+        settled = tolerance(defects.dtype)
+        done = next((number for number, defect in enumerate(largest, 1) if defect <= settled), len(largest))
+        sweeps = {"defects": largest[:done], "sweeps": done}
+    return {
+        **sweeps,
+        "methods": [*methods, *(["sequential"] if late.any() else [])],
+        "fallback_samples": int(late.sum()),
+        "fallback_steps": int(left.sum()),
+    }
 
 
 @dataclass
@@ -160,3 +162,10 @@ class Report:
         if self.methods[0] == "chunked":
             return chunked(self.steps + 1, self.chunk)
         return linear(self.steps + 1) if self.methods[0] in ("sequential", "torch.nn") else None
+
+
+class PassOfReports(NamedTuple):
+    """How our kernels computed a layer's last pass."""
+
+    reports: list[Report]
+    boundaries: list[torch.Tensor | None]

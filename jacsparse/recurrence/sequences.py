@@ -164,6 +164,11 @@ class DeviceRuns(NamedTuple):
         """The runs themselves."""
         return self
 
+    @property
+    def first_times(self) -> torch.Tensor:
+        """The time of each sample's first step, as of `Sequences`."""
+        return uploaded(self.sequences.first_times(self.direction), self.sample.device)
+
 
 @dataclass(frozen=True, eq=False)
 class Runs:
@@ -252,6 +257,17 @@ class Runs:
         return DeviceRuns(sample, begin, steps, self.direction, offset, sequences.batch, sequences)
 
 
+class Groups(NamedTuple):
+    """Groups of consecutive chunks of one sample each, sample by sample; int64 arrays ``(groups,)``."""
+
+    sample: np.ndarray
+    #: The place of the first chunk among its sample's, and the number of chunks.
+    begin: np.ndarray
+    chunks: np.ndarray
+    #: Chunks of all groups but a sample's last one.
+    length: int
+
+
 class Chunks:
     """Each sample's steps in runs of `length`, and the order in which a recurrence gets to them.
 
@@ -291,12 +307,6 @@ class Chunks:
         return frozen(np.where(self.place > 0, self.table[self.place - 1, self.runs.sample], -1))
 
     @functools.cached_property
-    def after(self) -> np.ndarray:
-        """The run whose first state is each run's last one; the run itself for the sample's last run."""
-        counts = self.counts[self.runs.sample]
-        return frozen(self.table[np.minimum(self.place + 1, counts - 1), self.runs.sample])
-
-    @functools.cached_property
     def inner(self) -> np.ndarray:
         """The runs that are neither the first nor the last of their sample."""
         return frozen(np.flatnonzero((self.place > 0) & (self.place < self.counts[self.runs.sample] - 1)))
@@ -310,6 +320,14 @@ class Chunks:
     def last(self) -> np.ndarray:
         """Each sample's last run."""
         return frozen(self.table[self.counts - 1, np.arange(self.sequences.batch)])
+
+    @memoised
+    def groups(self, length: int) -> Groups:
+        """Each sample's chunks in groups of `length`, the last one perhaps of fewer, in the order of the recurrence."""
+        counts = -(-self.counts // length)
+        sample, begin = np.repeat(np.arange(len(counts)), counts), within_rows(counts) * length
+        count = np.minimum(length, self.counts[sample] - begin)
+        return Groups(frozen(sample), frozen(begin), frozen(count), length)
 
     def starts(self, ends: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
         """Each run's first state: the last state of the run before it, or the sample's `initial_state`."""

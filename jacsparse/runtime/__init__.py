@@ -7,8 +7,10 @@ from .cuda import (
     KERNEL_FILES,
     REAL,
     THREADS,
+    Backend,
     KernelFile,
     Launch,
+    active_backend,
     backend,
     blocks,
     c_type,
@@ -17,7 +19,7 @@ from .cuda import (
     on_device,
 )
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
-from .device_memory import allocated, memory_for, multiprocessors, uploaded
+from .device_memory import allocated, is_capturing, memory_for, multiprocessors, uploaded
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import uncompiled
 from .files import check_writable, replacing
@@ -46,6 +48,7 @@ __all__ = [
     "SMALLEST",
     "SYMBOLIC",
     "THREADS",
+    "Backend",
     "DispatchMode",
     "KernelFile",
     "KernelRun",
@@ -54,6 +57,7 @@ __all__ = [
     "RowWork",
     "Shelf",
     "a_type",
+    "active_backend",
     "allocated",
     "announce",
     "announced_where_long",
@@ -81,6 +85,7 @@ __all__ = [
     "instances",
     "intercept",
     "is_batched",
+    "is_capturing",
     "is_exporting",
     "is_traced",
     "is_transformed",

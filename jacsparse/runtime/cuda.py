@@ -11,8 +11,8 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -86,15 +86,29 @@ class Launch(NamedTuple):
     shared: int
     device: torch.device
 
+    def of(self, values: Iterable[Any]) -> Launch:
+        """The launch with these values for its arguments of None."""
+        rest, arguments = iter(values), []
+        for argument in self.arguments:
+            value = next(rest) if argument is None else argument
+            arguments.append(np.int64(value) if isinstance(value, int) else value)
+        return self._replace(arguments=arguments)
+
 
 class Backend(Protocol):
-    """Runs kernels."""
+    """Runs kernels; compares by identity, as launches are kept for it."""
+
+    def __hash__(self) -> int:
+        """Of the object."""
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's work is done by kernels of this backend."""
 
     def launch(self, launch: Launch) -> None:
         """Run one kernel."""
+
+    def record(self, launch: Launch) -> Callable[..., None]:
+        """A launch that is called with what its arguments of None are: tensors, None, or integers of 64 bits."""
 
 
 _KERNEL = re.compile(
@@ -115,28 +129,34 @@ class KernelFile:
         The file.
     instances : tuple of str
         Each as C++ spells it, ``scale<float, int>``.
+    name : str, optional
+        What it is listed by in `KERNEL_FILES`, the file's own name if left out; empty for a file that is not listed.
+    headers : mapping of str to callable
+        By their names, what prints the text of headers that are included and that are no files.
     """
 
     path: Path
     instances: tuple[str, ...]
+    name: str | None = None
+    headers: Mapping[str, Callable[[], str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        KERNEL_FILES[self.path.name] = self
+        if self.name != "":
+            KERNEL_FILES[self.name or self.path.name] = self
 
     @functools.cached_property
     def source(self) -> str:
-        """The text to compile: ``common.cuh``, then the file with its includes of the same folder expanded."""
+        """The text to compile: ``common.cuh``, then the file with its includes expanded."""
         common = Path(__file__).parent / "common.cuh"
         parts = [common.read_text(encoding="utf-8"), f'#line 1 "{self.path.name}"']
         for number, line in enumerate(self.path.read_text(encoding="utf-8").splitlines(), 1):
             included = _INCLUDE.fullmatch(line)
             if included:
-                header = self.path.parent / included[1]
-                parts += [
-                    f'#line 1 "{header.name}"',
-                    header.read_text(encoding="utf-8"),
-                    f'#line {number + 1} "{self.path.name}"',
-                ]
+                name = included[1]
+                printed = self.headers.get(
+                    name, lambda name=name: (self.path.parent / name).read_text(encoding="utf-8")
+                )
+                parts += [f'#line 1 "{name}"', printed(), f'#line {number + 1} "{self.path.name}"']
             else:
                 parts.append(line)
         return "\n".join((*parts, ""))
@@ -176,6 +196,8 @@ class KernelFile:
     ) -> None:
         """Run a kernel on PyTorch's current stream of a device; an empty grid does nothing.
 
+        What runs often, with the same sizes, takes a `record`.
+
         Parameters
         ----------
         instance : str
@@ -196,8 +218,7 @@ class KernelFile:
         ValueError
             Where the grid or block is larger than CUDA allows.
         """
-        if any(size > most for size, most in zip(grid, _GRID, strict=False)) or math.prod(block) > _BLOCK:
-            raise ValueError(f"{instance}: CUDA has no grid of {tuple(grid)} blocks of {tuple(block)} threads")
+        _check_sizes(instance, grid, block)
         parameters = self.parameters[instance]
         if len(arguments) != len(parameters):
             raise TypeError(f"{instance} takes {len(parameters)} arguments, not {len(arguments)}")
@@ -220,6 +241,65 @@ class KernelFile:
         else:
             _backend.launch(launch)
 
+    def record(
+        self,
+        instance: str,
+        grid: Sequence[int],
+        block: Sequence[int],
+        *,
+        device: torch.device,
+        shared: int = 0,
+        **scalars: Any,
+    ) -> Callable[..., None]:
+        """A launch that is made once: a call with what changes costs a microsecond or two, and checks nothing.
+
+        Parameters
+        ----------
+        instance, grid, block, device, shared
+            As of `launch`.
+        **scalars
+            What stays: numbers, by the names of the kernel's parameters.
+
+        Returns
+        -------
+        callable
+            Takes the other arguments, in the order of the kernel's parameters, of which they are the last ones: for a
+            pointer a tensor of its type on the device, or None; for a ``long long`` an int. With an empty grid it does
+            nothing.
+
+        Raises
+        ------
+        TypeError
+            Where a number has no parameter of that name, or a parameter of fewer bits no number; where a number stands
+            behind what is left out.
+        ValueError
+            As of `launch`.
+        """
+        _check_sizes(instance, grid, block)
+        parameters, arguments = self.parameters[instance], []
+        for name, pointer, kind in parameters:
+            scalar = None if pointer else scalars.pop(name, None)
+            if scalar is None and not pointer and kind is not np.int64:
+                raise TypeError(f"{instance} takes a number {name}, and a record leaves out those of 64 bits alone")
+            arguments.append(None if scalar is None else kind(scalar))
+        if scalars:
+            raise TypeError(f"{instance} takes no number {', '.join(scalars)}")
+        left_out = [argument is None for argument in arguments]
+        if left_out != sorted(left_out) or not any(left_out):
+            raise TypeError(f"{instance}: what a record leaves out must be the last parameters, and one at least")
+        if 0 in grid:
+            return _nothing
+        return _backend.record(Launch(self, instance, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], arguments, shared, device))
+
+
+def _check_sizes(instance: str, grid: Sequence[int], block: Sequence[int]) -> None:
+    if any(size > most for size, most in zip(grid, _GRID, strict=False)) or math.prod(block) > _BLOCK:
+        raise ValueError(f"{instance}: CUDA has no grid of {tuple(grid)} blocks of {tuple(block)} threads")
+
+
+def _nothing(*_: Any) -> None:
+    """A launch of no blocks."""
+
 
 _backend: Backend = CupyBackend()
 
@@ -237,6 +317,11 @@ def on_device(*tensors: torch.Tensor) -> bool:
         if other.device != first.device:
             raise ValueError(f"tensors are on {first.device} and {other.device}; move them to one device")
     return _backend.on_device(first)
+
+
+def active_backend() -> Backend:
+    """What runs kernels now: records belong to it."""
+    return _backend
 
 
 @contextlib.contextmanager

@@ -1,36 +1,40 @@
-"""CUDA kernels compiled and run by CuPy."""
+"""CUDA kernels compiled by CuPy."""
 
 from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 
 from .device_memory import before_captures
+from .driver import DriverKernel
 
 if TYPE_CHECKING:
     from .cuda import KernelFile, Launch
 
 
 class CupyBackend:
-    """Compiles kernels with CuPy, and runs them on PyTorch's current stream."""
+    """Compiles kernels with CuPy; the driver launches them on PyTorch's current stream."""
 
     #: A getter of `operator` is quicker than a method, and small calls ask many times.
     on_device = staticmethod(attrgetter("is_cuda"))
 
     def launch(self, launch: Launch) -> None:
-        file, instance, grid, block, arguments, shared, device = launch
-        number = torch.cuda.current_device() if device.index is None else device.index
-        kernel = _compiled(file, instance, number)
-        if shared > kernel.shared:
-            kernel.allow(shared)
-        current = torch.cuda.current_stream(number).cuda_stream
-        with kernel.cupy.cuda.Device(number), cupy_stream(current, number):
-            kernel.function(grid, block, tuple(map(_plain, arguments)), shared_mem=shared)
+        self._kernel(launch).launch((*launch.grid, *launch.block, launch.shared), launch.arguments)
+
+    def record(self, launch: Launch) -> Callable[..., None]:
+        return self._kernel(launch).record((*launch.grid, *launch.block, launch.shared), launch.arguments)
+
+    def _kernel(self, launch: Launch) -> DriverKernel:
+        device = launch.device.index
+        compiled = _compiled(launch.file, launch.instance, torch.cuda.current_device() if device is None else device)
+        if launch.shared > compiled.shared:
+            compiled.allow(launch.shared)
+        return compiled.kernel
 
 
 class _Compiled:
@@ -47,9 +51,7 @@ class _Compiled:
 
     Attributes
     ----------
-    cupy : module
-        CuPy.
-    function : cupy.RawKernel
+    kernel : DriverKernel
         The compiled kernel.
     shared : int
         The most bytes of dynamic shared memory that a block may ask for.
@@ -59,17 +61,21 @@ class _Compiled:
 
     def __init__(self, file: KernelFile, instance: str, device: int) -> None:
         before_captures(f"{instance} is not compiled for cuda:{device}", torch.device("cuda", device))
-        self.cupy, self.device = cupy_for(torch.device("cuda", device)), device
-        with self.cupy.cuda.Device(device):
-            module = self.cupy.RawModule(code=file.source, options=("-std=c++17",), name_expressions=(instance,))
-            self.function = module.get_function(instance)
-            self.shared = self.function.max_dynamic_shared_size_bytes
+        self._cupy, self._device = cupy_for(torch.device("cuda", device)), device
+        with self._cupy.cuda.Device(device):
+            module = self._cupy.RawModule(code=file.source, options=("-std=c++17",), name_expressions=(instance,))
+            # It holds the module, without which the driver's handle is none.
+            self._function = module.get_function(instance)
+            self.shared = self._function.max_dynamic_shared_size_bytes
+            handle = self._function.kernel.ptr
+        types = [None if parameter.pointer else parameter.type for parameter in file.parameters[instance]]
+        self.kernel = DriverKernel(instance, handle, device, types)
 
     def allow(self, shared: int) -> None:
         """Let blocks ask for `shared` bytes at least."""
-        with self._lock, self.cupy.cuda.Device(self.device):
-            if self.function.max_dynamic_shared_size_bytes < shared:
-                self.function.max_dynamic_shared_size_bytes = shared
+        with self._lock, self._cupy.cuda.Device(self._device):
+            if self._function.max_dynamic_shared_size_bytes < shared:
+                self._function.max_dynamic_shared_size_bytes = shared
             self.shared = max(self.shared, shared)
 
 
@@ -93,13 +99,6 @@ def cupy_stream(handle: int, device: int) -> Any:
     if hasattr(cuda.Stream, "from_external"):
         return cuda.Stream.from_external(_Handle(handle))
     return cuda.ExternalStream(handle, device)
-
-
-def _plain(argument: Any) -> Any:
-    """An argument as CuPy takes it: a number, or an address."""
-    if argument is None:
-        return np.uintp(0)
-    return np.uintp(argument.data_ptr()) if isinstance(argument, torch.Tensor) else argument
 
 
 @functools.cache

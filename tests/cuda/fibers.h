@@ -134,6 +134,11 @@ T __ldg(const T* place) {
   return *place;
 }
 
+inline float __int_as_float(int bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return y > 0x1p126f ? 0.0f : x / y; }
 using std::copysign;

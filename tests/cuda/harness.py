@@ -6,13 +6,13 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from jacsparse.runtime import Launch, backend
+from jacsparse.runtime import KERNEL_FILES, KernelFile, Launch, backend
 from tests.cuda.fibers import KernelError, call, compiled
 
 #: Whether the tests are to run on a GPU, and where they put what kernels work on.
@@ -25,45 +25,62 @@ class Fibers:
 
     Parameters
     ----------
-    record : Path, optional
+    folder : Path, optional
         A folder that gets a file for each launch, and one for each file of kernels, for `tests.cuda.replay`.
     """
 
-    def __init__(self, record: Path | None = None) -> None:
-        self.record, self.numbers = record, itertools.count()
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder, self.numbers = folder, itertools.count()
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu"
 
+    def record(self, launch: Launch) -> Callable[..., None]:
+        return lambda *values: self.launch(launch.of(values))
+
     def launch(self, launch: Launch) -> None:
         file, instance, grid, block, arguments, shared, _ = launch
-        if self.record is not None:
+        if self.folder is not None:
             content = {
-                f"argument {number}": argument.numpy() if isinstance(argument, torch.Tensor) else argument
+                f"argument {number}": memory_of(argument) if isinstance(argument, torch.Tensor) else argument
                 for number, argument in enumerate(arguments)
                 if argument is not None
             }
             sizes = {"grid": np.array(grid), "block": np.array(block), "shared": np.array(shared)}
             names = {
-                "kernels": np.str_(file.path.stem),
+                "kernels": np.str_(name_of(file)),
                 "instance": np.str_(instance),
                 "count": np.array(len(arguments)),
             }
-            np.savez(self.record / f"{next(self.numbers):05d}.npz", **content, **sizes, **names)
-            kernels = self.record / f"{file.path.stem}.json"
+            np.savez(self.folder / f"{next(self.numbers):05d}.npz", **content, **sizes, **names)
+            kernels = self.folder / f"{name_of(file)}.json"
             if not kernels.exists():
                 kernels.write_text(json.dumps({"source": file.source, "instances": file.instances}), encoding="utf-8")
+        # Of a cell of one's own few kernels are launched.
+        instances = file.instances if file in KERNEL_FILES.values() else (instance,)
         try:
-            call(compiled(file.path.stem, file.source, file.instances)[instance], grid, block, arguments, shared)
+            call(compiled(name_of(file), file.source, instances)[instance], grid, block, arguments, shared)
         except KernelError as error:
             raise KernelError(f"{instance}: {error}") from None
 
 
+def name_of(file: KernelFile) -> str:
+    """What a file of kernels is called here: recurrent cells print theirs into one file."""
+    listed = next((name for name, other in KERNEL_FILES.items() if other is file), file.path.name)
+    return listed.removesuffix(".cu")
+
+
+def memory_of(tensor: torch.Tensor) -> np.ndarray:
+    """The memory from a tensor's first element to its last one, whatever its strides."""
+    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((extent if tensor.numel() else 0,), (1,)).numpy()
+
+
 @contextlib.contextmanager
-def emulated(record: Path | None = None) -> Iterator[None]:
+def emulated(folder: Path | None = None) -> Iterator[None]:
     """CUDA's kernels work on `DEVICE`'s tensors."""
     if ON_GPU:
         yield
         return
-    with backend(Fibers(record)):
+    with backend(Fibers(folder)):
         yield

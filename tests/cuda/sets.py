@@ -67,9 +67,11 @@ def selections() -> None:
         plan.multiply(*((winners, values) if left else (values, winners)))
 
 
-def train(kind: str, size: int, time: int = 3, lengths: tuple[int, ...] = (), **options: Any) -> None:
-    run = getattr(jacsparse.nn, kind)(2, size, **options).to(DEVICE)
-    x: Any = torch.randn(time, 2, 2).to(DEVICE)
+def train(
+    kind: str, size: int, time: int = 3, lengths: tuple[int, ...] = (), *, inputs: int = 2, **options: Any
+) -> None:
+    run = getattr(jacsparse.nn, kind)(inputs, size, **options).to(DEVICE)
+    x: Any = torch.randn(time, 2, inputs).to(DEVICE)
     output, _ = run(pack_padded_sequence(x, list(lengths)) if lengths else x)
     (output.data if lengths else output).square().sum().backward()
 
@@ -79,12 +81,23 @@ def recurrent() -> None:
         train(kind, size, bidirectional=True)
 
 
+def small_layers() -> None:
+    """All kernels of each cell: with inputs that are projected before and not, chunks of a block's warps and more."""
+    kinds = (("RNN", {}), ("RNN", {"nonlinearity": "relu"}), ("GRU", {}), ("LSTM", {}))
+    for kind, more in kinds:
+        train(kind, 21, 9, inputs=34, schedule="relaxed:2", forward="relaxed:4", bidirectional=True, **more)
+        train(kind, 3, 10, schedule="relaxed:1", forward="relaxed:1", **more)
+
+
 def chunks() -> None:
     """What finds the states between chunks, and what is left where it does not."""
     for kind in ("RNN", "GRU"):
         train(kind, 5, 7, schedule="chunked:3", forward="newton", chunk=3)
         train(kind, 34, 5, (5, 2), schedule="chunked:2")
+    train("RNN", 5, 7, nonlinearity="relu", schedule="chunked:3", forward="newton", chunk=3)
     train("LSTM", 3, 7, (7, 4), schedule="relaxed:2", forward="parallel", chunk=2)
+    # So many chunks that states go over them in two levels.
+    train("RNN", 3, 25, (25, 7), schedule="chunked:1")
 
 
 def solve(
@@ -99,6 +112,13 @@ def linear() -> None:
     for form, size in itertools.product(FORMS, (5, 34)):
         solve(form, size, "sequential")
         solve(form, size, "chunked:2", batch=1)
+
+
+def levels() -> None:
+    """Products of schedules: matrices of one tile and of several, diagonals, and samples of different lengths."""
+    train("RNN", 5, 5, (5, 2), schedule="blelloch")
+    solve("dense", 70, "blelloch", 4, 1)
+    solve("diagonal", 5, "blelloch", dtype=torch.float64)
 
 
 def long_products() -> None:
@@ -141,8 +161,10 @@ SETS: dict[str, Callable[[], None]] = {
     "products": products,
     "selections": selections,
     "recurrent": recurrent,
+    "small layers": small_layers,
     "chunks": chunks,
     "linear": linear,
+    "levels": levels,
 }
 #: Larger ones, for `make test-full`.
 LONG: dict[str, Callable[[], None]] = {

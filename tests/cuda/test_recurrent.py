@@ -103,6 +103,8 @@ def test_states_that_are_too_large() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_that_vanish(kind: str, schedule: str, size: int, lengths: list[int] | None) -> None:
     """Of a loss on last states: once the gradient is zero, so are those of the gates, in memory that held something."""
+    # With other numbers all elements of a small state may be dead at the last step.
+    torch.manual_seed(0)
     ours, theirs, more = KINDS[kind]
     reference, x = theirs(3, size, **more), torch.randn(200, 3, 3)
     with torch.no_grad():

@@ -52,5 +52,7 @@ def test_the_order_changes_no_bit(name: str, recorded: Callable[[str], Path], mo
 
 def test_every_kernel_is_launched(recorded: Callable[[str], Path]) -> None:
     paths = [path for name in SETS for path in recorded(name).glob("*.npz")]
-    seen = {str(np.load(path)["instance"]).partition("<")[0] for path in paths}
-    assert seen == {instance.partition("<")[0] for file in KERNEL_FILES.values() for instance in file.instances}
+    loaded = [np.load(path) for path in paths]
+    seen = {(f"{each['kernels']}.cu", str(each["instance"]).partition("<")[0]) for each in loaded}
+    listed = [(name, instance) for name, file in KERNEL_FILES.items() for instance in file.instances]
+    assert seen == {(name, instance.partition("<")[0]) for name, instance in listed}

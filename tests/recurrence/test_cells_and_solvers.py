@@ -167,7 +167,7 @@ def test_names_of_solvers_are_listed_in_errors(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(SOLVERS, OneByOne.name, OneByOne())
     with pytest.raises(ValueError, match=r"expected one of auto, linear, sequential.*one_by_one, or a Schedule$"):
         jacsparse.nn.GRU(2, 3, schedule="none")
-    with pytest.raises(ValueError, match=r"one of sequential, parallel.*one_by_one$"):
+    with pytest.raises(ValueError, match=r"one of auto, sequential, parallel.*one_by_one$"):
         jacsparse.nn.GRU(2, 3, forward="linear")
     with pytest.raises(ValueError, match="schedule is 'one_by_one:3'"):
         jacsparse.nn.GRU(2, 3, schedule="one_by_one:3")

@@ -12,11 +12,18 @@ import torch.distributed as dist
 
 import jacsparse
 from jacsparse.affine import DenseMaps
-from jacsparse.recurrence import CELLS, Cell, Sequences
+from jacsparse.recurrence import CELLS, NODES, PRICES, Cell, Sequences
 from jacsparse.recurrence.across_ranks import SequencePart
 from jacsparse.recurrence.reports import Pending
 from jacsparse.recurrence.solvers import choose
-from jacsparse.recurrence.solvers.choice import choose_on_device
+from jacsparse.recurrence.solvers.choice import (
+    LONGEST,
+    SHORTEST,
+    Work,
+    choose_on_device,
+    choose_small,
+    way_in_chunks,
+)
 
 
 @pytest.mark.parametrize("cell", CELLS.values(), ids=lambda cell: cell.mode)
@@ -48,28 +55,75 @@ def test_a_warm_start_without_numbers_is_a_cold_one(value: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "batch", "size", "affine", "expected"),
+    ("work", "options", "expected"),
     [
-        (398, 16, 20, "", ("sequential", 64)),
-        (399, 16, 20, "", ("relaxed", 64)),
-        (100_000, 16, 20, "", ("relaxed", 512)),
-        (9486, 1000, 20, "", ("sequential", 512)),
-        (9487, 1000, 20, "", ("relaxed", 512)),
-        (100_000, 1056, 20, "", ("sequential", 512)),
-        (100_000, 1070, 20, "", ("sequential", 512)),
-        (1294, 300, 64, "", ("sequential", 512)),
-        (1295, 300, 64, "", ("relaxed", 512)),
-        (958, 16, 20, "full", ("sequential", 64)),
-        (959, 16, 20, "full", ("chunked", 64)),
-        (312, 16, 20, "diagonal", ("sequential", 64)),
-        (313, 16, 20, "diagonal", ("chunked", 64)),
+        (Work(809, 16, 20, 1, 132), {}, ("sequential", 66)),
+        (Work(810, 16, 20, 1, 132), {}, ("relaxed", 66)),
+        # Within a graph nodes are cheaper; steps of three gates take longer.
+        (Work(573, 16, 20, 1, 132), {"captured": True}, ("sequential", 64)),
+        (Work(574, 16, 20, 1, 132), {"captured": True}, ("relaxed", 64)),
+        (Work(465, 16, 20, 3, 132), {}, ("sequential", 64)),
+        (Work(466, 16, 20, 3, 132), {}, ("relaxed", 64)),
+        (Work(100_000, 16, 20, 1, 132), {}, ("relaxed", 512)),
+        (Work(11_250, 500, 20, 1, 132), {}, ("sequential", 512)),
+        (Work(11_251, 500, 20, 1, 132), {}, ("relaxed", 512)),
+        # Samples alone fill the device.
+        (Work(400_000, 700, 20, 1, 132), {}, ("sequential", 512)),
+        (Work(400_000, 300, 64, 1, 132), {}, ("sequential", 512)),
+        (Work(603, 16, 20, 1, 132), {"guesses": False}, ("sequential", 16)),
+        (Work(604, 16, 20, 1, 132), {"guesses": False}, ("chunked", 16)),
+        (Work(384, 16, 20, 1, 132), {"guesses": False, "diagonal": True}, ("sequential", 64)),
+        (Work(385, 16, 20, 1, 132), {"guesses": False, "diagonal": True}, ("chunked", 64)),
     ],
 )
-def test_what_auto_is_on_a_device(time: int, batch: int, size: int, affine: str, expected: tuple[str, int]) -> None:
-    """On 132 multiprocessors; from the first length on at which chunks are predicted to be faster."""
-    choice = choose_on_device(time, batch, size, 132, guesses=not affine, diagonal=affine == "diagonal")
+def test_what_auto_is_on_a_device(work: Work, options: dict[str, bool], expected: tuple[str, int]) -> None:
+    """From the first length on at which chunks are predicted to be faster."""
+    choice = choose_on_device(work, **options)
     assert choice[:2] == expected
-    assert choice.reason == f"{batch} samples of {time} steps and {size} elements on 132 multiprocessors"
+    assert choice.reason == f"{work.batch} samples of {work.time} steps and {work.size} elements on 132 multiprocessors"
+
+
+@pytest.mark.parametrize(
+    ("time", "batch", "expected"),
+    [
+        (1, 1, ("sequential", 1, False)),
+        (189, 16, ("sequential", 189, False)),
+        (190, 16, ("relaxed", 64, False)),
+        (2048, 16, ("relaxed", 256, False)),
+        (2049, 16, ("relaxed", 64, True)),
+        (30_000, 16, ("relaxed", 455, True)),
+        (30_000, 1, ("relaxed", 178, True)),
+        (2048, 2000, ("sequential", 2048, False)),
+        (50_000, 2000, ("sequential", 50_000, False)),
+    ],
+)
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_auto_is_for_small_states(time: int, batch: int, expected: tuple[Any, ...], captured: bool) -> None:
+    assert choose_small(Work(time, batch, 20, 1, 132), 8, captured=captured)[:3] == expected
+
+
+@pytest.mark.parametrize(
+    ("time", "chunk", "expected"),
+    [
+        (100, 100, ("sequential", 100, False)),
+        (100, 200, ("sequential", 100, False)),
+        (100, 99, ("relaxed", 99, False)),
+        (800, 100, ("relaxed", 100, False)),
+        (801, 100, ("relaxed", 100, True)),
+    ],
+)
+def test_chunks_that_were_asked_for(time: int, chunk: int, expected: tuple[Any, ...]) -> None:
+    assert way_in_chunks(time, chunk, 8)[:3] == expected
+
+
+def test_the_chunk_takes_the_least_time_of_all() -> None:
+    work = Work(40_000, 4, 20, 3, 132)
+    for method in ("relaxed", "chunked", "diagonal"):
+        chunk = work.chunk(method, PRICES)
+        times = [
+            work.microseconds(method, each, NODES, PRICES, captured=True) for each in (chunk // 2, chunk, 2 * chunk)
+        ]
+        assert SHORTEST < chunk < LONGEST and min(times) == times[1]
 
 
 @pytest.mark.parametrize(

@@ -1227,7 +1227,7 @@ def test_bad_states_of_lstm() -> None:
 def test_bad_options() -> None:
     with pytest.raises(ValueError, match="schedule is 'fast'; expected one of auto, linear"):
         jacsparse.nn.RNN(3, 4, schedule="fast")
-    with pytest.raises(ValueError, match="forward is 'fast'; expected one of sequential, parallel"):
+    with pytest.raises(ValueError, match="forward is 'fast'; expected one of auto, sequential, parallel"):
         jacsparse.nn.GRU(3, 4, forward="fast")
     with pytest.raises(ValueError, match="chunk is 0; expected a number of steps"):
         jacsparse.nn.GRU(3, 4, chunk=0)

@@ -1,13 +1,20 @@
-"""What comes before a kernel runs: arguments, uploads, and a CuPy that is missing, broken or made up."""
+"""What comes before a kernel runs: arguments, uploads, and a CuPy and a driver that are missing, broken or made up."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
+import inspect
+import math
 import re
 import sys
+import threading
+import time
 import types
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,11 +23,15 @@ from jacsparse.spgemm import matvec
 from torch._subclasses import FakeTensorMode
 
 import jacsparse
-from jacsparse.runtime import KERNEL_FILES, cupy_backend, device_memory, frozen, on_device
+from jacsparse.runtime import KERNEL_FILES, KernelFile, cupy_backend, device_memory, frozen, intercept, on_device
+from jacsparse.runtime import driver as runtime_driver
 from tests.cuda.harness import emulated
 from tests.helpers import random_pattern
 
 FILE = KERNEL_FILES["values.cu"]
+#: A kernel with a parameter of each type; nobody runs it.
+EVERY_TYPE = KernelFile(Path(__file__).parent / "every_type.cu", ("every_type<float>", "every_type<double>"), "")
+FILES = (FILE, EVERY_TYPE)
 CUDA = torch.device("cuda", 0)
 
 
@@ -95,7 +106,7 @@ def test_captured_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) ->
     values, x = torch.zeros(16, 1), torch.zeros(4, 1)
     with emulated():
         with monkeypatch.context() as patch:
-            patch.setattr(device_memory, "_capturing", lambda _: True)
+            patch.setattr(device_memory, "is_capturing", lambda _: True)
             message = "an array of a plan or pattern is not on cpu yet, and a CUDA graph is being captured: run"
             with pytest.raises(RuntimeError, match=message):
                 matvec(pattern, values, x)
@@ -103,7 +114,7 @@ def test_captured_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) ->
         matvec(pattern, values, x)
         assert not device_memory._captured
         with monkeypatch.context() as patch:
-            patch.setattr(device_memory, "_capturing", lambda _: True)
+            patch.setattr(device_memory, "is_capturing", lambda _: True)
             matvec(pattern, values, x)
         assert set(device_memory._captured) == {id(tensor) for tensor in device_memory._uploads.values()}
         del pattern
@@ -144,9 +155,9 @@ def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def made_up(version: str = "14.2.0") -> types.ModuleType:
-    """A CuPy that runs nothing, and notes what it is asked for."""
+    """A CuPy that compiles nothing, and notes what it is asked for; a kernel's handle is its place in `kernels`."""
     cupy: Any = types.ModuleType("cupy")
-    cupy.__version__, cupy.launches, cupy.compiled, cupy.allowed, cupy.entered = version, [], [], [], []
+    cupy.__version__, cupy.kernels, cupy.compiled, cupy.allowed, cupy.entered = version, [None], [], [], []
 
     class Context:
         def __init__(self, *values: Any) -> None:
@@ -175,7 +186,8 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
 
     class Kernel:
         def __init__(self, name: str) -> None:
-            self.name, self.most = name, 48 * 1024
+            self.name, self.most, self.kernel = name, 48 * 1024, types.SimpleNamespace(ptr=len(cupy.kernels))
+            cupy.kernels.append(self)
 
         @property
         def max_dynamic_shared_size_bytes(self) -> int:
@@ -186,11 +198,6 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
             assert cupy.entered, "of which device?"
             cupy.allowed.append(most)
             self.most = most
-
-        def __call__(self, grid: Any, block: Any, arguments: Any, shared_mem: int) -> None:
-            places = [(type(context).__name__, *context.values) for context in cupy.entered]
-            assert shared_mem <= self.most
-            cupy.launches.append((self.name, grid, block, arguments, shared_mem, places))
 
     class Module:
         def __init__(self, code: str, options: Any, name_expressions: Any) -> None:
@@ -215,6 +222,90 @@ def made_up(version: str = "14.2.0") -> types.ModuleType:
     return cupy
 
 
+class MadeUpLaunch(NamedTuple):
+    """What the made-up driver reads where a launch's addresses point."""
+
+    name: str
+    grid: tuple[int, ...]
+    block: tuple[int, ...]
+    shared: int
+    stream: int
+    arguments: tuple[Any, ...]
+    #: The device that was current.
+    device: int
+
+
+class MadeUpDriver:
+    """CUDA's driver, which runs nothing.
+
+    Attributes
+    ----------
+    launches : list of MadeUpLaunch
+        In order.
+    seconds : float
+        How long a launch takes.
+    status : int
+        The error that launches return.
+    current : int
+        The current device of all threads.
+    contexts : set of int
+        The threads that have a context; None where all have one.
+    """
+
+    _CELLS: ClassVar[dict[Any, Any]] = {
+        np.int32: ctypes.c_int32,
+        np.int64: ctypes.c_int64,
+        np.float32: ctypes.c_float,
+        np.float64: ctypes.c_double,
+        np.bool_: ctypes.c_bool,
+    }
+
+    def __init__(self, cupy: Any) -> None:
+        self.cupy, self.launches, self.seconds, self.status, self.current = cupy, list[MadeUpLaunch](), 0.0, 0, 0
+        self.contexts: set[int] | None = None
+
+    def cuLaunchKernelEx(self, configuration: int, handle: int, arguments: int, extra: None) -> int:
+        if self.contexts is not None and threading.get_ident() not in self.contexts:
+            return 201
+        if self.status:
+            return self.status
+        time.sleep(self.seconds)
+        kernel = self.cupy.kernels[handle]
+        *sizes, shared = (ctypes.c_uint * 7).from_address(configuration)
+        stream, attributes = (ctypes.c_uint64 * 2).from_address(configuration + 32)
+        assert attributes == 0 and ctypes.c_uint.from_address(configuration + 48).value == 0 and extra is None
+        assert shared <= kernel.most
+        file = next(file for file in FILES if kernel.name in file.parameters)
+        parameters = file.parameters[kernel.name]
+        addresses = (ctypes.c_void_p * len(parameters)).from_address(arguments)
+        values = [
+            (ctypes.c_uint64 if parameter.pointer else self._CELLS[parameter.type]).from_address(address).value
+            for parameter, address in zip(parameters, addresses, strict=True)
+        ]
+        launch = (kernel.name, tuple(sizes[:3]), tuple(sizes[3:]), shared, stream, tuple(values), self.current)
+        self.launches.append(MadeUpLaunch(*launch))
+        return 0
+
+    def cuGetErrorString(self, status: int, text: Any) -> int:
+        text._obj.value = b"out of resources" if status == 701 else None
+        return 0
+
+    def cuDeviceGet(self, handle: Any, device: int) -> int:
+        handle._obj.value = 100 + device
+        return 0
+
+    def cuDevicePrimaryCtxRetain(self, context: Any, handle: Any) -> int:
+        context._obj.value = 1000 + handle.value
+        return 0
+
+    def cuCtxSetCurrent(self, context: Any) -> int:
+        if context.value == 1100 + self.current:
+            assert self.contexts is not None
+            self.contexts.add(threading.get_ident())
+            return 0
+        return 701
+
+
 @pytest.fixture
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     actual = made_up()
@@ -222,6 +313,24 @@ def cupy(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: types.SimpleNamespace(cuda_stream=7))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return actual
+
+
+@pytest.fixture
+def driver(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> MadeUpDriver:
+    """A driver whose current device is 0; device d has the current stream 70 + d."""
+    actual = MadeUpDriver(cupy)
+
+    @contextlib.contextmanager
+    def on(device: int) -> Iterator[None]:
+        before, actual.current = actual.current, device
+        yield
+        actual.current = before
+
+    monkeypatch.setattr(runtime_driver, "driver", lambda: actual)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: actual.current, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", on)
     return actual
 
 
@@ -271,34 +380,122 @@ def launch(instance: str = "take<float, int>", device: torch.device = CUDA, **op
     return arguments
 
 
-def test_what_cupy_is_given(cupy: Any) -> None:
-    source, place, *_ = launch()
-    name, grid, block, arguments, shared, places = cupy.launches[0]
-    assert (name, grid, block, shared) == ("take<float, int>", (2, 1, 1), (32, 4, 1), 0)
-    assert [int(value) for value in arguments] == [source.data_ptr(), place.data_ptr(), 3, 0]
-    assert [value.nbytes for value in arguments] == [8, 8, 8, 8]
-    assert places == [("Device", 0), ("Stream", 7)]
+def test_what_is_launched(driver: MadeUpDriver) -> None:
+    source, place, *_ = launch(shared=512)
+    arguments = source.data_ptr(), place.data_ptr(), 3, 0
+    assert driver.launches == [MadeUpLaunch("take<float, int>", (2, 1, 1), (32, 4, 1), 512, 70, arguments, 0)]
     assert not on_device(source)
 
 
-def test_what_is_launched_is_compiled_once_and_alone(cupy: Any) -> None:
+NUMBERS = [
+    {"whole": -3, "far": -(2**40), "single": 0.1, "precise": 0.1, "answer": True},
+    {"whole": 2**31 - 1, "far": 2**62, "single": 0.0, "precise": -0.0, "answer": False},
+    {"whole": 0, "far": 0, "single": math.inf, "precise": -math.inf, "answer": True},
+    {"whole": 1, "far": 1, "single": 2.0**-149, "precise": 5e-324, "answer": False},
+]
+
+
+@pytest.mark.parametrize("numbers", NUMBERS)
+@pytest.mark.parametrize("real", ["float", "double"])
+def test_arguments_of_each_type(real: str, numbers: dict[str, Any], driver: MadeUpDriver) -> None:
+    values, places = (
+        torch.zeros(2, dtype=getattr(torch, {"float": "float32"}.get(real, "float64"))),
+        torch.zeros(2).int(),
+    )
+    instance, device = f"every_type<{real}>", torch.device("cuda", 1)
+    expected = {**numbers, "single": float(np.float32(numbers["single"]))}
+    record = EVERY_TYPE.record(instance, [3, 2], [64], device=device, shared=64, **numbers)
+    for number, (first, second) in enumerate(((values, places), (None, places), (values[1:], None))):
+        record(7 + number, first, second)
+        EVERY_TYPE.launch(
+            instance, [3, 2], [64], *numbers.values(), 7 + number, first, second, device=device, shared=64
+        )
+        pointers = tuple(0 if each is None else each.data_ptr() for each in (first, second))
+        arguments = (*expected.values(), 7 + number, *pointers)
+        for actual in driver.launches[-2:]:
+            assert actual == MadeUpLaunch(instance, (3, 2, 1), (64, 1, 1), 64, 71, arguments, 1)
+            assert [*map(type, actual.arguments)] == [*map(type, arguments)]
+    assert driver.current == 0 and len(driver.launches) == 6
+
+
+def test_another_device_than_the_current_one(driver: MadeUpDriver) -> None:
+    for current, wanted in ((0, 0), (2, 0), (0, 2), (2, 2)):
+        driver.current = current
+        launch(device=torch.device("cuda", wanted))
+        assert (driver.launches[-1].device, driver.launches[-1].stream, driver.current) == (
+            wanted,
+            70 + wanted,
+            current,
+        )
+    # One without a number is the current device when the kernel is asked for.
+    launch(device=torch.device("cuda"))
+    assert driver.launches[-1].device == 3
+
+
+@pytest.mark.parametrize(("status", "words"), [(701, "out of resources"), (999, "an unknown error")])
+def test_what_the_driver_refuses(status: int, words: str, driver: MadeUpDriver) -> None:
+    driver.status = status
+    message = rf"take<float, int> was not launched on cuda:0: {words} \({status}\)"
+    with pytest.raises(RuntimeError, match=message):
+        launch()
+    with pytest.raises(RuntimeError, match=message):
+        FILE.record("take<float, int>", [1], [32], device=CUDA)(None, None, 3, None)
+
+
+def test_a_thread_without_a_context_gets_that_of_the_device(driver: MadeUpDriver) -> None:
+    driver.contexts = set()
+    device = torch.device("cuda", 2)
+    record = FILE.record("take<float, int>", [1], [32], device=device)
+    for number in range(1, 3):
+        thread = threading.Thread(target=lambda: [record(None, None, 3, None), launch(device=device)])
+        thread.start()
+        thread.join()
+        assert [each.device for each in driver.launches] == 2 * number * [2]
+    driver.contexts.clear()
+    driver.cuCtxSetCurrent = lambda context: 701  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"cuda:2 has no context for a thread: out of resources \(701\)"):
+        record(None, None, 3, None)
+
+
+def test_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Older:
+        """A driver of CUDA 11."""
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    for library in (missing, lambda name: Older()):
+        monkeypatch.setattr(ctypes, "CDLL", library)
+        message = r"no CUDA driver that launches kernels \(.*\); install one for CUDA 12 or later"
+        with pytest.raises(RuntimeError, match=message):
+            inspect.unwrap(runtime_driver.driver)()
+
+
+def test_what_is_launched_is_compiled_once_and_alone(cupy: Any, driver: MadeUpDriver) -> None:
     for device in (CUDA, CUDA, torch.device("cuda")):
         for instance in ("take<float, int>", "take<double, int>"):
             launch(instance, device)
-    assert len(cupy.launches) == 6
+            FILE.record(instance, [1], [32], device=device)(None, None, 3, None)
+    assert len(driver.launches) == 12
     assert cupy.compiled == [(f"take<{real}, int>", (device,)) for device in (0, 3) for real in ("float", "double")]
 
 
-def test_nothing_is_compiled_while_a_graph_is_captured(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_compiled_while_a_graph_is_captured(driver: MadeUpDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch("take<double, int>")
-    monkeypatch.setattr(device_memory, "_capturing", lambda _: True)
+    record = FILE.record("take<double, int>", [1], [32], device=CUDA)
+    monkeypatch.setattr(device_memory, "is_capturing", lambda _: True)
     launch("take<double, int>")
-    with pytest.raises(RuntimeError, match="take<float, int> is not compiled for cuda:0 yet, and a CUDA graph"):
+    record(None, None, 3, None)
+    FILE.record("take<double, int>", [1], [32], device=CUDA)(None, None, 3, None)
+    message = "take<float, int> is not compiled for cuda:0 yet, and a CUDA graph"
+    with pytest.raises(RuntimeError, match=message):
         launch()
-    assert len(cupy.launches) == 2
+    with pytest.raises(RuntimeError, match=message):
+        FILE.record("take<float, int>", [1], [32], device=CUDA)
+    assert len(driver.launches) == 4
 
 
-def test_shared_memory_is_allowed_once(cupy: Any) -> None:
+def test_shared_memory_is_allowed_once(cupy: Any, driver: MadeUpDriver) -> None:
     """More than 48 KiB a block gets only where it is asked for, and never less than before."""
     for kib in (0, 48, 64, 96, 64, 96):
         launch(shared=kib * 1024)
@@ -307,11 +504,102 @@ def test_shared_memory_is_allowed_once(cupy: Any) -> None:
     cupy_backend._compiled(FILE, "take<float, int>", 0).shared = 48 * 1024
     launch(shared=64 * 1024)
     assert cupy.allowed == [64 * 1024, 96 * 1024]
+    FILE.record("take<float, int>", [1], [32], device=CUDA, shared=128 * 1024)(None, None, 3, None)
+    assert cupy.allowed[2:] == [128 * 1024] and driver.launches[-1].shared == 128 * 1024
+
+
+def test_threads_have_their_own_arguments(driver: MadeUpDriver) -> None:
+    driver.seconds = 1e-3
+    record = FILE.record("take<float, int>", [2], [32], device=CUDA)
+    tensors = torch.zeros(4, 8)
+
+    def work(number: int) -> None:
+        source, place, out = tensors[number], tensors[number].int(), tensors[number, 4:]
+        begin.wait()
+        for _ in range(10):
+            record(source, place, number, out)
+            FILE.launch("take<float, int>", [number + 3], [32], source, place, number, None, device=CUDA)
+
+    begin, threads = threading.Barrier(4), [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(driver.launches) == 80
+    by_place: dict[int, set[int]] = {}
+    for each in driver.launches:
+        source, place, number, out = each.arguments
+        recorded = each.grid == (2, 1, 1)
+        assert source == tensors[number].data_ptr() and each.grid[0] in (2, number + 3)
+        assert out == (tensors[number, 4:].data_ptr() if recorded else 0)
+        by_place.setdefault(number, set()).add(place)
+    assert [*map(len, by_place.values())] == [1] * 4 and len(set().union(*by_place.values())) == 4
+    # They took turns.
+    assert [each.arguments[2] for each in driver.launches] != sorted(each.arguments[2] for each in driver.launches)
+
+
+ALL_NUMBERS = NUMBERS[0]
+
+
+@pytest.mark.parametrize(
+    ("numbers", "message"),
+    [
+        ({**ALL_NUMBERS, "whole": None}, "takes a number whole, and a record leaves out those of 64 bits alone"),
+        (
+            {name: ALL_NUMBERS[name] for name in ("whole", "far", "single", "precise")},
+            "takes a number answer, and a rec",
+        ),
+        ({**ALL_NUMBERS, "wholes": 3, "values": 4}, "takes no number wholes, values"),
+        ({**ALL_NUMBERS, "far": None}, "what a record leaves out must be the last parameters, and one at least"),
+    ],
+)
+def test_numbers_that_a_record_does_not_take(numbers: dict[str, Any], message: str, driver: MadeUpDriver) -> None:
+    with pytest.raises(TypeError, match=rf"every_type<float>:? {message}"):
+        EVERY_TYPE.record("every_type<float>", [1], [32], device=CUDA, **numbers)
+
+
+def test_numbers_too_large_for_a_record(driver: MadeUpDriver) -> None:
+    with pytest.raises(OverflowError):
+        EVERY_TYPE.record("every_type<float>", [1], [32], device=CUDA, **{**ALL_NUMBERS, "whole": 2**31})
+
+
+def test_as_many_values_as_a_record_leaves_out(driver: MadeUpDriver) -> None:
+    record = EVERY_TYPE.record("every_type<float>", [1], [32], device=CUDA, **ALL_NUMBERS)
+    for count in (0, 2, 4):
+        with pytest.raises(ValueError, match="Can only assign sequence of same size"):
+            record(*[None] * count)
+    assert not driver.launches
+
+
+def test_a_record_without_blocks_runs_nothing(cupy: Any, driver: MadeUpDriver) -> None:
+    EVERY_TYPE.record("every_type<float>", [4, 0], [32], device=CUDA, **ALL_NUMBERS)(1, None, None)
+    assert not driver.launches and not cupy.compiled
+    with pytest.raises(ValueError, match="CUDA has no grid of"):
+        EVERY_TYPE.record("every_type<float>", [1, 65_536], [32], device=CUDA, **ALL_NUMBERS)
+
+
+def test_launches_and_records_are_intercepted(driver: MadeUpDriver) -> None:
+    runs: list[Callable[[], None]] = []
+    record = EVERY_TYPE.record("every_type<float>", [1], [32], device=CUDA, **ALL_NUMBERS)
+    values = torch.zeros(3)
+    before = intercept(runs.append)
+    try:
+        launch()
+        record(8, values, None)
+    finally:
+        assert intercept(before) == runs.append
+    assert not driver.launches and len(runs) == 2
+    record(9, None, None)
+    for run in (*runs, runs[1]):
+        run()
+    numbers = [each.arguments[5:] for each in driver.launches if each.name == "every_type<float>"]
+    assert numbers == [(9, 0, 0), (8, values.data_ptr(), 0), (8, values.data_ptr(), 0)]
+    assert len(driver.launches) == 4
 
 
 @pytest.mark.parametrize(("version", "kind"), [("13.6.0", "ExternalStream"), ("14.0.0", "Stream")])
-def test_streams_of_each_cupy(version: str, kind: str, cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    older = made_up(version)
-    monkeypatch.setitem(sys.modules, "cupy", older)
-    launch()
-    assert older.launches[0][-1] == [("Device", 0), (kind, 7)]
+def test_streams_of_each_cupy(version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cupy", made_up(version))
+    stream = cupy_backend.cupy_stream(7, 0)
+    assert type(stream).__name__ == kind and stream.values == (7,)
+    assert cupy_backend.cupy_stream(7, 0) is stream

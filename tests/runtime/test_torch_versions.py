@@ -42,7 +42,7 @@ def names_of_torch() -> Iterator[str]:
 
 PRIVATE = sorted({name for name in names_of_torch() if name.startswith("torch.") and "._" in name})
 #: In PyTorch built for CUDA alone.
-OF_CUDA = {"torch._C._cuda_getCurrentRawStream"}
+OF_CUDA = {"torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice"}
 
 
 def test_private_names_are_found() -> None:

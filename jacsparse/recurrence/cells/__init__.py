@@ -1,12 +1,28 @@
 """Recurrent cells, a file each: what a step computes, and the kernels that take runs of steps."""
 
 from .cell import Cell, Saved, Terms, Weights, preceding
+from .elementwise import ElementwiseStep
 from .gru import GruCell
 from .lstm import LstmCell
+from .on_device import DeviceCell, cell_on, list_kernels, obstacle_on
 from .rnn import RnnCell
 from .step_jacobian import StepJacobian
 
-__all__ = ["CELLS", "Cell", "Saved", "StepJacobian", "Terms", "Weights", "preceding"]
+__all__ = [
+    "CELLS",
+    "Cell",
+    "DeviceCell",
+    "ElementwiseStep",
+    "Saved",
+    "StepJacobian",
+    "Terms",
+    "Weights",
+    "cell_on",
+    "obstacle_on",
+    "preceding",
+]
 
 #: Cells by mode: RNN, GRU, LSTM, `count_flop` and tests look here. A layer that has a `cell` needs no entry.
 CELLS: dict[str, Cell] = {cell.mode: cell for cell in (RnnCell(), RnnCell(relu=True), GruCell(), LstmCell())}
+for _cell in CELLS.values():
+    list_kernels(_cell)

@@ -133,6 +133,9 @@ class Cell(ABC):
     ) -> torch.Tensor:
         """The state after a step, by differentiable operations.
 
+        On CUDA devices it runs once, and kernels are printed of it: numbers that it reads from elsewhere are constants
+        there. It may compute at each place of the vectors alone, and read no other tensors.
+
         Parameters
         ----------
         input_projection : Tensor, (rows, gates · size)

@@ -25,8 +25,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...runtime import inlined, inlined_with_arrays, on_device, run_rows
-from .. import recurrences_cuda
+from ...runtime import inlined, inlined_with_arrays, run_rows
 from ..sequences import DeviceRuns, Runs, rows_of
 from ..vector import ROWS, any_nonzero
 from .cell import Cell, Saved, Weights
@@ -78,7 +77,7 @@ def record_live_steps(live_steps, written, columns, rows, sample, begin, count, 
 
 
 class FusedCell(Cell):
-    """A cell with a forward and a backward kernel; on devices these are ``gru_forward``, ``gru_backward`` and so on.
+    """A cell with a forward and a backward kernel for the CPU.
 
     Attributes
     ----------
@@ -108,11 +107,8 @@ class FusedCell(Cell):
     ) -> torch.Tensor:
         end = torch.empty_like(start)
         written = (saved.output, saved.gates) if self.saved_vectors else (saved.output,)
-        after = (*self.forward_constants(weights), start, *written, end)
-        if on_device(weights.hidden):
-            self._launch("forward", runs, weights, (input_projection, weights.columns, *after))
-        else:
-            self._run(self.kernels[0], runs, weights, (input_projection, weights.forward_rows, *after))
+        arguments = (input_projection, weights.forward_rows, *self.forward_constants(weights), start, *written, end)
+        self._run(self.kernels[0], runs, weights, arguments)
         return end
 
     def backward(
@@ -126,33 +122,11 @@ class FusedCell(Cell):
         live_steps: np.ndarray | None = None,
     ) -> torch.Tensor:
         grad_start = torch.empty_like(grad_end)
-        before, after = self._history(runs, saved), (grad_output, grad_end, grad_gates, grad_start)
-        if on_device(weights.hidden):
-            self._launch("backward", runs, weights, (*before, weights.hidden, *self.backward_constants, *after))
-            return grad_start
         reached = np.empty(0, np.int64) if live_steps is None else live_steps
-        arguments = (*before, weights.backward_rows, *self.backward_constants, *after, reached)
+        before, after = self._history(runs, saved), (grad_output, grad_end, grad_gates, grad_start, reached)
+        arguments = (*before, weights.backward_rows, *self.backward_constants, *after)
         self._run(self.kernels[1], runs, weights, arguments)
         return grad_start
-
-    def transfer(
-        self,
-        runs: Runs | DeviceRuns,
-        weights: Weights,
-        saved: Saved,
-        grad_output: torch.Tensor | None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        arguments = (*self._history(runs, saved), weights.padded, *self.backward_constants, grad_output)
-        return recurrences_cuda.transfer(self._name, runs, weights.hidden, weights.size, *arguments, out=out)
-
-    @property
-    def _name(self) -> str:
-        """What the names of its kernels on devices begin with."""
-        return self.mode.partition("_")[0].lower()
-
-    def _launch(self, way: str, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
-        recurrences_cuda.launch(f"{self._name}_{way}", runs, weights.hidden, weights.size, *arguments)
 
     def _run(self, kernel: Any, runs: Runs | DeviceRuns, weights: Weights, arguments: tuple[Any, ...]) -> None:
         assert isinstance(runs, Runs)

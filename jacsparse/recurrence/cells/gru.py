@@ -141,7 +141,7 @@ class GruCell(FusedCell):
     grad_width = saved_vectors = 4
     terms = (Terms(gates=(0, 1, 2), states=(0,)),)
     mode = "GRU"
-    bounded = transfers = True
+    bounded = True
     kernels = (_forward, _backward)
 
     def step(

@@ -112,7 +112,6 @@ class RnnCell(FusedCell):
     relu: bool = False
     gates = grad_width = 1
     terms = (Terms(gates=(0,), states=()),)
-    transfers = True
     kernels = (_forward, _backward)
 
     @property

@@ -5,7 +5,7 @@
 // Floors, for each step with n elements of w bytes: full matrices n^2 multiply-adds and n^2 w bytes, diagonals n and n
 // w, a scaled matrix n^2 and n w (the matrix itself is read once by each block), sparse ones of z entries z and z w;
 // and 2 n w of each for what is added and what comes out. Steps wait for one another: one or two barriers each. The
-// transfer's floors are in runs.cuh.
+// floors of transfers are in runs.cuh; that of diagonals takes 2 n multiply-adds, and reads what the sweep does.
 #include "runs.cuh"
 
 // Of the matrix of a step: which, in a row of all.
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(256, 1)
   T own = start[place];
   go_through<8, Read>(
       run, -1,
-      [&](long long row, int, Read& read) {
+      [&](int, long long row, int, Read& read) {
         read.scale = d[(shared ? static_cast<int>(row) / batch : row) * size + j];
         read.comes = added ? added[row * size + j] : T(0);
       },
@@ -100,6 +100,36 @@ __global__ void __launch_bounds__(256, 1)
         if (!back && out) out[row * size + j] = own;
       });
   end[place] = own;
+}
+
+// What a run does to a state, in float64: the products of its diagonals and, below, what becomes of zeros, (runs, 2,
+// size). A thread takes an element of a run.
+template <typename D>
+__global__ void __launch_bounds__(256, 1)
+    diagonal_transfer(const long long* __restrict__ sample, const long long* __restrict__ begin,
+                      const long long* __restrict__ count, int direction, int batch, long long runs, int size,
+                      bool back, const D* __restrict__ d, bool shared, const D* __restrict__ added,
+                      double* __restrict__ out) {
+  struct Read {
+    double scale, comes;
+  };
+  long long place = blockIdx.x * static_cast<long long>(blockDim.x) + threadIdx.x, number = place / size;
+  int j = place % size;
+  if (number >= runs) return;
+  Run run = run_of(sample, begin, count, direction, nullptr, batch, back, number);
+  double product = 1, own = 0;
+  go_through<8, Read>(
+      run, -1,
+      [&](int, long long row, int, Read& read) {
+        read.scale = d[(shared ? static_cast<int>(row) / batch : row) * size + j];
+        read.comes = added ? added[row * size + j] : D(0);
+      },
+      [&](int, long long, const Read& read) {
+        own = back ? (own + read.comes) * read.scale : own * read.scale + read.comes;
+        product *= read.scale;
+      });
+  double* map = out + number * 2 * size + j;
+  map[0] = product, map[size] = own;
 }
 
 // A = W diag(d): a block takes a run, SPLIT threads an element. `w` is transposed forward, and as it is back: a row for
@@ -122,7 +152,7 @@ __global__ void __launch_bounds__(THREADS<REGISTERS, SPLIT>, 1)
   T own = active ? start[blockIdx.x * static_cast<long long>(size) + j] : T(0);
   go_through<ahead<REGISTERS, SPLIT>(4), Read>(
       run, -1,
-      [&](long long row, int, Read& read) {
+      [&](int, long long row, int, Read& read) {
         read.scale = d[(shared ? static_cast<int>(row) / batch : row) * size + mine];
         read.comes = added ? added[row * size + mine] : T(0);
       },
@@ -230,7 +260,7 @@ __global__ void __launch_bounds__(320, 1)
                    const T* __restrict__ blocks, bool shared, const T* __restrict__ added, T* __restrict__ out) {
   DenseFormer<T> former = {
       run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x), size, shared, blocks, added, T(0)};
-  transfer<T, ROWS, 1>(former, former.run.steps, size, share,
+  compose<T, ROWS, 1>(former, former.run.steps, size, share,
                        out + blockIdx.x * static_cast<long long>(size + 1) * size);
 }
 
@@ -268,6 +298,6 @@ __global__ void __launch_bounds__(320, 1)
                     T* __restrict__ out) {
   ScaledFormer<T> former = {
       run_of(sample, begin, count, direction, nullptr, batch, back, blockIdx.x), size, shared, w, d, added, T(0), T(0)};
-  transfer<T, ROWS, 2>(former, former.run.steps, size, share,
+  compose<T, ROWS, 2>(former, former.run.steps, size, share,
                        out + blockIdx.x * static_cast<long long>(size + 1) * size);
 }

@@ -48,16 +48,22 @@ struct Never {
   __device__ __forceinline__ bool operator()() const { return false; }
 };
 
+struct AsTheyAre {
+  template <typename Values>
+  __device__ __forceinline__ void operator()(Values&) const {}
+};
+
 // Goes through a run's steps, with what they read of memory under way for AHEAD to 2 * AHEAD steps before they need it.
 //
-// `fetch(row, next, values)` starts to read what a step needs: `next` is the row of the step that is taken after it,
-// and `beyond` that of the last one's. `step(parity, row, values)` takes a step; parity is that of its number. Reads
-// are made for AHEAD steps together, for a warp that waits for one waits for all that it has under way; their rows are
-// known as many steps before that.
+// `fetch(i, row, next, values)` starts to read what the i-th step needs: `next` is the row of the step that is taken
+// after it, and `beyond` that of the last one's. `step(parity, row, values)` takes a step; parity is that of its number.
+// Reads are made for AHEAD steps together, for a warp that waits for one waits for all that it has under way; their
+// rows are known as many steps before that. `arrive(values)` gets what was read for AHEAD steps before these are taken.
 //
 // Before each AHEAD steps but the first ones, `done` says whether to stop there. Returns how many steps were taken.
-template <int AHEAD, typename Values, typename Fetch, typename Step, typename Done = Never>
-__device__ __forceinline__ int go_through(const Run& run, int beyond, Fetch fetch, Step step, Done done = {}) {
+template <int AHEAD, typename Values, typename Fetch, typename Step, typename Done = Never, typename Arrive = AsTheyAre>
+__device__ __forceinline__ int go_through(const Run& run, int beyond, Fetch fetch, Step step, Done done = {},
+                                          Arrive arrive = {}) {
   int last = run.steps - 1, rows[AHEAD + 1], later[AHEAD];
   if (last < 0) return 0;
   Values coming[AHEAD];
@@ -74,7 +80,10 @@ __device__ __forceinline__ int go_through(const Run& run, int beyond, Fetch fetc
   };
   auto read = [&](int first) {
 #pragma unroll
-    for (int u = 0; u < AHEAD; ++u) fetch(rows[u], first + u < last ? rows[u + 1] : beyond, coming[u]);
+    for (int u = 0; u < AHEAD; ++u) {
+      bool is_last = first + u >= last;
+      fetch(is_last ? last : first + u, rows[u], is_last ? beyond : rows[u + 1], coming[u]);
+    }
   };
   rows[0] = run.row(0);
   places(1);
@@ -93,6 +102,7 @@ __device__ __forceinline__ int go_through(const Run& run, int beyond, Fetch fetc
     for (int u = 0; u < AHEAD; ++u) rows[u + 1] = later[u] + run.sample;
     read(first + AHEAD);
     places(first + 2 * AHEAD + 1);
+    arrive(now);
     if (first + AHEAD <= run.steps) {
 #pragma unroll
       for (int u = 0; u < AHEAD; ++u) step(u & 1, at[u], now[u]);
@@ -229,7 +239,7 @@ __device__ __forceinline__ double squash(double x) {
 constexpr int SLAB = 16;
 
 template <typename T, int ROWS, int COEFFICIENTS, typename Former>
-__device__ __forceinline__ void transfer(Former& former, int steps, int size, int share, T* __restrict__ out) {
+__device__ __forceinline__ void compose(Former& former, int steps, int size, int share, T* __restrict__ out) {
   // Nobody asks for what a run without steps does.
   if (!steps) return;
   DYNAMIC_SHARED(T, memory);

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from ...runtime import on_device
 from ...schedule import Names, Schedule
-from .choice import choose
-from .chunked import Chunked
+from .choice import Work, choose
+from .chunked import Chunked, device_chunk
 from .newton import Newton, Parallel
 from .recurrence import CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
 from .relaxed import Relaxed
@@ -22,6 +23,7 @@ __all__ = [
     "Problem",
     "Recurrence",
     "Solver",
+    "Work",
     "choose",
     "parse",
     "solve",
@@ -64,7 +66,7 @@ def parse(value: object, recurrence: str = "gradients", chunk: int = CHUNK) -> C
         return like._replace(schedule=value)
     names = {name: solver.number for name, solver in SOLVERS.items() if recurrence in solver.solves}
     if recurrence == "states":
-        name, number = Names("forward", names).parse(value)
+        name, number = Names("forward", {"auto": None, **names}).parse(value)
     else:
         name, number = Names("schedule", {"auto": None, "linear": None, **names}, "a Schedule").parse(value)
     if name == "auto":
@@ -93,7 +95,12 @@ def _solve_here(problem: Problem) -> torch.Tensor:
             f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "
             f"one with n={time + 1}"
         )
-    report.chunk, report.reason = choice.chunk, choice.reason
+    full = not problem.recurrence.diagonal
+    if choice.name == "chunked" and full and not choice.asked and on_device(problem.initial_state):
+        choice = choice._replace(chunk=device_chunk(time, problem.initial_state.shape[1]))
+        problem.choice = choice
+    report.chunk = choice.chunk
+    report.reason = "; ".join(filter(None, (report.reason, choice.reason)))
     # A batch without samples has no chunks either.
     in_one = time <= choice.chunk or not problem.sequences.batch
     return SOLVERS["sequential" if in_one else choice.name].solve(problem)

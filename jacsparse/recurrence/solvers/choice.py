@@ -1,27 +1,160 @@
-"""What ``auto`` means for a recurrence on this machine."""
+"""What ``auto`` means for a recurrence on this machine.
+
+On a host it compares how many workers each way keeps busy. On a device it predicts how long each takes, by one model
+for both passes, called one by one or captured in a graph: nodes have a price, and so has a step that waits for the one
+before it, and a chunk that is looked after.
+"""
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
 from ...runtime import multiprocessors, on_device, thread_count
+from ..boundaries_cuda import StepTimes, group_length
+from ..prices import NODES, PRICES, Nodes, Prices
 from ..sequences import Sequences
+from .chunked import device_chunk
 from .recurrence import Choice
-from .relaxed import Relaxed
 
 #: Runs of up to 32 elements that one multiprocessor has under way at once: fewer leave it idle, more wait.
-RUNS = 16
-#: Duration of one kernel launch, in units of one step.
-LAUNCH = 30
+RUNS = 8
 #: The steps of a chunk on a device: in fewer a state is not forgotten, more leave less to do side by side.
 SHORTEST, LONGEST = 64, 512
+#: Up to so many steps a pass over small states is one launch: of a chunk for each of a block's warps.
+ONE_LAUNCH = 2048
+
+
+class Work(NamedTuple):
+    """A recurrence on a device: steps, samples and elements of a state, gates of a step, and multiprocessors."""
+
+    time: int
+    batch: int
+    size: int
+    gates: int
+    processors: int
+
+    @property
+    def together(self) -> int:
+        """Runs that are under way at once."""
+        return max(1, self.processors * RUNS // -(-self.size // 32))
+
+    def waves(self, runs: int) -> float:
+        """How many times as long a step takes where each sample has so many runs side by side."""
+        return max(1.0, self.batch * runs / self.together)
+
+    def step_price(self, prices: Prices) -> float:
+        """Microseconds of a step."""
+        return prices.step + prices.gate * self.gates
+
+    def chunk(self, method: str, prices: Prices) -> int:
+        """The steps of a chunk that take the least time: longer ones take longer, more of them are more to look after.
+
+        With steps of price `p`, places of price `q` and `s` sweeps over all steps, ``s p chunk + q time / chunk`` is
+        least at ``chunk² = q time / (s p)``. All chunks are to be under way at once.
+        """
+        together = -(-self.time * self.batch // self.together)
+        if method == "chunked":
+            return max(together, device_chunk(self.time, self.size, prices))
+        sweeps, place = _SWEEPS[method], _place_price(method, prices)
+        least = math.sqrt(place * self.time / (sweeps * self.step_price(prices)))
+        return max(SHORTEST, min(LONGEST, max(round(least), together)))
+
+    def microseconds(self, method: str, chunk: int, nodes: Nodes, prices: Prices, *, captured: bool) -> float:
+        """The predicted time of a pass by a method; one of ``chunked`` with diagonal matrices is ``diagonal``."""
+        places, count = -(-self.time // chunk), getattr(nodes, "chunked" if method == "diagonal" else method)
+        if method == "chunked":
+            times = StepTimes.of(self.size, prices)
+            length = places if nodes.walk_levels == 1 else group_length(places, self.size, prices)
+            kernels = times.compose * chunk * self.waves(places) + times.walks(places, length)
+        else:
+            steps = _SWEEPS[method] * chunk * self.waves(places) * self.step_price(prices)
+            kernels = steps + _place_price(method, prices) * places
+        return _overlapped(count, kernels, prices, captured=captured)
+
+
+#: How often methods take all steps.
+_SWEEPS = {"sequential": 1, "relaxed": 2, "diagonal": 3}
+
+
+def _place_price(method: str, prices: Prices) -> float:
+    """Microseconds of a chunk beside its steps; diagonals of eight chunks are read at a time."""
+    return {"sequential": 0.0, "relaxed": prices.place, "diagonal": prices.walk / 8}[method]
+
+
+def _overlapped(nodes: int, kernels: float, prices: Prices, *, captured: bool) -> float:
+    """The time of nodes and of what their kernels do; called one by one, the host launches while the device works."""
+    on_device = nodes * prices.node + kernels
+    return on_device if captured else max(nodes * prices.launch, on_device)
+
+
+class Way(NamedTuple):
+    """How a recurrence of a layer of small states is solved on a device.
+
+    Attributes
+    ----------
+    name : {"sequential", "relaxed"}
+        As of `Solver`.
+    chunk : int
+        Steps of a chunk; all of them where it is sequential.
+    swept : bool
+        Whether chunks are swept by all multiprocessors, in a launch of its own, before a block looks after each sample.
+    reason : str
+        Why ``auto`` chose so.
+    """
+
+    name: str
+    chunk: int
+    swept: bool = False
+    reason: str = ""
+
+
+def way_in_chunks(time: int, chunk: int, warps: int) -> Way:
+    """Guesses in chunks of so many steps, where a block has so many warps; step after step where there is one chunk."""
+    places = -(-time // chunk)
+    return Way("relaxed", chunk, places > warps) if places > 1 else Way("sequential", time)
+
+
+def choose_small(work: Work, warps: int, *, captured: bool, prices: Prices = PRICES) -> Way:
+    """What ``auto`` is for small states, where a block has so many warps.
+
+    Examples
+    --------
+    >>> choose_small(Work(30_000, 16, 20, 1, 132), 8, captured=False)[:3]
+    ('relaxed', 455, True)
+    >>> choose_small(Work(1000, 16, 20, 1, 132), 8, captured=False)[:3]
+    ('relaxed', 125, False)
+    >>> choose_small(Work(50, 16, 20, 1, 132), 8, captured=False)[:3]
+    ('sequential', 50, False)
+    """
+    reason = f"{work.batch} samples of {work.time} steps and {work.size} elements on {work.processors} multiprocessors"
+    blocks = -(-work.batch // work.processors)
+    step, ways = work.step_price(prices), dict[Way, float]()
+
+    def add(way: Way, nodes: int, kernels: float) -> None:
+        ways[way._replace(reason=reason)] = _overlapped(nodes, kernels, prices, captured=captured)
+
+    add(Way("sequential", work.time), 1, work.time * work.waves(1) * step)
+    for count in range(2, warps + 1):
+        chunk = -(-work.time // count)
+        if chunk >= SHORTEST:
+            # The block's warps share a multiprocessor, which the blocks of other samples may wait for.
+            waves = max(1.0, blocks * count / RUNS)
+            add(Way("relaxed", chunk), 1, 2 * chunk * waves * step + prices.place_in_block * count)
+    if work.time > ONE_LAUNCH:
+        chunk = work.chunk("relaxed", prices._replace(place=prices.place_in_block))
+        places = -(-work.time // chunk)
+        kernels = 2 * chunk * work.waves(places) * step + prices.place_in_block * places * blocks
+        add(Way("relaxed", chunk, True), 2, kernels)
+    return min(ways, key=ways.__getitem__)
 
 
 def choose(
-    sequences: Sequences, size: int, like: torch.Tensor, chunk: int, *, guesses: bool, diagonal: bool = False
-) -> Choice:
+    sequences: Sequences, size: int, like: torch.Tensor, chunk: int, *, gates: int = 0, guesses: bool = True,
+    diagonal: bool = False,
+) -> Choice:  # fmt: skip
     """The solver for sequences of states of `size` elements, where `like` is.
 
     Parameters
@@ -34,6 +167,8 @@ def choose(
         A tensor on the device on which the recurrence runs.
     chunk : int
         Steps of a chunk on the host.
+    gates : int
+        Of a step.
     guesses : bool
         Whether to choose between sequential and relaxed, because states are forgotten and can be guessed; if not,
         between sequential and chunked.
@@ -42,8 +177,8 @@ def choose(
     """
     time, batch = sequences.time, sequences.batch
     if on_device(like):
-        processors = multiprocessors(like.device)
-        return choose_on_device(time, batch, size, processors, guesses=guesses, diagonal=diagonal)
+        work = Work(time, batch, size, max(1, gates), multiprocessors(like.device))
+        return choose_on_device(work, guesses=guesses, diagonal=diagonal)
     workers = thread_count()
     if guesses:
         blocks = sequences.whole(1).blocks
@@ -61,28 +196,25 @@ def choose(
 
 
 def choose_on_device(
-    time: int, batch: int, size: int, processors: int, *, guesses: bool = True, diagonal: bool = False
-) -> Choice:
-    """As `choose`, for a device of so many multiprocessors.
+    work: Work, *, guesses: bool = True, diagonal: bool = False, captured: bool = False, nodes: Nodes = NODES,
+    prices: Prices = PRICES,
+) -> Choice:  # fmt: skip
+    """As `choose`, for a device.
+
+    A graph that is captured runs what was run before it: both are chosen as eager calls, unless `captured` says so.
 
     Examples
     --------
-    >>> choose_on_device(30000, 16, 20, 132)[:2]
-    ('relaxed', 256)
-    >>> choose_on_device(200, 16, 20, 132).name
+    >>> choose_on_device(Work(30_000, 16, 20, 1, 132))[:2]
+    ('relaxed', 455)
+    >>> choose_on_device(Work(200, 16, 20, 1, 132)).name
     'sequential'
     """
-    together = max(1, processors * RUNS // -(-size // 32))
-    chunk = max(SHORTEST, min(LONGEST, 1 << (-(-time * batch // together) - 1).bit_length()))
-    places = -(-time // chunk)
-    if guesses:
-        sweeps, launches = 2.0, 2 * Relaxed.device_sweeps + 1
-    else:
-        # All rows of a step's matrix, n (n + 1) n multiply-adds, take as long as so many steps of one; what these leave
-        # over takes another sweep, and another walk from chunk to chunk.
-        sweeps, launches = (3.0, 4 + places // LAUNCH) if diagonal else (3 + size**3 / 2000, 16 + 2 * places // LAUNCH)
-    linear = time * -(-batch // together)
-    in_chunks = sweeps * chunk * -(-batch * places // together) + launches * LAUNCH
-    reason = f"{batch} samples of {time} steps and {size} elements on {processors} multiprocessors"
-    name = "relaxed" if guesses else "chunked"
-    return Choice(name if in_chunks < linear else "sequential", chunk, reason=reason)
+    method = "relaxed" if guesses else "diagonal" if diagonal else "chunked"
+    chunk = work.chunk(method, prices)
+    steps = {method: chunk, "sequential": work.time}
+    predicted = {name: work.microseconds(name, each, nodes, prices, captured=captured) for name, each in steps.items()}
+    reason = f"{work.batch} samples of {work.time} steps and {work.size} elements on {work.processors} multiprocessors"
+    if predicted[method] >= predicted["sequential"]:
+        return Choice("sequential", chunk, reason=reason)
+    return Choice("relaxed" if guesses else "chunked", chunk, reason=reason)

@@ -16,8 +16,9 @@ from itertools import pairwise
 import torch
 
 from ...runtime import on_device
-from ..recurrences_cuda import scan_boundaries
-from ..sequences import Chunks, DeviceRuns, index
+from ..boundaries_cuda import Boundaries, StepTimes, diagonal_boundaries, group_length
+from ..prices import PRICES, Prices
+from ..sequences import Chunks, index
 from .recurrence import ChunkSolver, Problem, Recurrence
 from .sequential import run_chunks
 
@@ -31,9 +32,46 @@ class Chunked(ChunkSolver):
     def solve(self, problem: Problem) -> torch.Tensor:
         chunks, initial_state = problem.chunks, problem.initial_state
         problem.report.methods.append(self.name)
-        if on_device(initial_state):
-            return run_chunks(problem, chunks, *_starts_on_device(problem.recurrence, chunks, initial_state))
-        return run_chunks(problem, chunks, _starts(problem.recurrence, chunks, initial_state))
+        starts = _starts_on_device if on_device(initial_state) else _starts
+        return run_chunks(problem, chunks, starts(problem.recurrence, chunks, initial_state))
+
+
+#: Steps of a chunk on a device, at least: a transfer writes as much as it reads where it has fewer.
+_SHORTEST = 16
+
+
+def device_chunk(time: int, size: int, prices: Prices = PRICES) -> int:
+    """The number of steps of a chunk for which sequences of `time` steps take a device least time.
+
+    All steps of a chunk are composed one after the other, and states then go over all chunks, in one level or in two:
+    the sum of both is least.
+
+    Parameters
+    ----------
+    time : int
+        Steps of the longest sample.
+    size : int
+        Elements of a state, whose matrices are full.
+    prices : Prices
+        Of the device.
+
+    Examples
+    --------
+    >>> [device_chunk(time, 20) for time in (1000, 10_000, 30_000)]
+    [16, 28, 41]
+    >>> device_chunk(300, 20), device_chunk(1000, 128)
+    (16, 16)
+    """
+    times = StepTimes.of(size, prices)
+
+    def duration(chunk: int) -> float:
+        places = -(-time // chunk)
+        return times.compose * chunk + times.walks(places, group_length(places, size, prices))
+
+    one_level = (2 * times.walk * time / times.compose) ** 0.5
+    # The best walk in two levels takes 2 (2 w (c + 3 w) places)^0.5.
+    two_levels = (2 * times.walk * (times.compose + 3 * times.walk) * time / times.compose**2) ** (1 / 3)
+    return min((max(_SHORTEST, round(chunk)) for chunk in (one_level, two_levels)), key=duration)
 
 
 def _starts(recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor) -> torch.Tensor:
@@ -50,22 +88,14 @@ def _starts(recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor)
     return start.to(initial_state.dtype)
 
 
-def _starts_on_device(
-    recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor
-) -> tuple[torch.Tensor, DeviceRuns]:
-    """The chunks' first states, and the samples in which one overflows."""
-    wide = initial_state.double()
+def _starts_on_device(recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor) -> torch.Tensor:
+    """As `_starts`."""
     if recurrence.diagonal:
-        offsets = recurrence.run(chunks.runs, wide.new_zeros(len(chunks.runs), initial_state.shape[1]), record=False)
-        start, lost = scan_boundaries(chunks, recurrence.matrices(chunks.runs, torch.float64), wide, offsets=offsets)
-        return start.to(initial_state.dtype), lost
-    matrices = recurrence.transfer(chunks.runs, initial_state)
-    start = scan_boundaries(chunks, matrices, initial_state)[0].double()
-    gaps = chunks.starts(recurrence.run(chunks.runs, start, record=False), wide) - start
-    # A run adds the gap behind it.
-    matrices[:, -1] = gaps[index(chunks.after, gaps)]
-    start_moves, lost = scan_boundaries(chunks, matrices, torch.zeros_like(initial_state))
-    return (start + start_moves).to(initial_state.dtype), lost
+        maps = recurrence.transfer(chunks.runs, initial_state, torch.float64)
+        return diagonal_boundaries(chunks, maps, initial_state)
+    boundaries = Boundaries(chunks, recurrence.transfer(chunks.runs, initial_state, initial_state.dtype))
+    start = boundaries.reached(initial_state, torch.float64)
+    return boundaries.corrected(start, recurrence.run(chunks.runs, start, record=False))
 
 
 def inner_matrices(recurrence: Recurrence, chunks: Chunks, initial_state: torch.Tensor) -> torch.Tensor:

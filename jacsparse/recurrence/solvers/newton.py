@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..recurrences_cuda import scan_boundaries
+from ..boundaries_cuda import Boundaries
 from ..sequences import Chunks, index
 from .chunked import boundary_corrections, inner_matrices
 from .recurrence import ChunkSolver, Kept, Problem
@@ -43,7 +43,7 @@ class Newton(Relaxed):
         matrices = recurrence.matrices(chunks.runs, initial_state.dtype, Kept(again, matrices))
         offsets = ends - (start.unsqueeze(1) @ matrices).squeeze(1)
         joint = torch.cat([matrices, offsets.unsqueeze(1)], dim=1)
-        solved = scan_boundaries(chunks, joint, initial_state, previous=previous)[0]
+        solved = Boundaries(chunks, joint).reached(initial_state, initial_state.dtype, previous)
         return recurrence.limit(solved, initial_state[index(chunks.runs.sample, initial_state)]).contiguous(), matrices
 
 

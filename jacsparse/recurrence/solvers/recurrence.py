@@ -33,6 +33,8 @@ class Choice(NamedTuple):
         The products to execute.
     reason : str
         Why ``auto`` chose so.
+    asked : bool
+        Whether this number of steps was asked for.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Choice(NamedTuple):
     levels: int | None = None
     schedule: Schedule | None = None
     reason: str = ""
+    asked: bool = True
 
 
 class Kept(NamedTuple):
@@ -71,6 +74,11 @@ class Recurrence(ABC):
     @property
     def diagonal(self) -> bool:
         """Whether the matrices are diagonal."""
+        return False
+
+    @property
+    def sparse(self) -> bool:
+        """Whether the maps of steps are sparse, whatever is asked for."""
         return False
 
     @abstractmethod
@@ -111,11 +119,14 @@ class Recurrence(ABC):
         assert constant.offsets is not None
         return constant.offsets[0]
 
-    def transfer(self, runs: Runs, initial_state: torch.Tensor) -> torch.Tensor:
-        """On a device: `matrices` and, below each, what the run makes of zeros, ``(runs, state + 1, state)``."""
-        zeros = initial_state.new_zeros(len(runs), initial_state.shape[1])
+    def transfer(self, runs: Runs, initial_state: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """On a device: `matrices` and, below each, what the run makes of zeros, ``(runs, state + 1, state)``.
+
+        Where matrices are diagonal their diagonals, ``(runs, 2, state)``, in float64 alone.
+        """
+        zeros = initial_state.new_zeros(len(runs), initial_state.shape[1], dtype=dtype)
         offsets = self.run(runs, zeros, record=False)
-        return torch.cat([self.matrices(runs, initial_state.dtype), offsets.unsqueeze(1)], dim=1)
+        return torch.cat([self.matrices(runs, dtype), offsets.unsqueeze(1)], dim=1)
 
     def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
         """The nearest states that the recurrence can reach from `initial_state`."""
@@ -215,4 +226,14 @@ class ChunkSolver(Solver):
 
     def choice(self, number: int | None, chunk: int) -> Choice:
         """The Choice for its name alone, with `chunk` steps in a chunk, or for ``name:steps``."""
-        return Choice(self.name, chunk=chunk if number is None else number)
+        asked = number is not None or chunk != CHUNK
+        return Choice(self.name, chunk=chunk if number is None else number, asked=asked)
+
+
+def check_warm(warm: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
+    """ValueError where states to begin guessing with are not those of these sequences' chunks."""
+    if (warm.shape, warm.dtype, warm.device) != (shape, dtype, device):
+        raise ValueError(
+            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
+            f"{shape} of {dtype} on {device}: pass what a pass over as many steps gave there"
+        )

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from ...runtime import on_device
-from ..recurrences_cuda import Convergence, judge, remaining_runs, tolerance
+from ..boundaries_cuda import Convergence, judge, remaining_runs
+from ..recurrences_cuda import tolerance
 from ..reports import Pending
 from ..sequences import Chunks, index
-from .recurrence import ChunkSolver, Problem
+from .recurrence import ChunkSolver, Problem, check_warm
 
 #: Sweeps after which guessing is given up on the host.
 MOST_SWEEPS = 20
@@ -115,11 +116,7 @@ def _first_guess(problem: Problem, chunks: Chunks) -> torch.Tensor:
     guess = chunks.guess(initial_state)
     if warm is None:
         return guess
-    if (warm.shape, warm.dtype, warm.device) != (guess.shape, guess.dtype, guess.device):
-        raise ValueError(
-            f"the warm start holds states {tuple(warm.shape)} of {warm.dtype} on {warm.device}; these sequences have "
-            f"{tuple(guess.shape)} of {guess.dtype} on {guess.device}: pass what a pass over as many steps gave there"
-        )
+    check_warm(warm, tuple(guess.shape), guess.dtype, guess.device)
     return torch.where((index(chunks.place, initial_state) > 0)[:, None] & warm.isfinite(), warm, guess)
 
 

@@ -6,9 +6,9 @@ import numpy as np
 import torch
 
 from ...runtime import on_device
-from ..recurrences_cuda import remaining_runs
+from ..boundaries_cuda import unfinished
 from ..reports import Pending
-from ..sequences import Chunks, DeviceRuns, index
+from ..sequences import Chunks, index
 from .recurrence import Problem, Solver
 
 
@@ -25,9 +25,7 @@ class Sequential(Solver):
         return problem.recurrence.run(sequences.whole(problem.direction), problem.initial_state)
 
 
-def run_chunks(
-    problem: Problem, chunks: Chunks, starts: torch.Tensor, overflowing: DeviceRuns | None = None
-) -> torch.Tensor:
+def run_chunks(problem: Problem, chunks: Chunks, starts: torch.Tensor) -> torch.Tensor:
     """Take all chunks from their first states, and samples in which one overflows step after step; the last states.
 
     A product of many matrices may overflow where no state does.
@@ -40,24 +38,18 @@ def run_chunks(
         Its chunks.
     starts : Tensor, (chunks, state)
         Their first states.
-    overflowing : DeviceRuns, optional
-        On a device, the samples in which one overflows, where that is known.
     """
     recurrence, initial_state, report = problem.recurrence, problem.initial_state, problem.report
-    last = recurrence.run(chunks.runs, starts)[index(chunks.last, initial_state)]
+    ends = recurrence.run(chunks.runs, starts)
     report.sweeps += 2
-    whole = problem.sequences.whole(problem.direction)
     if on_device(initial_state):
-        if overflowing is None:
-            sample, there = index(chunks.runs.sample, initial_state), whole.on(initial_state.device)
-            finite = starts.isfinite().all(dim=1).long()
-            right = finite.new_ones(len(initial_state)).scatter_reduce(0, sample, finite, "amin") > 0
-            overflowing = remaining_runs(chunks, initial_state.device, there.begin, torch.where(right, 0, there.steps))
+        overflowing, rest = unfinished(chunks, starts, ends, initial_state)
         report.pending = Pending.of(report.methods, overflowing.steps, None)
-        return recurrence.run(overflowing, torch.where((overflowing.steps > 0)[:, None], initial_state, last))
+        return recurrence.run(overflowing, rest)
+    last = ends[index(chunks.last, initial_state)]
     lost = np.unique(chunks.runs.sample[~starts.isfinite().all(dim=1).numpy()])
     if len(lost):
-        place = index(lost, initial_state)
+        whole, place = problem.sequences.whole(problem.direction), index(lost, initial_state)
         last[place] = recurrence.run(whole.take(lost), initial_state[place])
         report.methods.append("sequential")
         report.fallback_samples, report.fallback_steps = len(lost), int(problem.sequences.lengths[lost].sum())

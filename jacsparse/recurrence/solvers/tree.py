@@ -7,7 +7,9 @@ from typing import ClassVar
 
 import torch
 
-from ...schedule import Number, blelloch
+from ...runtime import on_device
+from ...schedule import Number, Schedule, blelloch
+from ..levels_cuda import scan_starts
 from ..sequences import index
 from ..tree_scan import scan_states
 from .recurrence import Problem, Solver
@@ -31,6 +33,16 @@ class Tree(Solver):
         # A schedule that was passed is known by its own name.
         problem.report.methods.append(self.name if choice.schedule is None else choice.schedule.name.partition(":")[0])
         problem.report.tree = schedule
+        if on_device(initial_state) and not (self.sparse or problem.recurrence.sparse):
+            maps = problem.recurrence.transfer(chunks.runs, initial_state, torch.float64)
+            starts = scan_starts(schedule, chunks, maps, initial_state, _ELEMENTS)
+        else:
+            starts = self._starts(problem, schedule)
+        return run_chunks(problem, chunks, starts)
+
+    def _starts(self, problem: Problem, schedule: Schedule) -> torch.Tensor:
+        """The state before each step, by place and sample."""
+        chunks, initial_state = problem.chunks, problem.initial_state
         maps = problem.recurrence.maps(chunks, initial_state, sparse=self.sparse)
         state, batch_axis = (
             initial_state.double() if maps.axis == 0 else initial_state.T.double().contiguous(),
@@ -45,9 +57,9 @@ class Tree(Solver):
             batch_axis,
         )
         place, sample = index(chunks.place, initial_state), index(chunks.runs.sample, initial_state)
-        # The state before each step; what a scan holds beyond a shorter sample's end is not read.
+        # What a scan holds beyond a shorter sample's end is not read.
         starts = states[place, sample] if maps.axis == 0 else states[:, place, sample].T
-        return run_chunks(problem, chunks, starts.to(initial_state.dtype).contiguous())
+        return starts.to(initial_state.dtype).contiguous()
 
 
 class Planned(Tree):

@@ -1,0 +1,258 @@
+"""The elementwise part of a cell, printed as C++: a step, and what pulls gradients back through it.
+
+Gates are products with weights; what a step makes of them stays at one place of the state. `Cell.step` tells it once,
+in PyTorch's operations. Its calls and those of its backward pass, at a single place, are a small graph of arithmetic.
+What the backward pass reads of the step, and cannot compute anew from the states, is saved.
+
+For the gated recurrent unit that is r, z, the candidate and ``m = W_n h + b``, and its gradients are four: those of
+what enters r, z and the candidate from the input and, since r multiplies m, another one of m (thesis, equation 4.4).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ...codegen import CallsOfElements, ElementGraph, Printer, UnreadableWriteError, constant
+from ...tracing import calls_of
+
+if TYPE_CHECKING:
+    from .cell import Cell
+
+
+class NotElementwiseError(Exception):
+    """A step cannot be printed; the message says what it does, as after "which"."""
+
+
+@dataclass(frozen=True)
+class ElementwiseStep:
+    """A cell's elementwise part.
+
+    Attributes
+    ----------
+    gates, states : int
+        As of the cell.
+    saved : int
+        Vectors of a step that are saved for the backward pass, beside the states.
+    parts : int
+        Vectors of gradients: first those of the gates' parts from the input.
+    recurrent : tuple of int
+        Which of these is that of each gate's part from the state: its own number where the two parts are added.
+    source : str
+        ``template <typename T> struct Cell`` in C++.
+    """
+
+    gates: int
+    states: int
+    saved: int
+    parts: int
+    recurrent: tuple[int, ...]
+    source: str
+
+    @classmethod
+    def of(cls, cell: Cell) -> ElementwiseStep:
+        """The elementwise part of a cell.
+
+        Raises
+        ------
+        NotElementwiseError
+            Where elements of different places meet, or an operation has no printed form.
+        """
+        return _derived(cell)
+
+
+#: Elements of a vector while a step is recorded: two show what elements of different places have to do with each other.
+_PLACES = 2
+
+
+@functools.lru_cache(maxsize=32)
+def _derived(cell: Cell) -> ElementwiseStep:
+    return _Derivation(cell).result()
+
+
+class _Derivation:
+    """The graph of a step and its backward pass at each place, and what is printed of it."""
+
+    def __init__(self, cell: Cell) -> None:
+        self.gates, self.states = cell.gates, cell.states
+        counts = {"entered": cell.gates, "product": cell.gates, "before": cell.states, "grad": cell.states}
+        #: The names of the inputs, vector by vector.
+        self.inputs = [f"{name}[{number}]" for name, count in counts.items() for number in range(count)]
+        vectors = [torch.zeros(1, _PLACES) for _ in self.inputs]
+        self.elements = ElementGraph()
+        try:
+            graph = calls_of(functools.partial(_step_and_gradients, cell), vectors)
+            if any(node.op == "get_attr" for node in graph.graph.nodes):
+                raise NotElementwiseError("reads a tensor that is none of its arguments")
+            calls = CallsOfElements(
+                self.elements, graph, vectors, {place: place for place in range(len(vectors))}, leaves=False
+            )
+        except UnreadableWriteError as error:
+            raise NotElementwiseError("writes to a tensor") from error
+        except RuntimeError as error:
+            raise NotElementwiseError(f"fails for vectors of {_PLACES} elements: {error}") from error
+        #: The numbers of the results: the states after the step, and the gradients of all inputs but those of states.
+        self.results = [result[0].tolist() for result in calls.results]
+        if calls.left:
+            raise NotElementwiseError(f"calls {calls.left[0].target}")
+
+    def result(self) -> ElementwiseStep:
+        first, *others = (self._at(place) for place in range(_PLACES))
+        if any(other != first for other in others):
+            raise NotElementwiseError("treats elements of different places differently")
+        return first
+
+    def _at(self, place: int) -> ElementwiseStep:
+        """What there is at one place, whose inputs alone may be read."""
+        names = self._names(place)
+        results = [numbers[place] for numbers in self.results]
+        after, gradients = results[: self.states], results[self.states :]
+        entering, recurrent, of_states = _split(gradients, (self.gates, self.gates, self.states))
+        parts = [*entering, *dict.fromkeys(each for each in recurrent if each not in entering)]
+        places = [gate if each == entering[gate] else parts.index(each) for gate, each in enumerate(recurrent)]
+        saved = self._saved([*parts, *of_states], names, after)
+        forward = _Body(self, {number: name for number, name in names.items() if not name.startswith("grad")})
+        forward.assign("after", after)
+        forward.assign("saved", saved)
+        known = {number: name for number, name in names.items() if name.startswith(("before", "grad"))}
+        known |= {number: f"after[{at}]" for at, number in enumerate(after)}
+        backward = _Body(self, known | {number: f"saved[{at}]" for at, number in enumerate(saved)})
+        backward.assign("parts", parts)
+        backward.assign("direct", of_states)
+        counts = {"gates": self.gates, "states": self.states, "saved": len(saved), "parts": len(parts)}
+        texts = {"forward": forward.text(), "backward": backward.text()}
+        carried = [str(not self._is_zero(each)).lower() for each in of_states]
+        lists = {"recurrent": ", ".join(map(str, places)), "carried": ", ".join(carried)}
+        source = _STRUCT.format(**counts, **texts, **lists)
+        return ElementwiseStep(**counts, recurrent=tuple(places), source=source)
+
+    def _names(self, place: int) -> dict[int, str]:
+        """The inputs' names at a place, by their elements' numbers."""
+        tensors = [node for number, node in enumerate(self.elements.nodes) if number in self.elements.tensors]
+        sources = [self.elements.tensors[number] for number in sorted(self.elements.tensors)]
+        return {node.first + place: self.inputs[at] for node, at in zip(tensors, sources, strict=True)}
+
+    def _saved(self, wanted: Sequence[int], names: dict[int, str], after: Sequence[int]) -> list[int]:
+        """What the gradients read of the step, and cannot compute of states and of what else is saved."""
+        of_gradients, read, saved = dict[int, bool](), dict[int, None](), list[int]()
+
+        def visit(number: int) -> bool:
+            """Whether an element depends on gradients; what these read beside is noted."""
+            if number not in of_gradients:
+                operands = self.operands(number)
+                ahead = [(operand, visit(operand)) for operand in operands]
+                of_gradients[number] = any(depends for _, depends in ahead) or names.get(number, "").startswith("grad")
+                if any(depends for _, depends in ahead):
+                    read.update(dict.fromkeys(operand for operand, depends in ahead if not depends))
+            return of_gradients[number]
+
+        for number in wanted:
+            if not visit(number):
+                read[number] = None
+
+        def can_be_had(number: int) -> bool:
+            if number in after or number in saved or names.get(number, "").startswith("before"):
+                return True
+            node = self.node(number)
+            if node.operation is None:
+                return node.constant is not None
+            return all(map(can_be_had, self.operands(number)))
+
+        # In the order in which the step computes them.
+        for number in sorted(read):
+            if not can_be_had(number):
+                saved.append(number)
+        return saved
+
+    def _is_zero(self, number: int) -> bool:
+        return self.node(number).constant == 0
+
+    def node(self, number: int) -> Any:
+        """The node that an element belongs to."""
+        return self.elements.nodes[self.elements.places_of_nodes[number]]
+
+    def operands(self, number: int) -> list[int]:
+        """The numbers of the elements that one is computed of."""
+        node = self.node(number)
+        if node.operation is None:
+            return []
+        return [int(operand[number - node.first if len(operand) > 1 else 0]) for operand in node.operands]
+
+
+class _Body:
+    """The statements of a function: variables, each assigned once, and what is written to arrays."""
+
+    def __init__(self, derivation: _Derivation, names: dict[int, str]) -> None:
+        self.derivation, self.names, self.lines = derivation, dict(names), list[str]()
+        self.printer = Printer()
+
+    def assign(self, array: str, numbers: Iterable[int]) -> None:
+        """Write elements to an array."""
+        values = [self.name(number) for number in numbers]
+        self.lines += [f"{array}[{place}] = {value};" for place, value in enumerate(values)]
+
+    def name(self, number: int) -> str:
+        """The variable that holds an element, or a constant."""
+        if number in self.names:
+            return self.names[number]
+        node = self.derivation.node(number)
+        if node.operation is None:
+            if node.constant is None:
+                raise NotElementwiseError("reads elements of other places")
+            return constant(node.constant)
+        operands = [self.name(each) for each in self.derivation.operands(number)]
+        name = self.names[number] = f"v{len(self.lines)}"
+        kind = "bool" if node.dtype == torch.bool else "T"
+        self.lines.append(f"const {kind} {name} = {self.printer.expression(node.operation, operands)};")
+        return name
+
+    def text(self) -> str:
+        return "\n".join(f"    {line}" for line in self.lines)
+
+
+def _step_and_gradients(cell: Cell, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The states after a step and, of gradients that come to them, those of its inputs."""
+    *inputs, grads = _split(vectors, (cell.gates, cell.gates, cell.states, cell.states))
+    leaves = [[vector.detach().requires_grad_() for vector in part] for part in inputs]
+    with torch.enable_grad():
+        after = cell.step(*(torch.cat([*part], dim=1) for part in leaves))
+    each = [vector for part in leaves for vector in part]
+    gradients = torch.autograd.grad(after, each, torch.cat([*grads], dim=1), allow_unused=True, materialize_grads=True)
+    return (*after.chunk(cell.states, dim=1), *gradients)
+
+
+def _split(values: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
+    rest = iter(values)
+    return [[next(rest) for _ in range(count)] for count in counts]
+
+
+_STRUCT = """\
+template <typename T>
+struct Cell {{
+  static constexpr int GATES = {gates}, STATES = {states}, SAVED = {saved}, PARTS = {parts};
+  // Which of the parts is the gradient of a gate's part from the state; those from the input come first.
+  __device__ static constexpr int recurrent(int gate) {{
+    constexpr int part[] = {{{recurrent}}};
+    return part[gate];
+  }}
+  // Whether a state enters the states after otherwise than by the gates.
+  __device__ static constexpr bool carried(int state) {{
+    constexpr bool is_carried[] = {{{carried}}};
+    return is_carried[state];
+  }}
+  // The states after a step, from its gates' parts and from the states before, and what is saved of it.
+  __device__ __forceinline__ static void step(const T* entered, const T* product, const T* before, T* after,
+                                              T* saved) {{
+{forward}
+  }}
+  // From gradients of the states after: those of the gates' parts, and what is carried to the states before.
+  __device__ __forceinline__ static void back(const T* saved, const T* before, const T* after, const T* grad, T* parts,
+                                              T* direct) {{
+{backward}
+  }}
+}};
+"""

@@ -1,0 +1,440 @@
+"""A layer of small states on a CUDA device: a whole pass in a launch or two, as `kernels/layer.cu` describes it.
+
+What a pass needs beside its tensors is decided once for a shape: a `SmallLayer` has its launches, and a call fills in
+pointers. So a call takes the host less time than the kernels take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime import Backend, KernelFile, multiprocessors
+from ..tracing import without_autocast
+from .cells import CELLS, Cell, DeviceCell, ElementwiseStep, cell_on
+from .layer_arguments import ChosenSolvers
+from .recurrences_cuda import tolerance
+from .reports import PassOfReports, Report, outcome
+from .solvers import Choice
+from .solvers.choice import Way, Work, choose_small, way_in_chunks
+from .solvers.recurrence import check_warm
+from .solvers.relaxed import Relaxed
+
+Tensors = Sequence[torch.Tensor | None]
+Launch = Callable[..., None]
+
+#: Elements of a state, vectors of one, and gates, at most; inputs whose weights fit into a block's shared memory.
+SIZE, STATES, GATES, INPUTS = 32, 2, 4, 32
+#: Warps of a block that looks after a sample, at most, and of one that sweeps.
+_WARPS, _SWEEPING = 8, 4
+#: Of weights' gradients: sides of a tile and its threads, and groups of threads that sum its parts.
+_TILE, _TILE_THREADS, _GROUPS = 32, 64, 8
+#: Parts into which rows are split for these, at most, and the fewest rows of one.
+_PARTS, _ROWS = 264, 64
+#: Weights of a gate that a thread has in registers.
+_REGISTERS = (20, 32)
+_PATH = Path(__file__).parent / "kernels" / "layer.cu"
+_INSTANCES = (
+    *(
+        f"{kernel}<{registers}>"
+        for kernel in ("states_sweep", "states_settle", "gradients_sweep", "gradients_settle")
+        for registers in _REGISTERS
+    ),
+    f"weights_parts<{_TILE_THREADS}>",
+    f"weights_sums<{_GROUPS}>",
+)
+
+
+@functools.lru_cache(maxsize=32)
+def layer_kernels(cell: Cell, name: str = "") -> KernelFile:
+    """The kernels of a layer with a cell, listed by a name or, where that is empty, nowhere."""
+    return KernelFile(_PATH, _INSTANCES, name, {"cell.cuh": lambda: ElementwiseStep.of(cell).source})
+
+
+_LISTED = {cell: layer_kernels(cell, f"{cell.mode.lower()}_layer.cu") for cell in CELLS.values()}
+
+
+class Shape(NamedTuple):
+    """Of a layer's input: steps, samples and features; elements of a state, and directions."""
+
+    time: int
+    batch: int
+    inputs: int
+    size: int
+    directions: int
+
+
+class Solved(NamedTuple):
+    """How one recurrence of a layer was solved: its choice, and the memory in which kernels tell what came of it.
+
+    Attributes
+    ----------
+    layer : SmallLayer
+        The layer.
+    recurrence : {"forward", "backward"}
+        Of states or of their gradients.
+    name : str
+        The layer's name, ``l0`` or ``l0_reverse``.
+    memory : Tensor
+        What `Boundaries` in `layer.cu` names.
+    """
+
+    layer: SmallLayer
+    recurrence: str
+    name: str
+    memory: torch.Tensor
+
+    @property
+    def choice(self) -> Way:
+        """How it was chosen."""
+        return self.layer.forward_choice if self.recurrence == "forward" else self.layer.backward_choice
+
+    def report(self) -> Report:
+        """What came of it; this waits for the device."""
+        choice, shape = self.choice, self.layer.shape
+        places, most = -(-shape.time // choice.chunk), Relaxed.device_sweeps
+        found = self.memory[self.layer.boundary_elements(choice) + places * shape.batch :].cpu()
+        defects, left = found[: most * shape.batch].unflatten(0, (most, shape.batch)), found[most * shape.batch :]
+        fields: dict[str, Any] = {"methods": [choice.name], "sweeps": 1}
+        if choice.name != "sequential":
+            fields = outcome([choice.name], left.view(torch.int32), defects)
+        return Report(self.recurrence, shape.time, self.name, chunk=choice.chunk, reason=choice.reason, **fields)
+
+    def boundaries(self) -> torch.Tensor | None:
+        """The first states of the chunks that guessing came to, ``(chunks of all samples, states · size)``."""
+        shape, states = self.layer.shape, self.layer.cell.states
+        if self.choice.name == "sequential":
+            return None
+        places = -(-shape.time // self.choice.chunk)
+        starts = self.memory[: places * states * shape.batch * shape.size]
+        return starts.unflatten(0, (places, states, shape.batch, shape.size)).transpose(1, 2).flatten(0, 1).flatten(1)
+
+
+class SmallLayer:
+    """The passes of a layer, in both directions if it has two, over samples of equal lengths in float32.
+
+    Parameters
+    ----------
+    cell : DeviceCell
+        The cell.
+    shape : Shape
+        The sizes.
+    bias : bool
+        Whether there are biases.
+    device : torch.device
+        Where.
+    forward, backward : Way
+        How the recurrences are solved: ``sequential``, in a chunk of all steps, or ``relaxed``.
+    """
+
+    def __init__(
+        self, cell: DeviceCell, shape: Shape, bias: bool, device: torch.device, forward: Way, backward: Way
+    ) -> None:
+        self.cell, self.shape, self.bias, self.device = cell, shape, bias, device
+        self.forward_choice, self.backward_choice = forward, backward
+        self._file = _LISTED.get(cell.cell) or layer_kernels(cell.cell)
+        self.rows, parts = shape.time * shape.batch, cell.grad_width
+        self.kept_vectors = 1 + cell.saved_vectors
+        self.projected = shape.inputs > INPUTS
+        gates = cell.gates * shape.size
+        shapes = ((gates, shape.inputs), (gates, shape.size), (gates,), (gates,))
+        self.weight_shapes = shapes[: 4 if bias else 2] * shape.directions
+        self._states = [self._recurrence("states", forward, direction) for direction in self._directions]
+        self._gradients = [self._recurrence("gradients", backward, direction) for direction in self._directions]
+        tiles = -(-parts * shape.size // _TILE), -(-(shape.inputs + shape.size) // _TILE)
+        self.splits = max(1, min(_PARTS, self.rows // _ROWS))
+        self._part = tiles[0] * (tiles[1] * _TILE + 1) * _TILE
+        sizes = {"size": shape.size, "inputs": shape.inputs}
+        self._parts = [
+            self._file.record(
+                f"weights_parts<{_TILE_THREADS}>", [self.splits, *tiles], [_TILE_THREADS],
+                time=shape.time, batch=shape.batch, **sizes, direction=direction,
+                rows_each=-(-self.rows // self.splits), device=device,
+            )
+            for direction in self._directions
+        ]  # fmt: skip
+        elements = cell.gates * shape.size * (shape.inputs + shape.size + 2)
+        self._sums = self._file.record(
+            f"weights_sums<{_GROUPS}>",
+            [-(-elements // 32)],
+            [32, _GROUPS],
+            **sizes,
+            parts_count=self.splits,
+            device=device,
+        )
+
+    @property
+    def _directions(self) -> tuple[int, ...]:
+        return (1, -1)[: self.shape.directions]
+
+    def names(self, number: int) -> tuple[str, ...]:
+        """What PyTorch's names of the weights of each direction end in, if this is a module's layer of that number."""
+        return (f"l{number}", f"l{number}_reverse")[: self.shape.directions]
+
+    def boundary_elements(self, choice: Way) -> int:
+        """Elements of the states in which chunks start and end."""
+        shape = self.shape
+        return 2 * -(-shape.time // choice.chunk) * self.cell.states * shape.batch * shape.size
+
+    def _recurrence(self, kind: str, choice: Way, direction: int) -> _Recurrence:
+        """The launches of one recurrence in one direction."""
+        shape, places = self.shape, -(-self.shape.time // choice.chunk)
+        registers = next(each for each in _REGISTERS if shape.size <= each)
+        # More chunks than a block has warps are swept by all multiprocessors first.
+        swept = 2 if choice.swept else 0
+        numbers: dict[str, Any] = {
+            "time": shape.time, "batch": shape.batch, "size": shape.size, "chunk": choice.chunk, "direction": direction,
+        }  # fmt: skip
+        if kind == "states":
+            out_row = shape.directions * shape.size
+            numbers |= {"inputs": shape.inputs, "projected": self.projected, "out_row": out_row}
+        record: Callable[..., Launch] = functools.partial(self._file.record, device=self.device, **numbers)
+        sweep = None
+        if swept:
+            grid = [shape.batch, -(-places // _SWEEPING)]
+            sweep = record(f"{kind}_sweep<{registers}>", grid, [32, _SWEEPING])
+        settle = record(
+            f"{kind}_settle<{registers}>", [shape.batch], [32, min(_WARPS, places)], swept=swept,
+            most=Relaxed.device_sweeps, tolerance=tolerance(torch.float32),
+            least=1.0 if kind == "states" else torch.finfo(torch.float32).tiny,
+        )  # fmt: skip
+        memory = self.boundary_elements(choice) + (places + Relaxed.device_sweeps + 1) * shape.batch
+        return _Recurrence(sweep, settle, memory)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        starts: Tensors,
+        weights: Tensors,
+        guesses: Tensors,
+        last: Sequence[torch.Tensor] | None,
+        *,
+        keep: bool,
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor], list[torch.Tensor], list[torch.Tensor]]:
+        """A forward pass.
+
+        Parameters
+        ----------
+        x : Tensor, (time, batch, inputs)
+            The input, whose features lie side by side.
+        starts : sequence of Tensor or None, (directions, batch, size)
+            The first states, of each vector of the state; None for zeros.
+        weights : sequence of Tensor
+            In PyTorch's order, of each direction.
+        guesses : sequence of Tensor or None
+            Of each direction, the first states of chunks to begin guessing with.
+        last : sequence of Tensor, (directions, batch, size), optional
+            Memory for the last states, of each vector of the state.
+        keep : bool
+            Whether a backward pass may follow.
+
+        Returns
+        -------
+        output : Tensor, (time, batch, directions · size)
+        last : sequence of Tensor, (directions, batch, size)
+            The last states, of each vector of the state.
+        kept : list of Tensor
+            Of each direction, what the backward pass reads.
+        memory : list of Tensor
+            Of each direction, what kernels tell of the solution.
+        """
+        shape, states = self.shape, self.cell.states
+        time, batch, inputs, size, directions = shape
+        output = x.new_empty((time, batch, directions * size))
+        last = last or [x.new_empty((directions, batch, size)) for _ in range(states)]
+        kept: list[torch.Tensor] = []
+        memories: list[torch.Tensor] = []
+        for number, recurrence in enumerate(self._states):
+            w_in, w, *bias = self._of_direction(number, weights)
+            here, there = self._at(number, starts), self._at(number, last)
+            entered, (x_time, x_sample, _) = x, x.stride()
+            if self.projected:
+                with without_autocast(x.device):
+                    entered = x.reshape(-1, inputs) @ w_in.t()
+                x_sample = entered.shape[1]
+                x_time = batch * x_sample
+            keeps = x.new_empty((self.rows, self.kept_vectors * size)) if keep else None
+            memory = x.new_empty(recurrence.memory)
+            out = output if directions == 1 else output[:, :, number * size :]
+            guess = None if guesses[number] is None else self._guess(guesses[number])
+            arguments = (entered, x_time, x_sample, w_in, w, *bias, *here, guess, out, keeps, memory)
+            if recurrence.sweep is not None:
+                recurrence.sweep(*arguments)
+            recurrence.settle(*arguments, *there)
+            memories.append(memory)
+            if keeps is not None:
+                kept.append(keeps)
+        return output, last, kept, memories
+
+    def _guess(self, warm: Any) -> torch.Tensor | None:
+        """First states of chunks to begin guessing with, as kernels read them, of `Solved.boundaries`."""
+        shape, states = self.shape, self.cell.states
+        if self.forward_choice.name == "sequential":
+            return None
+        places = -(-shape.time // self.forward_choice.chunk)
+        check_warm(warm, (places * shape.batch, states * shape.size), torch.float32, self.device)
+        guess = warm.detach().unflatten(0, (places, shape.batch)).unflatten(2, (states, shape.size))
+        # Numbers that are none are zeros.
+        return torch.where(guess.isfinite(), guess, 0).transpose(1, 2).contiguous()
+
+    def backward(
+        self,
+        x: torch.Tensor,
+        starts: Tensors,
+        weights: Tensors,
+        kept: Tensors,
+        grad_output: torch.Tensor | None,
+        grad_last: Tensors,
+        wanted: Sequence[bool],
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
+        """A backward pass: gradients of the input, the first states and the weights, and what kernels tell.
+
+        Those that are not `wanted`, in this order, are None.
+        """
+        shape, states, count = self.shape, self.cell.states, 4 if self.bias else 2
+        time, batch, inputs, size, directions = shape
+        for_x, for_starts, for_weights = wanted[0], wanted[1 : 1 + states], wanted[1 + states :]
+        grad_starts = [x.new_empty((directions, batch, size)) if need else None for need in for_starts]
+        grad_weights: list[torch.Tensor | None] = []
+        grad_x: torch.Tensor | None = None
+        memories = []
+        for number, recurrence in enumerate(self._gradients):
+            w_in, w, *_ = self._of_direction(number, weights)
+            here, width = self._at(number, starts), self.cell.grad_width * size
+            grad_gates, memory = x.new_empty((self.rows, width)), x.new_empty(recurrence.memory)
+            added = grad_output
+            if added is not None and directions > 1:
+                added = added[:, :, number * size : (number + 1) * size]
+            arguments = (
+                kept[number], *here, w, added, *((0, 0, 0) if added is None else added.stride()),
+                *self._at(number, grad_last), grad_gates, memory,
+            )  # fmt: skip
+            if recurrence.sweep is not None:
+                recurrence.sweep(*arguments)
+            recurrence.settle(*arguments, *self._at(number, grad_starts))
+            memories.append(memory)
+            needs = for_weights[count * number : count * (number + 1)]
+            if any(needs):
+                parts = x.new_empty((self.splits, self._part))
+                self._parts[number](grad_gates, x, *x.stride()[:2], kept[number], here[0], parts)
+                shapes = zip(self.weight_shapes, needs, strict=False)
+                sums = [x.new_empty(each) if need else None for each, need in shapes]
+                self._sums(parts, *sums, *(() if self.bias else (None, None)))
+                grad_weights += sums
+            else:
+                grad_weights += [None] * count
+            if for_x:
+                with without_autocast(x.device):
+                    entering = grad_gates.as_strided((self.rows, self.cell.gates * size), (width, 1))
+                    grad_x = entering @ w_in if grad_x is None else grad_x.addmm_(entering, w_in)
+        grad_x = None if grad_x is None else grad_x.view(time, batch, inputs)
+        return [grad_x, *grad_starts, *grad_weights], memories
+
+    def _of_direction(self, number: int, weights: Tensors) -> list[Any]:
+        """Both weights and both biases of a direction."""
+        if self.bias:
+            return list(weights[4 * number : 4 * number + 4])
+        return [*weights[2 * number : 2 * number + 2], None, None]
+
+    def _at(self, number: int, states: Tensors) -> list[torch.Tensor | None]:
+        """The vectors of the state of a direction, two of them."""
+        if self.shape.directions > 1:
+            states = [each if each is None else each[number] for each in states]
+        return [*states, None] if len(states) == 1 else list(states)
+
+
+class _Recurrence(NamedTuple):
+    """The launches of a recurrence, and the elements of their memory."""
+
+    sweep: Launch | None
+    settle: Launch
+    memory: int
+
+
+class SmallPass:
+    """How a pass of layers of small states was computed.
+
+    Attributes
+    ----------
+    forward, backward : dict
+        By the layer's number, the layer and the memory of each direction in which kernels tell what came of it.
+    """
+
+    def __init__(self) -> None:
+        self.forward: dict[int, tuple[SmallLayer, Sequence[torch.Tensor]]] = {}
+        self.backward: dict[int, tuple[SmallLayer, Sequence[torch.Tensor]]] = {}
+
+    def _solved(self, recurrence: str) -> list[Solved]:
+        passes = self.forward if recurrence == "forward" else self.backward
+        return [
+            Solved(layer, recurrence, name, memory)
+            for number, (layer, memories) in passes.items()
+            for name, memory in zip(layer.names(number), memories, strict=True)
+        ]
+
+    @property
+    def reports(self) -> list[Report]:
+        """Of each solution; this waits for the device."""
+        return [solved.report() for recurrence in ("forward", "backward") for solved in self._solved(recurrence)]
+
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """As of a layer."""
+        return [solved.boundaries() for solved in self._solved("forward")]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PassOfReports, (self.reports, self.boundaries)
+
+
+#: How layers of small states may be solved, by the names of solvers.
+_FORWARD = {"auto": "auto", "sequential": "sequential", "parallel": "relaxed", "relaxed": "relaxed"}
+_BACKWARD = {"auto": "auto", "sequential": "sequential", "relaxed": "relaxed"}
+
+
+@functools.lru_cache(maxsize=256)
+def small_layers(
+    cell: Cell,
+    time: int,
+    batch: int,
+    inputs: int,
+    size: int,
+    layers: int,
+    directions: int,
+    bias: bool,
+    chosen: ChosenSolvers,
+    dtype: torch.dtype,
+    device: torch.device,
+    captured: bool,
+    backend: Backend,
+) -> list[SmallLayer] | None:
+    """The layers of a module whose kernels are those of small states; None where they are not."""
+    ways = _FORWARD.get(chosen.forward.name), _BACKWARD.get(chosen.backward.name)
+    if None in ways or dtype != torch.float32 or size > SIZE or not batch or time * batch >= 2**31:
+        return None
+    here = cell_on(cell, torch.empty(0, device=device))
+    if not isinstance(here, DeviceCell) or here.states > STATES or here.gates > GATES:
+        return None
+    made = []
+    for features in (inputs, *[directions * size] * (layers - 1)):
+        shape = Shape(time, batch, features, size, directions)
+        choices = [
+            _way(str(name), option, shape, here, device, captured=captured)
+            for name, option in zip(ways, chosen[1:], strict=True)
+        ]
+        made.append(SmallLayer(here, shape, bias, device, *choices))
+    if not captured and "auto" in ways:
+        # Kernels are compiled before a graph is captured, in which ``auto`` may be another way.
+        small_layers(cell, time, batch, inputs, size, layers, directions, bias, chosen, dtype, device, True, backend)
+    return made
+
+
+def _way(name: str, option: Choice, shape: Shape, cell: DeviceCell, device: torch.device, *, captured: bool) -> Way:
+    """How a recurrence is solved for which a name was asked."""
+    if name == "auto":
+        work = Work(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
+        return choose_small(work, _WARPS, captured=captured)
+    return way_in_chunks(shape.time, shape.time if name == "sequential" else option.chunk, _WARPS)

@@ -1,0 +1,83 @@
+"""The elementwise part of a cell: what is derived of `Cell.step`, and what no kernel can be printed of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from jacsparse.recurrence import CELLS, Cell
+from jacsparse.recurrence.cells.elementwise import ElementwiseStep, NotElementwiseError
+
+Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def cell_of(step: Step, gates: int = 1, states: int = 1) -> Cell:
+    class Stepping(Cell):
+        mode = "OWN"
+
+        def step(
+            self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
+        ) -> torch.Tensor:
+            return step(input_projection, recurrent_projection, state)
+
+    Stepping.gates, Stepping.states = gates, states
+    return Stepping()
+
+
+@pytest.mark.parametrize(
+    ("mode", "saved", "parts", "recurrent"),
+    [
+        # A tanh's derivative is known from its result.
+        ("RNN_TANH", 0, 1, (0,)),
+        ("RNN_RELU", 0, 1, (0,)),
+        # Equation 4.4 of the thesis: r, z, the candidate, and what r multiplies, which has a gradient of its own.
+        ("GRU", 4, 4, (0, 1, 3)),
+        # The four gates; the state's tanh is computed again.
+        ("LSTM", 4, 4, (0, 1, 2, 3)),
+    ],
+)
+def test_what_is_saved(mode: str, saved: int, parts: int, recurrent: tuple[int, ...]) -> None:
+    step = ElementwiseStep.of(CELLS[mode])
+    assert (step.saved, step.parts, step.recurrent) == (saved, parts, recurrent)
+    assert step is ElementwiseStep.of(CELLS[mode])
+
+
+def test_gates_in_other_orders() -> None:
+    def step(x: torch.Tensor, p: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        (a, b), (c, d) = x.chunk(2, dim=1), p.chunk(2, dim=1)
+        return torch.sigmoid(a + d) * torch.tanh(b) + torch.relu(c) * h
+
+    actual = ElementwiseStep.of(cell_of(step, gates=2))
+    # The gradient of d is that of a, which comes first; that of c is one more.
+    assert actual.recurrent == (2, 0) and actual.parts == 3
+
+
+def test_constants_and_comparisons_are_printed() -> None:
+    def step(x: torch.Tensor, p: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        y = torch.where(x + p > 0.25, 0.5 * (x + p) ** 2, torch.exp(-(x + p)))
+        return torch.clamp(y, max=3.0) + h / 7
+
+    source = ElementwiseStep.of(cell_of(step)).source
+    assert all(text in source for text in ("T(0.25)", "T(3.0)", "exp(", " ? "))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (lambda x, p, h: torch.tanh(x + p).roll(1, 1), "reads elements of other places"),
+        (lambda x, p, h: torch.tanh(x + p) + h[:, :1], "reads elements of other places"),
+        (lambda x, p, h: torch.softmax(x + p, 1), r"calls aten\._softmax"),
+        (lambda x, p, h: torch.erfinv(torch.tanh(x + p)), r"calls aten\.erfinv"),
+        (lambda x, p, h: torch.tanh(x + p) * torch.tensor(2.0), "reads a tensor that is none of its arguments"),
+        (lambda x, p, h: torch.tanh(x + p) @ torch.zeros(20, 20), "fails for vectors of 2 elements"),
+        (
+            lambda x, p, h: torch.tanh(x + p) * torch.arange(2),
+            "treats elements of different places differently|reads a",
+        ),
+    ],
+)
+def test_steps_that_have_no_kernels(step: Step, message: str) -> None:
+    with pytest.raises(NotElementwiseError, match=message):
+        ElementwiseStep.of(cell_of(step))
