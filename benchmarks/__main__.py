@@ -19,14 +19,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from jacsparse.recurrence import NODES, PRICES, Nodes, Prices
 from jacsparse.runtime import check_writable
 
 from ._calls import full_precision
 from ._context import Context, device_problem
 from ._environment import environment, hardware
 from ._experiment import Experiment, Row, reason
+from ._gpu_call import gpu_call, phases
 from ._pages import ROOT, readme_with_figures
 from ._papers import PAPERS, experiments_of
+from ._prices import errors, fitted, observations, worst_choice
 from ._registry import EXPERIMENTS
 from ._report import write_report
 from ._results import Result, read, result_path, write
@@ -117,6 +120,19 @@ def run(
         raise typer.Exit(1)
 
 
+@app.command(name="gpu-call")
+def gpu_call_(out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/gpu-call")) -> None:
+    """Measure what ten minutes of a GPU can tell, in the order of what is most asked; it takes 530 seconds at most."""
+    try:
+        if (problem := device_problem("cuda", ("cuda",))) is not None:
+            raise ValueError(problem)
+        _check_folder(out, [out / "log.txt"])
+    except (ValueError, OSError) as error:
+        _fail(error)
+    if not gpu_call(out, phases()):
+        raise typer.Exit(1)
+
+
 @app.command()
 def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `run` wrote its results.")]) -> None:
     """Write a report with pictures from the results in a folder."""
@@ -124,6 +140,34 @@ def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `ru
         typer.echo(write_report(folder, EXPERIMENTS))
     except (ValueError, OSError) as error:
         _fail(error)
+
+
+@app.command()
+def prices(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Results of recurrent layers on a GPU.")],
+    nodes: Annotated[
+        tuple[int, int, int, int],
+        typer.Option(metavar=" ".join(Nodes._fields).upper(), help="What a pass consisted of when they were measured."),
+    ] = NODES,
+) -> None:
+    """Fit the prices of a GPU, by which `auto` chooses, to measured passes."""
+    try:
+        of_a_pass = Nodes(*nodes)
+        passes = observations(row for file in files for row in read(file).rows)
+        found = fitted(passes, of_a_pass)
+    except (ValueError, OSError) as error:
+        _fail(error)
+    table = Table(box=box.SIMPLE_HEAD)
+    table.add_column("microseconds")
+    for title in ("known", "fitted"):
+        table.add_column(title, justify="right")
+    for name, known, fit in zip(Prices._fields, PRICES, found, strict=True):
+        table.add_row(name, f"{known:.4g}", f"{fit:.4g}")
+    for title, of in (("slowest way chosen", worst_choice), ("median error", errors)):
+        table.add_row(title, *(f"{of(passes, of_a_pass, each):.3g}" for each in (PRICES, found)))
+    console = Console()
+    console.print(f"{len(passes)} passes of known ways", highlight=False)
+    console.print(table)
 
 
 @app.command()

@@ -8,7 +8,7 @@ import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 from jacsparse.models import BitstreamRNN, InstrumentGRU, SequenceClassifier
@@ -19,6 +19,7 @@ from jacsparse import nn as scanned
 
 from ._calls import MODES, Call, in_mode, labelled, one_thread
 from ._context import Context, Limits, Timing
+from ._empty_function import empty_passes
 from ._experiment import Grid, Group, Row, reason, values_of, where
 
 
@@ -30,7 +31,7 @@ class Layer:
     #: The schedule of the gradients, as ``jacsparse.nn`` takes it; empty for PyTorch's layer.
     schedule: str = ""
     #: The way in which the states are computed.
-    forward: str = "sequential"
+    forward: str = "auto"
 
     @classmethod
     def by(cls, schedule: str) -> Layer:
@@ -40,7 +41,7 @@ class Layer:
     @property
     def family(self) -> str:
         """How the states are computed or, if step by step, the gradients, without the length of chunks."""
-        return self.schedule.partition(":")[0] if self.forward == "sequential" else self.forward
+        return self.schedule.partition(":")[0] if self.forward in ("auto", "sequential") else self.forward
 
 
 OURS, PEER = Layer("jacsparse", "auto"), Layer("torch.nn")
@@ -85,6 +86,11 @@ class RecurrentWorkload:
         """The function of a part of training, one of `_PARTS`, with a layer."""
         model, x, labels = self._classifier(layer, device)
         return _PARTS[part](model, x, labels)
+
+    def nothing(self, device: str) -> tuple[Call, Call]:
+        """A forward and a backward pass of a Function with the layer's inputs and outputs, which computes nothing."""
+        model, x, _ = self._classifier(PEER, device)
+        return empty_passes(model.rnn, x.permute(2, 0, 1).contiguous())
 
     def _classifier(self, layer: Layer, device: str) -> tuple[SequenceClassifier, torch.Tensor, torch.Tensor]:
         """The classifier with a layer, its inputs and its labels; the numbers are the same for all layers."""
@@ -153,12 +159,15 @@ class RecurrentCase:
     data: Mapping[str, Any]
     #: The rows' heading, or the workload's name.
     group: str = ""
-    #: By part and family, how many times as fast as PyTorch's the fastest layer should be.
+    #: By part, or part and mode as a label has them, and by family: how many times as fast as PyTorch's the fastest
+    #: layer should be.
     targets: Mapping[str, Mapping[str, Sequence[float]]] = field(default_factory=dict)
     #: A layer of ours that others are compared with, too.
     base: Layer | None = None
     #: Whether one thread alone runs it; limits, and so floors, are those of all threads.
     single_thread: bool = False
+    #: Some of the device's modes; all where it is empty.
+    modes: Sequence[str] = ()
 
     def label(self, part: str, mode: str, layer: Layer) -> str:
         """The label of a row."""
@@ -169,7 +178,7 @@ class RecurrentCase:
 class RecurrentGrid(Grid):
     """Parts of training with recurrent layers, ours against PyTorch's, in all modes."""
 
-    devices = ("cpu", "cuda")
+    devices: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     @abstractmethod
     def cases(self, context: Context) -> Iterable[RecurrentCase]:
@@ -204,7 +213,7 @@ class RecurrentGrid(Grid):
         A layer is not timed if its gradients differ from those of PyTorch.
         """
         problems, solutions = case.workload._checked(context, layers)
-        keys = list(itertools.product(parts, MODES[context.device], layers))
+        keys = list(itertools.product(parts, case.modes or MODES[context.device], layers))
         by_label = context.times(
             {
                 case.label(part, mode, layer): in_mode(
@@ -225,8 +234,9 @@ def _compare_layers(rows: Group, case: RecurrentCase, part: str, mode: str, laye
     ours = {layer: case.label(part, mode, layer) for layer in layers if layer != PEER}
     families = [[label for each, label in ours.items() if each.family == layer.family] for layer in ours]
     fastest = {row.label for labels in families if (row := rows.fastest(labels))}
+    wanted = {**case.targets.get(part, {}), **case.targets.get(labelled(part, mode), {})}
     for layer, label in ours.items():
-        targets = case.targets.get(part, {}).get(layer.family) if label in fastest else None
+        targets = wanted.get(layer.family) if label in fastest else None
         for at_least in targets or (None,):
             rows.compare(f"{PEER.name} / {layer.name}", case.label(part, mode, PEER), label, at_least=at_least)
         if case.base not in (None, layer):

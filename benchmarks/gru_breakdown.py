@@ -6,15 +6,18 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ._calls import labelled
+from ._calls import GRAPH, labelled
 from ._context import Context
 from ._experiment import Group, Row
 from ._figures import Bars, Panel, Picture
 from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, Timings, shown
 from ._text import amount
 
-#: Targets on CUDA, with set L in batches of 16: the thesis' speed-ups, and three times these.
-_TARGETS = {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}}
+#: Targets on CUDA with set L, by samples of a batch: the thesis' speed-ups, and three times these; an exact scan's.
+_TARGETS: dict[int, dict[str, dict[str, tuple[float, ...]]]] = {
+    16: {"backward": {"auto": (13.45, 3 * 13.45)}, "step": {"auto": (2.11, 3 * 2.11)}},
+    64: {labelled("backward", GRAPH): {"chunked": (8.0, 13.45)}},
+}
 #: Labels of our rows and of PyTorch's.
 _LABELS = {
     "forward": ("FP + FO: forward", "FP: forward"),
@@ -36,6 +39,8 @@ class GruBreakdown(RecurrentGrid):
     sets: tuple[tuple[str, int, int], ...] = (("S", 259, 38), ("M", 517, 24), ("L", 1034, 12))
     #: Samples per batch.
     batches: tuple[int, ...] = (16, 32, 64)
+    #: Schedules of our layer beside `auto`.
+    schedules: tuple[str, ...] = SCANS
 
     name = "gru_breakdown"
     title = "Training the GRU on instruments: forward and backward passes"
@@ -47,11 +52,11 @@ class GruBreakdown(RecurrentGrid):
             workload = RecurrentWorkload("GRU", time, batch, features)
             yield RecurrentCase(
                 workload,
-                [(("forward", "backward", "rest", "step"), (OURS, *map(Layer.by, SCANS), PEER))],
+                [(("forward", "backward", "rest", "step"), (OURS, *map(Layer.by, self.schedules), PEER))],
                 _LABELS,
                 {"set": name, "batch": batch},
                 f"set {name}: {workload.name}",
-                _TARGETS if (context.device, name, batch) == ("cuda", "L", 16) else {},
+                _TARGETS.get(batch, {}) if (context.device, name) == ("cuda", "L") else {},
             )
 
     def add_differences(self, rows: Group, case: RecurrentCase, timings: Timings) -> None:

@@ -115,8 +115,11 @@ def device(monkeypatch: pytest.MonkeyPatch, smi: str = "1.2.3, 1980 MHz, 3201 MH
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: 91234)
 
-    def run(command: list[str], **_: Any) -> types.SimpleNamespace:
-        assert command[0] == "nvidia-smi"
+    run_program = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        if command[0] != "nvidia-smi":
+            return run_program(command, **options)
         return types.SimpleNamespace(stdout=f"{smi}\n")
 
     monkeypatch.setattr(subprocess, "run", run)

@@ -24,8 +24,10 @@ from benchmarks._experiment import Experiment, Row
 from benchmarks._peers import PEERS
 from benchmarks._recurrent import OURS, PEER, Layer, RecurrentCase, RecurrentWorkload
 from benchmarks._results import Result, read, write
+from benchmarks.chunk_sweep import ChunkSweep
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration
+from benchmarks.layer_calls import LayerCalls
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
@@ -183,6 +185,8 @@ SMALL: list[Experiment] = [
     ),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 16)),
     ParallelForward(times=(6, 300), batch=2),
+    LayerCalls(times=(4, 70), batch=2),
+    ChunkSweep(times=(70,), chunks=(16, 32), batch=2),
 ]
 
 

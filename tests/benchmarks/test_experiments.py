@@ -30,14 +30,17 @@ from benchmarks._ranks import on_ranks
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
 from benchmarks._workloads import Trained
+from benchmarks.chunk_sweep import ChunkSweep
 from benchmarks.ddg_convergence import DdgConvergence
 from benchmarks.ddg_scaling import DdgScaling
 from benchmarks.ddg_theory import DdgTheory
 from benchmarks.discretised_equations import DiscretisedEquations
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
+from benchmarks.host_path import HostPath
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
 from benchmarks.kernel_resources import KernelResources
+from benchmarks.layer_calls import LayerCalls
 from benchmarks.leapfrog import Leapfrog
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.normalised_convergence import NormalisedConvergence
@@ -120,8 +123,11 @@ SMALL: list[Experiment] = [
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
     ParallelForward(times=(6, 300), batch=2),
+    LayerCalls(times=(4, 70), batch=2),
+    ChunkSweep(times=(70,), chunks=(16, 32), batch=2),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
     KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
+    HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,)),
 ]
 
 
@@ -212,6 +218,23 @@ def test_products_too_large_for_memory_are_left_out(context: Context, monkeypatc
     assert "GiB" in _named(rows, "multiply, slots, batch 2").not_measured
     assert any(row.label.endswith(": multiply") and "GiB" in row.not_measured for row in rows)
     assert any(row.not_measured == "a factor was not made" for row in rows)
+
+
+def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
+    """The counts, which no other work on the machine changes."""
+    rows = HostPath(times=(10, 30_000), batches=(16,)).run(context)
+    counted = [row for row in rows if row.data.get("layer") in ("", "two directions")]
+    assert len(counted) == 36
+    for row in counted:
+        assert all(each.met for each in row.comparisons), (row.group, row.label, row.comparisons)
+    timed = [row for row in rows if row.label.startswith("host time")]
+    assert len(timed) == 12 and not any(row.not_measured for row in timed)
+
+
+def test_without_a_c_compiler_no_host_is_measured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    (row,) = HostPath().run(context)
+    assert "no C compiler, with which the made-up driver is built" in row.not_measured
 
 
 @pytest.mark.parametrize("label", PEERS["cpu"])

@@ -1,0 +1,78 @@
+"""Counts and times what calls of recurrent layers cost the host, in a process of its own, on the made-up GPU."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from jacsparse import nn
+
+from ._calls import Call
+from ._context import Context
+from ._empty_function import empty_passes
+from ._made_up_gpu import host_work, made_up_gpu
+
+#: What is counted of a layer, and the layers beside that of one direction.
+FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
+PARTS = (FORWARD, BACKWARD, WITH_INPUT)
+LAYERS: dict[str, dict[str, Any]] = {"": {}, "two directions": {"bidirectional": True}, "two layers": {"num_layers": 2}}
+#: The layer that computes nothing.
+EMPTY = "a Function that computes nothing"
+
+
+def main() -> None:
+    """Print a line of JSON when ready, and one for each that is read: what a case's calls cost, and how long they take.
+
+    Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: the layer's kind,
+    its inputs, steps, samples, and whether calls are timed.
+    """
+    hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with made_up_gpu() as launched:
+        print(json.dumps({}), flush=True)
+        for line in sys.stdin:
+            kind, features, time, batch, timed = json.loads(line)
+            x = torch.randn(time, batch, features)
+            answer: dict[str, Any] = {"counts": [], "times": {}}
+            for name, options in LAYERS.items():
+                layer = getattr(nn, kind)(features, hidden, **options)
+                for part, call in _calls(layer, x):
+                    work = host_work(call, launched)
+                    answer["counts"].append({"layer": name, "part": part, **asdict(work)})
+            if timed:
+                context = Context(seconds=seconds, rounds=rounds)
+                layer = getattr(nn, kind)(features, hidden)
+                empty = zip((FORWARD, BACKWARD), empty_passes(layer, x), strict=True)
+                calls = dict(_calls(layer, x))
+                turns = {
+                    label: function
+                    for part, nothing in empty
+                    for label, function in ((part, calls[part]), (f"{part}, {EMPTY}", nothing))
+                }
+                for label, timing in context.times(turns).items():
+                    answer["times"][label] = asdict(timing)
+            print(json.dumps(answer), flush=True)
+
+
+def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:
+    """The calls of each part; backward passes start from a gradient of the last state, over a graph that stays."""
+    weights = list(layer.parameters())
+    yield FORWARD, lambda: layer(x)
+    for part, inputs in ((BACKWARD, weights), (WITH_INPUT, [x.clone().requires_grad_(), *weights])):
+        last = layer(inputs[0] if part == WITH_INPUT else x)[1]
+        last = last[0] if isinstance(last, tuple) else last
+        yield part, _gradients(last, inputs, torch.ones_like(last))
+
+
+def _gradients(result: torch.Tensor, inputs: list[torch.Tensor], gradient: torch.Tensor) -> Call:
+    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+
+
+if __name__ == "__main__":
+    main()

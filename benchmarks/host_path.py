@@ -1,0 +1,153 @@
+"""The host's part of recurrent layers' calls on a GPU, on one that is made up: nodes, functions called, and time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jacsparse.figures import BLUE, GREEN, ORANGE
+
+from ._context import Context, Timing
+from ._experiment import Comparison, Experiment, Group, Row, reason, values_of, where
+from ._figures import Bars, Line, Panel, Picture
+from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, WITH_INPUT
+from ._programs import JsonProgram
+
+#: The most steps of a pass in one launch, and the most nodes of each part up to there and beyond.
+_ONE_LAUNCH = 2000
+_NODES = {FORWARD: (2, 2), BACKWARD: (3, 6), WITH_INPUT: (4, 6)}
+#: The most functions of Python's, and the longest time over that of a Function that computes nothing.
+_PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
+_TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
+#: Turns of each function, many short ones: what else the machine does takes both alike.
+_ROUNDS = 25
+#: The parts that single layers have in each part of two layers: the second one's input has a gradient.
+_TWO_LAYERS = {
+    FORWARD: (FORWARD, FORWARD),
+    BACKWARD: (BACKWARD, WITH_INPUT),
+    WITH_INPUT: (WITH_INPUT, WITH_INPUT),
+}
+_SHORT = {FORWARD: "forward", BACKWARD: "backward", WITH_INPUT: "with the input's gradient"}
+
+
+@dataclass(frozen=True)
+class HostPath(Experiment):
+    """What a call costs the host: the nodes that a captured graph would have, functions called, and time.
+
+    Nodes are launches of ours and kernels of PyTorch's. Times are those of the shortest sequences, and of a Function
+    with the same inputs and outputs that computes nothing: what PyTorch itself takes.
+    """
+
+    #: Layers, and elements of a step's input.
+    kinds: tuple[tuple[str, int], ...] = (("RNN", 1), ("GRU", 12), ("LSTM", 12))
+    #: Lengths of the sequences, and samples per batch; the first ones of both are timed.
+    times: tuple[int, ...] = (10, 1000, 30_000)
+    batches: tuple[int, ...] = (1, 16)
+    hidden: int = 20
+
+    name = "host_path"
+    title = "What a call of a recurrent layer costs the host, beside a made-up GPU"
+    source = "no paper: no GPU is faster than it is called"
+
+    def run(self, context: Context) -> list[Row]:
+        command = [sys.executable, "-m", f"{__package__}._host_path"]
+        arguments = self.hidden, context.seconds, max(context.rounds, _ROUNDS)
+        rows = []
+        with contextlib.closing(JsonProgram(command, *arguments)) as program:
+            try:
+                program.answer()
+            except (RuntimeError, TimeoutError) as error:
+                return [Row.missing(self.title, reason(error))]
+            for kind, features in self.kinds:
+                for time in self.times:
+                    group = Group(f"{kind}, T = {time:,}, H = {self.hidden}")
+                    for batch in self.batches:
+                        timed = (time, batch) == (self.times[0], self.batches[0])
+                        context.say(f"{group.name}, B = {batch}")
+                        answer = program.answer(json.dumps([kind, features, time, batch, timed]))
+                        _add_counts(group, answer["counts"], {"kind": kind, "time": time, "batch": batch})
+                        _add_times(group, answer["times"], {"kind": kind, "time": time, "batch": batch})
+                    rows += group.rows()
+        return rows
+
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        counts = [row for row in rows if row.data.get("layer") == ""]
+        lengths = values_of(counts, "time")
+        # The longest passes of one launch, and the longest of all.
+        ends = [*[time for time in lengths if time <= _ONE_LAUNCH][-1:], *lengths[-1:]]
+        bars = [(part, time) for part in PARTS for time in dict.fromkeys(ends)]
+        names = [f"{_SHORT[part]}, T = {time:,}" for part, time in bars]
+        drawn = [where(counts, part=part, time=time) for part, time in bars]
+        nodes = [_NODES[part][time > _ONE_LAUNCH] for part, time in bars]
+        functions = [_PYTHON[part] for part, _ in bars]
+        timed = [row for row in rows if "over_nothing" in row.data]
+        by_part = [where(timed, part=part) for part in _TIMES]
+        panels = [
+            _panel("launches of ours and PyTorch's kernels", "nodes", names, drawn, nodes),
+            _panel("functions of Python's", "python", names, drawn, functions),
+            _panel(
+                f"host time over that of {EMPTY}", "over_nothing", [_SHORT[part] for part in _TIMES], by_part,
+                [*_TIMES.values()],
+            ),
+        ]  # fmt: skip
+        return Picture("What a call costs the host; black: the most that it may", panels, (6.5, 8.5), 1, legend=3)
+
+
+def _panel(
+    title: str, figure: str, names: Sequence[str], rows: Sequence[Sequence[Row]], most: Sequence[float]
+) -> Panel:
+    """The largest figures of each kind of layer as lying bars, and what they may be at most."""
+    heights: dict[str, list[float | None]] = {
+        kind: [max((row.data[figure] for row in where(of_bar, kind=kind)), default=None) for of_bar in rows]
+        for kind in values_of([row for of_bar in rows for row in of_bar], "kind")
+    }
+    bars = Bars(names, heights, (BLUE, ORANGE, GREEN), "%.3g", lying=True)
+    limits = [
+        Line([limit, limit], [place - 0.42, place + 0.42], options={"linewidth": 2.5})
+        for place, limit in enumerate(most)
+    ]
+    return Panel([bars, *limits], x=title, grid="x", size=9.5)
+
+
+def _add_counts(group: Group, counts: Iterable[dict[str, Any]], case: dict[str, Any]) -> None:
+    """Rows of one layer's nodes, and of those of two directions and layers beside the sum of single ones."""
+    nodes: dict[tuple[str, str], int] = {}
+    beyond = case["time"] > _ONE_LAUNCH
+    for each in counts:
+        layer, part, launches, kernels = (each[name] for name in ("layer", "part", "launches", "kernels"))
+        nodes[layer, part] = launches + kernels
+        label = ", ".join(filter(None, (part, layer, f"B = {case['batch']}")))
+        note = (
+            f"{launches} of ours, {kernels} of PyTorch's; {each['c']} functions of C's, {each['operators']} operators"
+        )
+        data = {**case, "layer": layer, "part": part, "nodes": nodes[layer, part], "python": each["python"]}
+        row = group.value(label, nodes[layer, part], "nodes", note=note, data=data)
+        if layer:
+            parts = _TWO_LAYERS[part] if layer == "two layers" else (part, part)
+            most = sum(_NODES[each][beyond] for each in parts)
+            group.add(row.beside(Comparison("nodes", nodes[layer, part], at_most=most)))
+        else:
+            limits = Comparison("nodes", nodes[layer, part], at_most=_NODES[part][beyond])
+            group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PYTHON[part])))
+
+
+def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:
+    """Rows of the host's times of both passes, and of those of a Function that computes nothing."""
+    if not times:
+        return
+    for part, at_most in _TIMES.items():
+        label, nothing = f"host time, {part}", f"host time, {part}, {EMPTY}"
+        ours, reference = Timing(**times[part]), Timing(**times[f"{part}, {EMPTY}"])
+        group.timed(nothing, reference, role="reference")
+        data = {
+            **case,
+            "part": part,
+            "over_nothing": statistics.median(ours.seconds) / statistics.median(reference.seconds),
+        }
+        group.timed(label, ours, data=data)
+        group.compare("jacsparse / nothing", label, nothing, at=label, at_most=at_most)
