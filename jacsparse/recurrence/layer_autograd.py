@@ -296,9 +296,28 @@ def run_small_layer(
     tensors = (x, *starts, *weights)
     if torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors))):
         return _SmallLayer.apply_outside(layer, this, number, guesses, last, *tensors)
-    output, last, _, memory = layer.forward(x, starts, weights, guesses, last, keep=False)
-    this.forward[number] = layer, memory
+    output, last, _ = _forward_of_small(layer, this, number, x, starts, weights, guesses, last, keep=False)
     return output, *last
+
+
+def _forward_of_small(
+    layer: SmallLayer, this: SmallPass, number: int, *arguments: Any, keep: bool
+) -> tuple[torch.Tensor, Sequence[torch.Tensor], list[torch.Tensor]]:
+    """Outputs, last states and what a backward pass reads."""
+    try:
+        output, last, kept, memory = layer.forward(*arguments, keep=keep)
+    except torch.OutOfMemoryError as error:
+        raise _no_memory("forward", layer, number) from error
+    this.forward[number] = layer, memory
+    return output, last, kept
+
+
+def _no_memory(recurrence: str, layer: SmallLayer, number: int) -> torch.OutOfMemoryError:
+    time, batch, _, size, _ = layer.shape
+    return torch.OutOfMemoryError(
+        f"{recurrence} pass of {' and '.join(layer.names(number))}: {time:,} steps of {batch:,} samples of {size} "
+        f"elements do not fit on {layer.device}; try a smaller batch or the CPU"
+    )
 
 
 def _misfit(layer: SmallLayer, number: int, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Exception:
@@ -326,8 +345,8 @@ class _SmallLayer(_Once):  # type: ignore[misc, valid-type]
         *others: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         states = layer.cell.states
-        output, last, kept, memory = layer.forward(x, others[:states], others[states:], guesses, last, keep=True)
-        this.forward[number] = layer, memory
+        arguments = (x, others[:states], others[states:], guesses, last)
+        output, last, kept = _forward_of_small(layer, this, number, *arguments, keep=True)
         ctx.layer, ctx.this, ctx.number = layer, this, number
         ctx.save_for_backward(x, *others, *kept)
         ctx.set_materialize_grads(False)
@@ -354,10 +373,13 @@ def _gradients_of_small(
         raise NotImplementedError(_SmallLayer.no_batching)
     states, count = layer.cell.states, len(wanted) - 1
     added, *ends = gradients
-    found, memory = layer.backward(
-        x, saved[:states], saved[states:count], saved[count:], added,
-        [None if each is None else plain(each) for each in ends], wanted,
-    )  # fmt: skip
+    try:
+        found, memory = layer.backward(
+            x, saved[:states], saved[states:count], saved[count:], added,
+            [None if each is None else plain(each) for each in ends], wanted,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:
+        raise _no_memory("backward", layer, number) from error
     # Of several passes over the same graph, the last one.
     this.backward.pop(number, None)
     this.backward[number] = layer, memory

@@ -135,3 +135,17 @@ def test_transposed_values(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.raises(torch.OutOfMemoryError, match=rf"reordered values: \d+ bytes \({pattern.nnz} × 2 of"),
     ):
         jacsparse.SparseJacobian(pattern, values_of(pattern, 2, torch.float32, 0)).T
+
+
+@pytest.mark.parametrize(
+    ("most", "message"), [(200, "forward pass of l0 and l0_reverse"), (4000, "backward pass of l1")]
+)
+def test_layers_of_small_states(most: int, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass that has no room is named, and no gradient is left."""
+    layer, x = jacsparse.nn.GRU(3, 4, num_layers=2, bidirectional=True), torch.randn(9, 2, 3)
+    message = rf"{message}.*: 9 steps of 2 samples of 4 elements do not fit on cpu; try a smaller batch or the CPU"
+    monkeypatch.setattr(torch.Tensor, "new_empty", refusing(torch.Tensor.new_empty, most))
+    with emulated(), pytest.raises(torch.OutOfMemoryError, match=message) as raised:
+        layer(x)[0].square().sum().backward()
+    assert "Tried to allocate" in str(raised.value.__cause__)
+    assert all(parameter.grad is None for parameter in layer.parameters())
