@@ -355,8 +355,7 @@ class _SmallLayer(_Once):  # type: ignore[misc, valid-type]
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         wanted, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
-        found = _small_gradients(ctx.layer, ctx.this, ctx.number, wanted, gradients, *saved)
-        return (None, None, None, None, None, *found)
+        return (None,) * 5 + _small_gradients(ctx.layer, ctx.this, ctx.number, wanted, *gradients, *saved)
 
 
 def _gradients_of_small(
@@ -364,29 +363,35 @@ def _gradients_of_small(
     this: SmallPass,
     number: int,
     wanted: Sequence[bool],
-    gradients: Sequence[torch.Tensor | None],
-    x: torch.Tensor,
-    *saved: torch.Tensor | None,
+    grad_output: torch.Tensor | None,
+    *tensors: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the input, the first states and the weights; None where none is wanted."""
-    if any(each is not None and is_batched(each) for each in gradients):
-        raise NotImplementedError(_SmallLayer.no_batching)
+    """The gradients of the input, the first states and the weights; None where none is wanted.
+
+    The tensors are the gradients of the last states, the input, the first states, the weights, and what was kept.
+    """
     states, count = layer.cell.states, len(wanted) - 1
-    added, *ends = gradients
+    grad_last, x, saved = tensors[:states], tensors[states], tensors[states + 1 :]
+    if any(each is not None and is_batched(each) for each in (grad_output, *grad_last)):
+        raise NotImplementedError(_SmallLayer.no_batching)
+    assert x is not None
+    if grad_output is not None:
+        # Of any strides, but with the elements' signs in memory.
+        grad_output = grad_output.resolve_neg()
     try:
-        found, memory = layer.backward(
-            x, saved[:states], saved[states:count], saved[count:], added,
-            [None if each is None else plain(each) for each in ends], wanted,
+        gradients, memory = layer.backward(
+            x, saved[:states], saved[states:count], saved[count:], grad_output,
+            [None if each is None else plain(each) for each in grad_last], wanted,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:
         raise _no_memory("backward", layer, number) from error
     # Of several passes over the same graph, the last one.
     this.backward.pop(number, None)
     this.backward[number] = layer, memory
-    return tuple(found)
+    return tuple(gradients)
 
 
-_small_gradients: Any = once(_gradients_of_small, _Once)  # type: ignore[arg-type]
+_small_gradients = once(_gradients_of_small, _Once)
 
 
 class Joined(torch.autograd.Function):

@@ -58,8 +58,12 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
     return Once
 
 
-def once(solve: Callable[..., tuple[torch.Tensor, ...]], base: Any) -> Callable[..., tuple[torch.Tensor, ...]]:
+def once(
+    solve: Callable[..., tuple[torch.Tensor | None, ...]], base: Any
+) -> Callable[..., tuple[torch.Tensor | None, ...]]:
     """`solve` as a backward pass; a graph that autograd makes of it raises when it is differentiated.
+
+    Tensors are arguments of their own: autograd does not see those within a sequence.
 
     Parameters
     ----------
@@ -71,16 +75,16 @@ def once(solve: Callable[..., tuple[torch.Tensor, ...]], base: Any) -> Callable[
 
     class Pass(base):  # type: ignore[misc, valid-type]
         @staticmethod
-        def forward(*inputs: Any) -> tuple[torch.Tensor, ...]:
+        def forward(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
             return solve(*inputs)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+        def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
             pass
 
-    def run(*inputs: Any) -> tuple[torch.Tensor, ...]:
+    def run(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
         try:
-            gradients: tuple[torch.Tensor, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*inputs)
+            gradients: tuple[torch.Tensor | None, ...] = (Pass.apply if torch.is_grad_enabled() else solve)(*inputs)
         except RuntimeError as error:
             # is_grads_batched uses another vmap, for which a Function cannot have a rule.
             if "Batching rule not implemented" not in str(error):

@@ -273,7 +273,7 @@ class Recurrent(nn.RNNBase):
         x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
         if packed is None and self._across is None and on_device(x):
-            result = self._by_small_layers(x, hx, warm, weights)
+            result = self._by_small_layers(x, hx, warm, weights, single)
             if result is not None:
                 return self._results(*result, None, single)
         states = self._states(hx, x, batch, packed, single)
@@ -307,9 +307,9 @@ class Recurrent(nn.RNNBase):
         return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
 
     def _by_small_layers(
-        self, x: torch.Tensor, hx: Any, warm: Any, weights: Sequence[torch.Tensor]
+        self, x: torch.Tensor, hx: Any, warm: Any, weights: Sequence[torch.Tensor], single: bool
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
-        """As `_stacked`, of equal lengths on a device in a launch or two each; None where a layer is none of these."""
+        """As `_stacked`, where layers of small states take equal lengths on a device; None where others do."""
         time, batch, _ = x.shape
         chosen, directions = self._chosen, 2 if self.bidirectional else 1
         layers = small_layers(
@@ -318,24 +318,24 @@ class Recurrent(nn.RNNBase):
         )  # fmt: skip
         if layers is None or is_transformed():
             return None
-        starts = [None] * self.cell.states if hx is None else self._states(hx, x, batch, None, False)
+        starts = [None] * self.cell.states if hx is None else self._states(hx, x, batch, None, single)
         guesses = [None] * len(layers) * directions if warm is None else warm_states(warm, len(layers) * directions)
-        count, single = len(weights) // len(layers), len(layers) == 1
+        count, alone = len(weights) // len(layers), len(layers) == 1
         # The last states of several layers are written into one tensor.
         shape = len(layers) * directions, batch, self.hidden_size
-        ends = [] if single else [x.new_empty(shape) for _ in starts]
+        ends = [] if alone else [x.new_empty(shape) for _ in starts]
         this, lasts = SmallPass(), []
         for number, layer in enumerate(layers):
             places = slice(number * directions, (number + 1) * directions)
-            first = starts if single else [each if each is None else each[places] for each in starts]
+            first = starts if alone else [each if each is None else each[places] for each in starts]
             own = weights[number * count : (number + 1) * count]
-            room = None if single else [end[places] for end in ends]
+            room = None if alone else [end[places] for end in ends]
             x, *last = run_small_layer(layer, this, number, x, first, own, guesses[places], room)
             if self.dropout and self.training and number < len(layers) - 1:
                 x = functional.dropout(x, self.dropout)
             lasts.append(last)
         self.__dict__["_pass"] = this
-        if single:
+        if alone:
             return x, lasts[0]
         return x, [Joined.apply([end], *parts) for end, parts in zip(ends, zip(*lasts, strict=True), strict=True)]
 

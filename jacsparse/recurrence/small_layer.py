@@ -111,7 +111,8 @@ class Solved(NamedTuple):
             return None
         places = -(-shape.time // self.choice.chunk)
         starts = self.memory[: places * states * shape.batch * shape.size]
-        return starts.unflatten(0, (places, states, shape.batch, shape.size)).transpose(1, 2).flatten(0, 1).flatten(1)
+        by_sample = starts.unflatten(0, (places, states, shape.batch, shape.size)).transpose(1, 2)
+        return by_sample.clone(memory_format=torch.contiguous_format).flatten(0, 1).flatten(1)
 
 
 class SmallLayer:

@@ -155,12 +155,32 @@ def test_one_gradient_at_a_time(kind: str) -> None:
         torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
+class _NegatedGradient(torch.autograd.Function):
+    """Minus the products, whose gradient is a view of what is there with its sign changed."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
+        ctx.factors = factors
+        return -output * factors
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch._neg_view(gradient * ctx.factors), None
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_any_strides(kind: str) -> None:
     torch.manual_seed(0)
     layer, reference = pair(kind, 3, 5, schedule="relaxed:3")
     x = torch.randn(10, 2, 3)
-    for of in (lambda y: y.sum(), lambda y: y[-1].sum(), lambda y: (y.transpose(0, 1).contiguous() ** 2).sum()):
+    factors = torch.randn(10, 2, 5)
+    for of in (
+        lambda y: y.sum(),
+        lambda y: y[-1].sum(),
+        lambda y: (y.transpose(0, 1).contiguous() ** 2).sum(),
+        # The gradient comes with a sign that is not in memory.
+        lambda y: _NegatedGradient.apply(y, factors.to(y)).sum(),
+    ):
         results = []
         for module, dtype in ((layer, torch.float32), (reference, torch.float64)):
             with emulated():
@@ -180,11 +200,24 @@ def test_inputs_of_any_strides() -> None:
         torch.randn(1, 2, 3).expand(10, 2, 3),
     ):
         check(layer, reference, x)
-    single = torch.randn(10, 3)
-    with emulated():
-        output, last = layer(single.to(DEVICE))
-        whole, ends = layer(single.unsqueeze(1).to(DEVICE))
-    assert torch.equal(output, whole[:, 0]) and torch.equal(last, ends[:, 0])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_single_sequence(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, _ = pair(kind, 3, 5, num_layers=2)
+    x, count = torch.randn(10, 3).to(DEVICE), layer.cell.states
+    first = tuple(torch.randn(2, 5).to(DEVICE) for _ in range(count))
+    for hx, batched in ((None, None), (first, tuple(each.unsqueeze(1) for each in first))):
+        with emulated():
+            output, last = layer(x, hx if hx is None or count > 1 else hx[0])
+            assert isinstance(layer._pass, SmallPass)
+            whole, ends = layer(x.unsqueeze(1), batched if batched is None or count > 1 else batched[0])
+        assert torch.equal(output, whole[:, 0])
+        for one, other in zip(states_of(last), states_of(ends), strict=True):
+            assert torch.equal(one, other[:, 0])
+    with emulated(), pytest.raises(ValueError, match=r"has shape \(2, 1, 5\); expected \(2, 5\)"):
+        layer(x, batched if count > 1 else batched[0])
 
 
 def test_an_output_can_be_changed_and_a_graph_kept() -> None:
@@ -254,6 +287,10 @@ def test_a_warm_start_settles_in_one_sweep() -> None:
             cold, boundaries = layer.reports, layer.boundaries
             assert [each.shape for each in boundaries] == [(16, 5 * (2 if kind == "LSTM" else 1))] * 2
             actual = layer(x, warm=boundaries)[0]
+            # They are the caller's.
+            copies = layer.boundaries
+            copies[0].zero_()
+            assert layer.boundaries[0].any()
         warm = layer.reports
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
         assert all(one.sweeps == 1 and other.sweeps > 1 for one, other in zip(warm, cold, strict=True))
@@ -304,6 +341,12 @@ def test_what_is_refused() -> None:
         (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
         with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
             gradient.sum().backward()
+        # By what the gradient that comes to the layer depends on, alone.
+        for part in range(2):
+            factor = torch.ones(1, device=DEVICE, requires_grad=True)
+            (gradient,) = torch.autograd.grad((factor * layer(x)[part]).sum(), x, create_graph=True)
+            with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
+                torch.autograd.grad(gradient.square().sum(), factor)
         output = layer(x)[0]
         with pytest.raises(NotImplementedError, match="no batching rule"):
             torch.autograd.grad(output, x, torch.ones(3, *output.shape).to(DEVICE), is_grads_batched=True)
