@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jacsparse.runtime import active_backend, backend, is_capturing
+from jacsparse.runtime import active_backend, backend
 
 _DRIVER = """
 static long launches;
@@ -89,9 +89,6 @@ def made_up_gpu() -> Iterator[Callable[[], int]]:
             (torch.cuda, "current_device"): lambda: 0,
             (torch.cuda, "is_current_stream_capturing"): _is_current_stream_capturing,
         }
-        for module in [*sys.modules.values()]:
-            if vars(module).get("is_capturing") is is_capturing:
-                answers[module, "is_capturing"] = _is_capturing
         before = {key: getattr(*key, None) for key in answers}
         sys.modules["cupy"], cupy = _cupy(), sys.modules.get("cupy")
         for (module, name), answer in answers.items():
@@ -108,11 +105,6 @@ def made_up_gpu() -> Iterator[Callable[[], int]]:
             del sys.modules["cupy"]
             if cupy is not None:
                 sys.modules["cupy"] = cupy
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """As the library's, of a device whose tensors are the CPU's."""
-    return device.type == "cpu" and torch.cuda.is_current_stream_capturing()
 
 
 def _is_current_stream_capturing() -> bool:

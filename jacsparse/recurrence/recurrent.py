@@ -18,7 +18,6 @@ from ..patterns import UnsupportedOperatorError
 from ..runtime import (
     a_type,
     active_backend,
-    is_capturing,
     is_exporting,
     is_traced,
     is_transformed,
@@ -314,7 +313,7 @@ class Recurrent(nn.RNNBase):
         chosen, directions = self._chosen, 2 if self.bidirectional else 1
         layers = small_layers(
             self.cell, time, batch, self.input_size, self.hidden_size, self.num_layers, directions, self.bias,
-            chosen, x.dtype, x.device, is_capturing(x.device), active_backend(),
+            chosen.forward[:2], chosen.backward[:2], x.dtype, x.device, active_backend(),
         )  # fmt: skip
         if layers is None or is_transformed():
             return None

@@ -16,10 +16,8 @@ import torch
 from ..runtime import Backend, KernelFile, multiprocessors
 from ..tracing import without_autocast
 from .cells import CELLS, Cell, DeviceCell, ElementwiseStep, cell_on
-from .layer_arguments import ChosenSolvers
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
-from .solvers import Choice
 from .solvers.choice import Way, Work, choose_small, way_in_chunks
 from .solvers.recurrence import check_warm
 from .solvers.relaxed import Relaxed
@@ -406,36 +404,40 @@ def small_layers(
     layers: int,
     directions: int,
     bias: bool,
-    chosen: ChosenSolvers,
+    forward: tuple[str, int],
+    backward: tuple[str, int],
     dtype: torch.dtype,
     device: torch.device,
-    captured: bool,
     backend: Backend,
 ) -> list[SmallLayer] | None:
-    """The layers of a module whose kernels are those of small states; None where they are not."""
-    ways = _FORWARD.get(chosen.forward.name), _BACKWARD.get(chosen.backward.name)
-    if None in ways or dtype != torch.float32 or size > SIZE or not batch or time * batch >= 2**31:
+    """The layers of a module whose kernels are those of small states; None where they are not.
+
+    A graph that is captured runs what was run before it: what ``auto`` is does not depend on whether one is.
+
+    Parameters
+    ----------
+    cell, time, batch, inputs, size, layers, directions, bias, dtype, device
+        The module, and its input.
+    forward, backward : (str, int)
+        Names of the solvers that were asked for, and their steps of a chunk.
+    backend : Backend
+        What runs kernels.
+    """
+    ways = (_FORWARD.get(forward[0]), forward[1]), (_BACKWARD.get(backward[0]), backward[1])
+    if None in (ways[0][0], ways[1][0]) or dtype != torch.float32 or size > SIZE or not batch or time * batch >= 2**31:
         return None
     here = cell_on(cell, torch.empty(0, device=device))
     if not isinstance(here, DeviceCell) or here.states > STATES or here.gates > GATES:
         return None
-    made = []
-    for features in (inputs, *[directions * size] * (layers - 1)):
-        shape = Shape(time, batch, features, size, directions)
-        choices = [
-            _way(str(name), option, shape, here, device, captured=captured)
-            for name, option in zip(ways, chosen[1:], strict=True)
-        ]
-        made.append(SmallLayer(here, shape, bias, device, *choices))
-    if not captured and "auto" in ways:
-        # Kernels are compiled before a graph is captured, in which ``auto`` may be another way.
-        small_layers(cell, time, batch, inputs, size, layers, directions, bias, chosen, dtype, device, True, backend)
-    return made
+    features = (inputs, *[directions * size] * (layers - 1))
+    shapes = [Shape(time, batch, each, size, directions) for each in features]
+    solved_by = [_way(str(name), chunk, shapes[0], here, device) for name, chunk in ways]
+    return [SmallLayer(here, shape, bias, device, *solved_by) for shape in shapes]
 
 
-def _way(name: str, option: Choice, shape: Shape, cell: DeviceCell, device: torch.device, *, captured: bool) -> Way:
+def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.device) -> Way:
     """How a recurrence is solved for which a name was asked."""
     if name == "auto":
         work = Work(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
-        return choose_small(work, _WARPS, captured=captured)
-    return way_in_chunks(shape.time, shape.time if name == "sequential" else option.chunk, _WARPS)
+        return choose_small(work, _WARPS)
+    return way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, _WARPS)

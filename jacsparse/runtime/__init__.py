@@ -19,7 +19,7 @@ from .cuda import (
     on_device,
 )
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
-from .device_memory import allocated, is_capturing, memory_for, multiprocessors, uploaded
+from .device_memory import allocated, memory_for, multiprocessors, uploaded
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import uncompiled
 from .files import check_writable, replacing
@@ -85,7 +85,6 @@ __all__ = [
     "instances",
     "intercept",
     "is_batched",
-    "is_capturing",
     "is_exporting",
     "is_traced",
     "is_transformed",

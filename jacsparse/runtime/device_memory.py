@@ -115,20 +115,19 @@ def _extend_life(tensor: torch.Tensor) -> None:
     made_on = getattr(tensor, "made_on", None)
     if made_on is None:
         return
-    if is_capturing(tensor.device):
+    if _capturing(tensor.device):
         _captured[id(tensor)] = tensor
     elif _stream_on(tensor.device) != made_on:
         tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is made of what is launched on a device."""
+def _capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def before_captures(missing: str, device: torch.device) -> None:
     """RuntimeError where a CUDA graph is being captured, since what is missing cannot be made meanwhile."""
-    if is_capturing(device):
+    if _capturing(device):
         raise RuntimeError(f"{missing} yet, and a CUDA graph is being captured: run the same once before the capture")
 
 

@@ -14,6 +14,7 @@ from torch import nn
 import jacsparse
 from jacsparse.recurrence.recurrent import Recurrent
 from jacsparse.recurrence.small_layer import SmallPass
+from jacsparse.schedule import Schedule, blelloch
 from tests.cuda.harness import DEVICE, emulated
 from tests.cuda.test_recurrent import KINDS
 
@@ -386,3 +387,12 @@ def test_autocast_changes_nothing() -> None:
             results.append([output, *torch.autograd.grad(output.sum(), [x, *layer.parameters()])])
     for one, other in zip(*results, strict=True):
         assert one.dtype == other.dtype == torch.float32 and torch.equal(one, other)
+
+
+def test_a_call_does_not_go_through_a_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose hash is that of all its steps."""
+    layer = jacsparse.nn.GRU(3, 5, schedule=blelloch(11)).to(DEVICE)
+    monkeypatch.setattr(Schedule, "__hash__", None)
+    with emulated():
+        layer(torch.randn(10, 2, 3).to(DEVICE))[0].sum().backward()
+    assert not isinstance(layer._pass, SmallPass)

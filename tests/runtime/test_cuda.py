@@ -106,7 +106,7 @@ def test_captured_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) ->
     values, x = torch.zeros(16, 1), torch.zeros(4, 1)
     with emulated():
         with monkeypatch.context() as patch:
-            patch.setattr(device_memory, "is_capturing", lambda _: True)
+            patch.setattr(device_memory, "_capturing", lambda _: True)
             message = "an array of a plan or pattern is not on cpu yet, and a CUDA graph is being captured: run"
             with pytest.raises(RuntimeError, match=message):
                 matvec(pattern, values, x)
@@ -114,7 +114,7 @@ def test_captured_graphs_keep_what_they_read(monkeypatch: pytest.MonkeyPatch) ->
         matvec(pattern, values, x)
         assert not device_memory._captured
         with monkeypatch.context() as patch:
-            patch.setattr(device_memory, "is_capturing", lambda _: True)
+            patch.setattr(device_memory, "_capturing", lambda _: True)
             matvec(pattern, values, x)
         assert set(device_memory._captured) == {id(tensor) for tensor in device_memory._uploads.values()}
         del pattern
@@ -483,7 +483,7 @@ def test_what_is_launched_is_compiled_once_and_alone(cupy: Any, driver: MadeUpDr
 def test_nothing_is_compiled_while_a_graph_is_captured(driver: MadeUpDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     launch("take<double, int>")
     record = FILE.record("take<double, int>", [1], [32], device=CUDA)
-    monkeypatch.setattr(device_memory, "is_capturing", lambda _: True)
+    monkeypatch.setattr(device_memory, "_capturing", lambda _: True)
     launch("take<double, int>")
     record(None, None, 3, None)
     FILE.record("take<double, int>", [1], [32], device=CUDA)(None, None, 3, None)

@@ -117,16 +117,16 @@ def way_in_chunks(time: int, chunk: int, warps: int) -> Way:
     return Way("relaxed", chunk, places > warps) if places > 1 else Way("sequential", time)
 
 
-def choose_small(work: Work, warps: int, *, captured: bool, prices: Prices = PRICES) -> Way:
-    """What ``auto`` is for small states, where a block has so many warps.
+def choose_small(work: Work, warps: int, *, prices: Prices = PRICES) -> Way:
+    """What ``auto`` is for small states, where a block has so many warps, called one by one or captured in a graph.
 
     Examples
     --------
-    >>> choose_small(Work(30_000, 16, 20, 1, 132), 8, captured=False)[:3]
+    >>> choose_small(Work(30_000, 16, 20, 1, 132), 8)[:3]
     ('relaxed', 455, True)
-    >>> choose_small(Work(1000, 16, 20, 1, 132), 8, captured=False)[:3]
+    >>> choose_small(Work(1000, 16, 20, 1, 132), 8)[:3]
     ('relaxed', 125, False)
-    >>> choose_small(Work(50, 16, 20, 1, 132), 8, captured=False)[:3]
+    >>> choose_small(Work(50, 16, 20, 1, 132), 8)[:3]
     ('sequential', 50, False)
     """
     reason = f"{work.batch} samples of {work.time} steps and {work.size} elements on {work.processors} multiprocessors"
@@ -134,7 +134,7 @@ def choose_small(work: Work, warps: int, *, captured: bool, prices: Prices = PRI
     step, ways = work.step_price(prices), dict[Way, float]()
 
     def add(way: Way, nodes: int, kernels: float) -> None:
-        ways[way._replace(reason=reason)] = _overlapped(nodes, kernels, prices, captured=captured)
+        ways[way._replace(reason=reason)] = _overlapped(nodes, kernels, prices, captured=False)
 
     add(Way("sequential", work.time), 1, work.time * work.waves(1) * step)
     for count in range(2, warps + 1):
