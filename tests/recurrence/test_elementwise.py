@@ -63,6 +63,18 @@ def test_constants_and_comparisons_are_printed() -> None:
     assert all(text in source for text in ("T(0.25)", "T(3.0)", "exp(", " ? "))
 
 
+def test_a_step_that_uses_its_own_results_often_is_read_once() -> None:
+    """Of 40 squares each reads the one before twice: paths double with each."""
+
+    def step(x: torch.Tensor, p: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(x + p)
+        for _ in range(40):
+            y = y * y + y * h
+        return y
+
+    assert ElementwiseStep.of(cell_of(step)).source.count(" * ") > 80
+
+
 @pytest.mark.parametrize(
     ("step", "message"),
     [

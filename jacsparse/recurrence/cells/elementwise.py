@@ -154,18 +154,24 @@ class _Derivation:
             if not visit(number):
                 read[number] = None
 
-        def can_be_had(number: int) -> bool:
-            if number in after or number in saved or names.get(number, "").startswith("before"):
-                return True
-            node = self.node(number)
-            if node.operation is None:
-                return node.constant is not None
-            return all(map(can_be_had, self.operands(number)))
+        computable = dict[int, bool]()
 
-        # In the order in which the step computes them.
+        def can_be_had(number: int) -> bool:
+            if number not in computable:
+                node = self.node(number)
+                if number in after or names.get(number, "").startswith("before"):
+                    computable[number] = True
+                elif node.operation is None:
+                    computable[number] = node.constant is not None
+                else:
+                    computable[number] = all(map(can_be_had, self.operands(number)))
+            return computable[number]
+
+        # In the order in which the step computes them: nothing looked at before is computed of what comes later.
         for number in sorted(read):
             if not can_be_had(number):
                 saved.append(number)
+                computable[number] = True
         return saved
 
     def _is_zero(self, number: int) -> bool:
