@@ -154,17 +154,17 @@ def prices(
     try:
         of_a_pass = Nodes(*nodes)
         passes = observations(row for file in files for row in read(file).rows)
-        found = fitted(passes, of_a_pass)
+        refitted = fitted(passes, of_a_pass)
     except (ValueError, OSError) as error:
         _fail(error)
     table = Table(box=box.SIMPLE_HEAD)
     table.add_column("microseconds")
     for title in ("known", "fitted"):
         table.add_column(title, justify="right")
-    for name, known, fit in zip(Prices._fields, PRICES, found, strict=True):
+    for name, known, fit in zip(Prices._fields, PRICES, refitted, strict=True):
         table.add_row(name, f"{known:.4g}", f"{fit:.4g}")
     for title, of in (("slowest way chosen", worst_choice), ("median error", errors)):
-        table.add_row(title, *(f"{of(passes, of_a_pass, each):.3g}" for each in (PRICES, found)))
+        table.add_row(title, *(f"{of(passes, of_a_pass, each):.3g}" for each in (PRICES, refitted)))
     console = Console()
     console.print(f"{len(passes)} passes of known ways", highlight=False)
     console.print(table)

@@ -51,7 +51,7 @@ def observations(rows: Iterable[Row], auto: Callable[[int, int], int] | None = N
     Those of ``auto`` are known where its relaxed backward passes had a chunk for the steps and samples. Two chunks are
     hardly side by side, and left out.
     """
-    found = []
+    passes = []
     for row in rows:
         data, part = row.data, row.data.get("part", "")
         forward, backward = part == "forward", part.startswith("backward")
@@ -73,8 +73,8 @@ def observations(rows: Iterable[Row], auto: Callable[[int, int], int] | None = N
         if method == "relaxed" and time < 3 * chunk:
             continue
         whole = forward or part == "backward of all"
-        found.append(Observation((row.group, part), work, method, chunk, 1e6 * row.median, whole))
-    return found
+        passes.append(Observation((row.group, part), work, method, chunk, 1e6 * row.median, whole))
+    return passes
 
 
 def fitted(passes: Sequence[Observation], nodes: Nodes = NODES) -> Prices:

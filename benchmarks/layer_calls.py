@@ -126,11 +126,11 @@ def _stored(here: str) -> dict[tuple[str, str, str], tuple[str, Row]]:
         for path in _RESULTS.glob(f"*/{experiment}.*.json")
         if not path.name.endswith(".cpu.json")
     ]
-    found: dict[tuple[str, str, str], tuple[str, Row]] = {}
+    stored: dict[tuple[str, str, str], tuple[str, Row]] = {}
     for *_, path in sorted(paths):
         result = read(path)
         for row in itertools.chain(*(where(result.rows, layer=name) for name in _NAMES)):
             if row.median is not None and {"part", "mode"} <= row.data.keys():
                 key = row.group, row.data["part"], row.data["mode"]
-                found.setdefault(key, (f"{result.hardware}, {result.date[:10]}", row))
-    return found
+                stored.setdefault(key, (f"{result.hardware}, {result.date[:10]}", row))
+    return stored
