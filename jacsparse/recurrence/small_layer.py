@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime import Backend, KernelFile, multiprocessors
+from ..runtime import Backend, multiprocessors
 from ..tracing import without_autocast
-from .cells import CELLS, Cell, DeviceCell, ElementwiseStep, cell_on
+from .cells import CELLS, Cell, CellKernels, DeviceCell, cell_on
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
 from .solvers.choice import Way, Work, choose_small, way_in_chunks
@@ -25,17 +24,17 @@ from .solvers.relaxed import Relaxed
 Tensors = Sequence[torch.Tensor | None]
 Launch = Callable[..., None]
 
-#: Elements of a state, vectors of one, and gates, at most; inputs whose weights fit into a block's shared memory.
-SIZE, STATES, GATES, INPUTS = 32, 2, 4, 32
-#: Warps of a block that looks after a sample, at most, and of one that sweeps.
-_WARPS, _SWEEPING = 8, 4
-#: Of weights' gradients: sides of a tile and its threads, and groups of threads that sum its parts.
-_TILE, _TILE_THREADS, _GROUPS = 32, 64, 8
+#: Elements of a state, vectors of one, and gates, at most.
+SIZE, STATES, GATES = 32, 2, 4
+#: What the kernels are told. Inputs whose weights fit into a block's shared memory, at most; warps of a block that
+#: looks after a sample, at most, and of one that sweeps; sides of a tile of the weights' gradients.
+INPUTS, WARPS, SWEEPING, TILE = 32, 8, 4, 32
+#: Threads of such a tile, and groups of threads that sum its parts.
+_TILE_THREADS, _GROUPS = 64, 8
 #: Parts into which rows are split for these, at most, and the fewest rows of one.
 _PARTS, _ROWS = 264, 64
 #: Weights of a gate that a thread has in registers.
 _REGISTERS = (20, 32)
-_PATH = Path(__file__).parent / "kernels" / "layer.cu"
 _INSTANCES = (
     *(
         f"{kernel}<{registers}>"
@@ -47,17 +46,18 @@ _INSTANCES = (
 )
 
 
-@functools.lru_cache(maxsize=32)
-def layer_kernels(cell: Cell, name: str = "") -> KernelFile:
-    """The kernels of a layer with a cell, listed by a name or, where that is empty, nowhere."""
-    return KernelFile(_PATH, _INSTANCES, name, {"cell.cuh": lambda: ElementwiseStep.of(cell).source})
+def _sizes() -> str:
+    return f"constexpr int INPUTS = {INPUTS}, WARPS = {WARPS}, SWEEPING = {SWEEPING}, TILE = {TILE};\n"
 
 
-_LISTED = {cell: layer_kernels(cell, f"{cell.mode.lower()}_layer.cu") for cell in CELLS.values()}
+#: What takes whole passes.
+LAYER_KERNELS = CellKernels("layer.cu", lambda _: _INSTANCES, "_layer", {"sizes.cuh": _sizes})
+for _cell in CELLS.values():
+    LAYER_KERNELS.list(_cell)
 
 
 class Shape(NamedTuple):
-    """Of a layer's input: steps, samples and features; elements of a state, and directions."""
+    """Sizes of a layer's pass: steps, samples and features of its input; elements of a state, and directions."""
 
     time: int
     batch: int
@@ -95,8 +95,8 @@ class Solved(NamedTuple):
         """What came of it; this waits for the device."""
         choice, shape = self.choice, self.layer.shape
         places, most = -(-shape.time // choice.chunk), Relaxed.device_sweeps
-        found = self.memory[self.layer.boundary_elements(choice) + places * shape.batch :].cpu()
-        defects, left = found[: most * shape.batch].unflatten(0, (most, shape.batch)), found[most * shape.batch :]
+        told = self.memory[self.layer.boundary_elements(choice) + places * shape.batch :].cpu()
+        defects, left = told[: most * shape.batch].unflatten(0, (most, shape.batch)), told[most * shape.batch :]
         fields: dict[str, Any] = {"methods": [choice.name], "sweeps": 1}
         if choice.name != "sequential":
             fields = outcome([choice.name], left.view(torch.int32), defects)
@@ -135,7 +135,7 @@ class SmallLayer:
     ) -> None:
         self.cell, self.shape, self.bias, self.device = cell, shape, bias, device
         self.forward_choice, self.backward_choice = forward, backward
-        self._file = _LISTED.get(cell.cell) or layer_kernels(cell.cell)
+        self._file = LAYER_KERNELS.of(cell.cell)
         self.rows, parts = shape.time * shape.batch, cell.grad_width
         self.kept_vectors = 1 + cell.saved_vectors
         self.projected = shape.inputs > INPUTS
@@ -144,9 +144,9 @@ class SmallLayer:
         self.weight_shapes = shapes[: 4 if bias else 2] * shape.directions
         self._states = [self._recurrence("states", forward, direction) for direction in self._directions]
         self._gradients = [self._recurrence("gradients", backward, direction) for direction in self._directions]
-        tiles = -(-parts * shape.size // _TILE), -(-(shape.inputs + shape.size) // _TILE)
+        tiles = -(-parts * shape.size // TILE), -(-(shape.inputs + shape.size) // TILE)
         self.splits = max(1, min(_PARTS, self.rows // _ROWS))
-        self._part = tiles[0] * (tiles[1] * _TILE + 1) * _TILE
+        self._part = tiles[0] * (tiles[1] * TILE + 1) * TILE
         sizes = {"size": shape.size, "inputs": shape.inputs}
         self._parts = [
             self._file.record(
@@ -194,10 +194,10 @@ class SmallLayer:
         record: Callable[..., Launch] = functools.partial(self._file.record, device=self.device, **numbers)
         sweep = None
         if swept:
-            grid = [shape.batch, -(-places // _SWEEPING)]
-            sweep = record(f"{kind}_sweep<{registers}>", grid, [32, _SWEEPING])
+            grid = [shape.batch, -(-places // SWEEPING)]
+            sweep = record(f"{kind}_sweep<{registers}>", grid, [32, SWEEPING])
         settle = record(
-            f"{kind}_settle<{registers}>", [shape.batch], [32, min(_WARPS, places)], swept=swept,
+            f"{kind}_settle<{registers}>", [shape.batch], [32, min(WARPS, places)], swept=swept,
             most=Relaxed.device_sweeps, tolerance=tolerance(torch.float32),
             least=1.0 if kind == "states" else torch.finfo(torch.float32).tiny,
         )  # fmt: skip
@@ -377,12 +377,12 @@ class SmallPass:
 
     @property
     def reports(self) -> list[Report]:
-        """Of each solution; this waits for the device."""
+        """How each recurrence was solved, forward and then backward; this waits for the device."""
         return [solved.report() for recurrence in ("forward", "backward") for solved in self._solved(recurrence)]
 
     @property
     def boundaries(self) -> list[torch.Tensor | None]:
-        """As of a layer."""
+        """First states of chunks, by layer and direction; None where there are none."""
         return [solved.boundaries() for solved in self._solved("forward")]
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -439,5 +439,5 @@ def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.de
     """How a recurrence is solved for which a name was asked."""
     if name == "auto":
         work = Work(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
-        return choose_small(work, _WARPS)
-    return way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, _WARPS)
+        return choose_small(work, WARPS)
+    return way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, WARPS)

@@ -99,7 +99,7 @@ class Backend(Protocol):
     """Runs kernels; compares by identity, as launches are kept for it."""
 
     def __hash__(self) -> int:
-        """Of the object."""
+        """One of the object itself."""
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's work is done by kernels of this backend."""
@@ -265,13 +265,13 @@ class KernelFile:
         callable
             Takes the other arguments, in the order of the kernel's parameters, of which they are the last ones: for a
             pointer a tensor of its type on the device, or None; for a ``long long`` an int. With an empty grid it does
-            nothing.
+            nothing. Dtypes, devices, strides and signs that are not in memory are the caller's care.
 
         Raises
         ------
         TypeError
-            Where a number has no parameter of that name, or a parameter of fewer bits no number; where a number stands
-            behind what is left out.
+            Where a number has no parameter of that name, or a parameter of fewer than 64 bits no number; where a number
+            stands behind what is left out.
         ValueError
             As of `launch`.
         """

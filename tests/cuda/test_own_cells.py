@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence
 
 from jacsparse.recurrence import CELLS, Cell, Weights
-from jacsparse.recurrence.cells import on_device
 from jacsparse.recurrence.cells.cell import Saved
 from jacsparse.recurrence.cells.gru import GruCell
 from jacsparse.recurrence.cells.lstm import LstmCell
@@ -162,14 +161,8 @@ MUTATIONS = [
 ]
 
 
-@pytest.fixture
-def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No cell has listed kernels: those of a changed one are printed anew."""
-    monkeypatch.setattr(on_device, "_LISTED", {})
-
-
 @pytest.mark.parametrize(("kind", "cell", "step"), MUTATIONS, ids=lambda each: getattr(each, "__name__", each))
-def test_a_changed_step_is_noticed_on_a_device(kind: str, cell: Any, step: Any, fresh_kernels: None) -> None:
+def test_a_changed_step_is_noticed_on_a_device(kind: str, cell: Any, step: Any) -> None:
     """The kernels that are printed of it give other numbers than torch.nn's layer."""
     torch.manual_seed(0)
     changed = type("Changed", (cell,), {"step": lambda self, *tensors: step(*tensors)})()

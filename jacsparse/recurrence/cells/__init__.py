@@ -4,13 +4,14 @@ from .cell import Cell, Saved, Terms, Weights, preceding
 from .elementwise import ElementwiseStep
 from .gru import GruCell
 from .lstm import LstmCell
-from .on_device import DeviceCell, cell_on, list_kernels, obstacle_on
+from .on_device import RUN_KERNELS, CellKernels, DeviceCell, cell_on, obstacle_on
 from .rnn import RnnCell
 from .step_jacobian import StepJacobian
 
 __all__ = [
     "CELLS",
     "Cell",
+    "CellKernels",
     "DeviceCell",
     "ElementwiseStep",
     "Saved",
@@ -25,4 +26,4 @@ __all__ = [
 #: Cells by mode: RNN, GRU, LSTM, `count_flop` and tests look here. A layer that has a `cell` needs no entry.
 CELLS: dict[str, Cell] = {cell.mode: cell for cell in (RnnCell(), RnnCell(relu=True), GruCell(), LstmCell())}
 for _cell in CELLS.values():
-    list_kernels(_cell)
+    RUN_KERNELS.list(_cell)

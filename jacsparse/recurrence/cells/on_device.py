@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -19,9 +21,46 @@ _FOLDER = Path(__file__).parent.parent / "kernels"
 _TRANSFERS = ("transfer<float, 4>", "transfer<float, 8>", "transfer<double, 4>")
 
 
-@functools.lru_cache(maxsize=32)
-def kernels_of(cell: Cell, name: str = "") -> KernelFile:
-    """The kernels of a cell, listed by a name or, where that is empty, nowhere."""
+class CellKernels:
+    """A file of kernels around the printed elementwise part of each cell.
+
+    Parameters
+    ----------
+    file : str
+        Its name in the folder of kernels.
+    instances : callable
+        From a cell, the instances of the file's templates.
+    suffix : str
+        Behind the cell's mode in the names of the kernels that are listed.
+    headers : mapping of str to callable
+        As of `KernelFile`, beside ``cell.cuh``.
+    """
+
+    def __init__(
+        self,
+        file: str,
+        instances: Callable[[Cell], tuple[str, ...]],
+        suffix: str = "",
+        headers: Mapping[str, Callable[[], str]] = MappingProxyType({}),
+    ) -> None:
+        self._path, self._instances, self._suffix, self._headers = _FOLDER / file, instances, suffix, headers
+        self._listed: dict[Cell, KernelFile] = {}
+        self._unlisted = functools.lru_cache(maxsize=32)(functools.partial(self._around, name=""))
+
+    def list(self, cell: Cell) -> None:
+        """List the kernels around a cell among those of the library."""
+        self._listed[cell] = self._around(cell, f"{cell.mode.lower()}{self._suffix}.cu")
+
+    def of(self, cell: Cell) -> KernelFile:
+        """The kernels around a cell."""
+        return self._listed.get(cell) or self._unlisted(cell)
+
+    def _around(self, cell: Cell, name: str) -> KernelFile:
+        headers = {"cell.cuh": lambda: ElementwiseStep.of(cell).source, **self._headers}
+        return KernelFile(self._path, self._instances(cell), name, headers)
+
+
+def _instances(cell: Cell) -> tuple[str, ...]:
     types = {"forward": ("float", "double"), "backward": SWEPT}
     instances = tuple(
         f"{way}<{kind}, {registers}, {split}>"
@@ -29,9 +68,11 @@ def kernels_of(cell: Cell, name: str = "") -> KernelFile:
         for kind in kinds
         for registers, split in shares_of(cell.gates, kind.partition(",")[0])
     )
-    transfers = _TRANSFERS if cell.states == 1 else ()
-    headers = {"cell.cuh": lambda: ElementwiseStep.of(cell).source}
-    return KernelFile(_FOLDER / "recurrent.cu", (*instances, *transfers), name, headers)
+    return (*instances, *(_TRANSFERS if cell.states == 1 else ()))
+
+
+#: What takes runs of steps.
+RUN_KERNELS = CellKernels("recurrent.cu", _instances)
 
 
 class DeviceCell(Cell):
@@ -55,7 +96,7 @@ class DeviceCell(Cell):
 
     @functools.cached_property
     def _file(self) -> KernelFile:
-        return _LISTED.get(self.cell) or kernels_of(self.cell)
+        return RUN_KERNELS.of(self.cell)
 
     @property
     def mode(self) -> str:
@@ -158,15 +199,6 @@ class DeviceCell(Cell):
         instance = f"{way}<{types}, {registers}, {split}>"
         blocks = [len(there.sample)]
         self._file.launch(instance, blocks, [threads], *there[:6], size, *arguments, device=weights.hidden.device)
-
-
-#: The kernels of cells that are listed.
-_LISTED: dict[Cell, KernelFile] = {}
-
-
-def list_kernels(cell: Cell) -> None:
-    """List a cell's kernels among those of the library."""
-    _LISTED[cell] = kernels_of(cell, f"{cell.mode.lower()}.cu")
 
 
 @functools.lru_cache(maxsize=32)

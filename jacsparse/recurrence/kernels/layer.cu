@@ -18,6 +18,9 @@
 // one another as in recurrent.cu. Weights' gradients: D H (I + H) multiply-adds and (D H + I + H) 4 bytes a row.
 #include "runs.cuh"
 #include "cell.cuh"
+// Inputs whose weights have room in shared memory; warps of a block, at most, each of which keeps all weights in
+// registers; those that sweep share the inputs' weights; sides of a tile: as `small_layer.py` knows them.
+#include "sizes.cuh"
 
 using C = Cell<float>;
 constexpr int GATES = C::GATES, STATES = C::STATES;
@@ -25,10 +28,6 @@ constexpr int GATES = C::GATES, STATES = C::STATES;
 constexpr int KEPT = 1 + C::SAVED + STATES - 1;
 // Steps for which reads are made together.
 constexpr int AHEAD = GATES < 4 ? 4 : 2;
-// Inputs whose weights have room in shared memory.
-constexpr int INPUTS = 32;
-// Warps of a block, at most: each keeps all weights in registers. Those that sweep share the inputs' weights.
-constexpr int WARPS = 8, SWEEPING = 4;
 
 // The chunks of a sample. Each is a run, and so is what is left from a place on.
 struct Places {
@@ -523,7 +522,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
 
 // Gradients of the weights are sums over rows, the steps of all samples, of products of gates' gradients with inputs and
 // with the states before. First of some rows each, in tiles of TILE by TILE elements; then of all.
-constexpr int TILE = 32, ROWS = 16;
+constexpr int ROWS = 16;
 
 struct Tiles {
   int left, right;
