@@ -156,4 +156,4 @@ def sanitized(kind: str, arguments: Sequence[str], **environment: str) -> subpro
         # ThreadSanitizer may find no room for its shadow where addresses are drawn from all 32 bits.
         command = [setarch, "-R", *command]
     output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.run(command, **output, env={**os.environ, **settings}, timeout=600, check=False)
+    return subprocess.run(command, **output, env={**os.environ, **settings}, timeout=1800, check=False)
