@@ -63,7 +63,7 @@ def judge(
     ends: torch.Tensor,
     following: torch.Tensor | None,
     initial_state: torch.Tensor,
-    scale_floor: float,
+    local: int,
     guess: torch.Tensor,
     previous: torch.Tensor | None,
     defect: torch.Tensor,
@@ -71,7 +71,8 @@ def judge(
 ) -> None:
     """Compare first states with those that follow from the runs' last ones, or with `following`.
 
-    Writes `guess`, `defect` and `judged`; for samples that were already within the tolerance it writes only `defect`.
+    `local` is as of `Recurrence`. Writes `guess`, `defect` and `judged`; for samples that were already within the
+    tolerance it writes only `defect`.
     """
     device, size = initial_state.device, initial_state.shape[1]
     runs = chunks.runs.on(device)
@@ -90,7 +91,8 @@ def judge(
         initial_state,
         previous,
         tolerance(initial_state.dtype),
-        max(scale_floor, torch.finfo(initial_state.dtype).tiny),
+        torch.finfo(initial_state.dtype).tiny,
+        local,
         guess,
         judged.start,
         judged.again,

@@ -46,8 +46,11 @@ class _States(_OfCell):
     """The forward pass."""
 
     input_projection: torch.Tensor
-    # What enters the gates is of the order of one, however small the states are.
-    scale_floor = 1.0
+
+    @property
+    def local(self) -> int:  # type: ignore[override]
+        # Those that enter products with weights: what a step rounds is of their order, or of the element's own.
+        return self.weights.size
 
     def run(self, runs: Runs | DeviceRuns, start: torch.Tensor, *, record: bool = True) -> torch.Tensor:
         return self.cell.forward(runs, self.input_projection, self.weights, start, self.saved)

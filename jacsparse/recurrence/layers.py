@@ -30,9 +30,10 @@ class RNN(Recurrent, nn.RNN):
     forward : {"auto", "sequential", "parallel", "relaxed", "newton"}
         How the hidden states are found: step after step, or in chunks from guessed states, whose steps may follow the
         name as in `schedule`. ``parallel`` begins relaxed and, on the CPU, changes to Newton's method (multiple
-        shooting) when that does not converge; what still does not is finished step after step. The result is the
-        sequential one within rounding of a sample's largest state. ``auto`` is step after step on the CPU; on a GPU it
-        chooses, and says in `reports` what and why.
+        shooting) when that does not converge; what still does not is finished step after step. Where chunks meet,
+        states fit to within 8 units in the last place of the largest one there, or of their own; where a network
+        forgets nothing, these add up, as its roundings do. ``auto`` is step after step on the CPU; on a GPU it chooses,
+        and says in `reports` what and why.
     chunk : int
         Steps of a chunk, forward and, where `schedule` does not say, backward.
     process_group : ProcessGroup, optional

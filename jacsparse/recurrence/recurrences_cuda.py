@@ -251,7 +251,7 @@ _SLAB = 16
 
 
 def tolerance(dtype: torch.dtype) -> float:
-    """How far, as a share of the largest state, a guess may be from what follows."""
+    """How far, as a share of its scale, a guess may be from what follows."""
     return 8 * torch.finfo(dtype).eps
 
 

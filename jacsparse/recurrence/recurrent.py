@@ -271,7 +271,7 @@ class Recurrent(nn.RNNBase):
         weights = self._weights()
         x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
-        if packed is None and self._across is None and on_device(x):
+        if packed is None and self._across is None and on_device(x) and not is_transformed():
             result = self._by_small_layers(x, hx, warm, weights, single)
             if result is not None:
                 return self._results(*result, None, single)
@@ -312,10 +312,10 @@ class Recurrent(nn.RNNBase):
         time, batch, _ = x.shape
         chosen, directions = self._chosen, 2 if self.bidirectional else 1
         layers = small_layers(
-            self.cell, time, batch, self.input_size, self.hidden_size, self.num_layers, directions, self.bias,
+            self.cell.frozen, time, batch, self.input_size, self.hidden_size, self.num_layers, directions, self.bias,
             chosen.forward[:2], chosen.backward[:2], x.dtype, x.device, active_backend(),
         )  # fmt: skip
-        if layers is None or is_transformed():
+        if layers is None:
             return None
         starts = [None] * self.cell.states if hx is None else self._states(hx, x, batch, None, single)
         guesses = [None] * len(layers) * directions if warm is None else warm_states(warm, len(layers) * directions)

@@ -93,8 +93,9 @@ class Report:
     sweeps : int
         How often chunks were run, all or some.
     defects : list of float
-        After each sweep how far the guess of a chunk's first state was from the next one, at most, as a share of the
-        largest state: from where the chunk before it got to or, in Newton's method, from what that makes of it.
+        After each sweep how far the guess of a chunk's first state was from the next one, at most: from where the chunk
+        before it got to or, in Newton's method, from what that makes of it. As a share of the largest state there or,
+        of gradients, of the sample's largest.
     fallback_samples, fallback_steps : int
         What was finished sequentially.
     reason : str

@@ -14,7 +14,7 @@ import torch
 
 from ..runtime import Backend, multiprocessors
 from ..tracing import without_autocast
-from .cells import CELLS, Cell, CellKernels, DeviceCell, cell_on
+from .cells import CELLS, CellKernels, DeviceCell, FrozenCell, cell_on
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
 from .solvers.choice import Way, Work, choose_small, way_in_chunks
@@ -29,6 +29,8 @@ SIZE, STATES, GATES = 32, 2, 4
 #: What the kernels are told. Inputs whose weights fit into a block's shared memory, at most; warps of a block that
 #: looks after a sample, at most, and of one that sweeps; sides of a tile of the weights' gradients.
 INPUTS, WARPS, SWEEPING, TILE = 32, 8, 4, 32
+#: Blocks of a grid in all directions but the first, at most.
+MOST_BLOCKS = 65535
 #: Threads of such a tile, and groups of threads that sum its parts.
 _TILE_THREADS, _GROUPS = 64, 8
 #: Parts into which rows are split for these, at most, and the fewest rows of one.
@@ -199,7 +201,6 @@ class SmallLayer:
         settle = record(
             f"{kind}_settle<{registers}>", [shape.batch], [32, min(WARPS, places)], swept=swept,
             most=Relaxed.device_sweeps, tolerance=tolerance(torch.float32),
-            least=1.0 if kind == "states" else torch.finfo(torch.float32).tiny,
         )  # fmt: skip
         memory = self.boundary_elements(choice) + (places + Relaxed.device_sweeps + 1) * shape.batch
         return _Recurrence(sweep, settle, memory)
@@ -396,7 +397,7 @@ _BACKWARD = {"auto": "auto", "sequential": "sequential", "relaxed": "relaxed"}
 
 @functools.lru_cache(maxsize=256)
 def small_layers(
-    cell: Cell,
+    frozen: FrozenCell,
     time: int,
     batch: int,
     inputs: int,
@@ -416,7 +417,7 @@ def small_layers(
 
     Parameters
     ----------
-    cell, time, batch, inputs, size, layers, directions, bias, dtype, device
+    frozen, time, batch, inputs, size, layers, directions, bias, dtype, device
         The module, and its input.
     forward, backward : (str, int)
         Names of the solvers that were asked for, and their steps of a chunk.
@@ -426,12 +427,15 @@ def small_layers(
     ways = (_FORWARD.get(forward[0]), forward[1]), (_BACKWARD.get(backward[0]), backward[1])
     if None in (ways[0][0], ways[1][0]) or dtype != torch.float32 or size > SIZE or not batch or time * batch >= 2**31:
         return None
-    here = cell_on(cell, torch.empty(0, device=device))
+    here = cell_on(frozen.cell, torch.empty(0, device=device))
     if not isinstance(here, DeviceCell) or here.states > STATES or here.gates > GATES:
         return None
     features = (inputs, *[directions * size] * (layers - 1))
     shapes = [Shape(time, batch, each, size, directions) for each in features]
     solved_by = [_way(str(name), chunk, shapes[0], here, device) for name, chunk in ways]
+    sweeps = max(-(-time // (way.chunk * SWEEPING)) for way in solved_by)
+    if max(sweeps, *(-(-(each + size) // TILE) for each in features)) > MOST_BLOCKS:
+        return None
     return [SmallLayer(here, shape, bias, device, *solved_by) for shape in shapes]
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 import jacsparse
 from jacsparse.recurrence.recurrent import Recurrent
-from jacsparse.recurrence.small_layer import SmallPass
+from jacsparse.recurrence.small_layer import MOST_BLOCKS, SmallPass, small_layers
+from jacsparse.runtime import active_backend
 from jacsparse.schedule import Schedule, blelloch
 from tests.cuda.harness import DEVICE, emulated
 from tests.cuda.test_recurrent import KINDS
@@ -396,3 +397,54 @@ def test_a_call_does_not_go_through_a_schedule(monkeypatch: pytest.MonkeyPatch) 
     with emulated():
         layer(torch.randn(10, 2, 3).to(DEVICE))[0].sum().backward()
     assert not isinstance(layer._pass, SmallPass)
+
+
+@pytest.mark.parametrize("size", [4, 40])
+def test_small_states_that_are_not_forgotten(size: int) -> None:
+    """A sum over all steps, whose first chunks come to as much as the tolerance of states of order one."""
+    layer = jacsparse.nn.RNN(1, size, nonlinearity="relu", bias=False, forward="parallel:8").to(DEVICE)
+    with torch.no_grad():
+        layer.weight_ih_l0.fill_(1)
+        layer.weight_hh_l0.copy_(torch.eye(size))
+    x = torch.full((100, 2, 1), 1e-9).to(DEVICE)
+    with emulated():
+        output, last = layer(x)
+    assert isinstance(layer._pass, SmallPass) == (size <= 32)
+    torch.testing.assert_close(last.cpu(), torch.full_like(last.cpu(), 1e-7), rtol=1e-5, atol=0)
+    torch.testing.assert_close(output[:, 0, 0].cpu(), torch.arange(1, 101) * 1e-9, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_small_inputs_without_biases(kind: str) -> None:
+    torch.manual_seed(0)
+    layer, reference = pair(kind, 3, 8, bias=False, forward="relaxed:25", schedule="relaxed:25")
+    check(layer, reference, 1e-6 * torch.randn(200, 2, 3))
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_a_large_first_cell_state_harms_no_later_output(size: int) -> None:
+    torch.manual_seed(0)
+    layer, reference = (each for each in pair("LSTM", 3, size, forward="parallel:25", schedule="sequential"))
+    for module in (layer, reference):
+        with torch.no_grad():
+            module.bias_ih_l0[size : 2 * size] += 1.5
+    x, c = torch.randn(400, 2, 3), 1000 * torch.randn(1, 2, size)
+    with emulated():
+        actual = layer(x.to(DEVICE), (torch.zeros(1, 2, size).to(DEVICE), c.to(DEVICE)))[0].cpu()
+    expected = reference(x.double(), (torch.zeros(1, 2, size).double(), c.double()))[0]
+    error, largest = (actual - expected).abs(), expected.abs().amax(dim=(1, 2), keepdim=True)
+    assert (error <= 2e-5 * largest).all()
+
+
+def test_chunks_beyond_what_a_grid_has_are_others_work() -> None:
+    layer = jacsparse.nn.GRU(1, 2, forward="relaxed:1", schedule="sequential").to(DEVICE)
+    steps = 4 * MOST_BLOCKS + 1
+    with emulated(), torch.no_grad():
+        for count in (steps - 1, steps):
+            layers = layer._chosen.forward[:2]
+            assert layers == ("relaxed", 1)
+            small = small_layers(
+                layer.cell.frozen, count, 1, 1, 2, 1, 1, True, layers, ("sequential", 1), torch.float32, DEVICE,
+                active_backend(),
+            )  # fmt: skip
+            assert (small is None) == (count == steps)

@@ -1,6 +1,6 @@
 """Recurrent cells, a file each: what a step computes, and the kernels that take runs of steps."""
 
-from .cell import Cell, Saved, Terms, Weights, preceding
+from .cell import Cell, FrozenCell, Saved, Terms, Weights, preceding
 from .elementwise import ElementwiseStep
 from .gru import GruCell
 from .lstm import LstmCell
@@ -14,6 +14,7 @@ __all__ = [
     "CellKernels",
     "DeviceCell",
     "ElementwiseStep",
+    "FrozenCell",
     "Saved",
     "StepJacobian",
     "Terms",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ class Weights:
     bias: torch.Tensor | None = None
     hidden_bias: torch.Tensor | None = None
 
-    @functools.cached_property
+    @cached_property
     def size(self) -> int:
         """Elements of the state."""
         return self.hidden.shape[1]
@@ -38,17 +38,17 @@ class Weights:
         bias, hidden_bias = (None if b is None else b.to(dtype) for b in (self.bias, self.hidden_bias))
         return Weights(self.input.to(dtype), self.hidden.to(dtype), bias, hidden_bias)
 
-    @functools.cached_property
+    @cached_property
     def columns(self) -> torch.Tensor:
         """The hidden weight transposed, ``(size, gates · size)``."""
         return self.hidden.t().contiguous()
 
-    @functools.cached_property
+    @cached_property
     def padded(self) -> torch.Tensor:
         """The hidden weight as kernels of transfers on a device take it."""
         return recurrences_cuda.padded(self.hidden)
 
-    @functools.cached_property
+    @cached_property
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
         size, width = self.size, padded(self.size)
@@ -57,7 +57,7 @@ class Weights:
         rows = functional.pad(self.hidden.view(-1, size, size).permute(2, 0, 1), (0, width - size))
         return rows.reshape(size, -1).numpy()
 
-    @functools.cached_property
+    @cached_property
     def backward_rows(self) -> np.ndarray:
         """The hidden weight as backward kernels take it, ``(gates · width, width)``: a row for each gate element."""
         size, width = self.size, padded(self.size)
@@ -94,6 +94,24 @@ class Terms(NamedTuple):
     states: tuple[int, ...]
 
 
+class FrozenCell(tuple[Any, ...]):
+    """A cell and the attributes that it has now, by which caches find what was made of it."""
+
+    cell: Cell
+
+    def __new__(cls, cell: Cell) -> FrozenCell:
+        kind = type(cell)
+        attributes = [each for each in vars(cell).items() if not isinstance(vars(kind).get(each[0]), cached_property)]
+        frozen = super().__new__(cls, (kind, *attributes))
+        try:
+            hash(frozen)
+        except TypeError:
+            # As lists, which are told by what they hold.
+            frozen = super().__new__(cls, (kind, repr(attributes)))
+        frozen.cell = cell
+        return frozen
+
+
 class Cell(ABC):
     """A kind of recurrent cell, by a loop over its steps, which autograd differentiates one by one.
 
@@ -123,6 +141,11 @@ class Cell(ABC):
         """The name of the cell."""
 
     @property
+    def frozen(self) -> FrozenCell:
+        """The cell with the attributes that it has now."""
+        return FrozenCell(self)
+
+    @property
     def bounded(self) -> bool:
         """Whether states are finite if the first state and the input's part of the gates are."""
         return False
@@ -133,8 +156,9 @@ class Cell(ABC):
     ) -> torch.Tensor:
         """The state after a step, by differentiable operations.
 
-        On CUDA devices it runs once, and kernels are printed of it: numbers that it reads from elsewhere are constants
-        there. It may compute at each place of the vectors alone, and read no other tensors.
+        On CUDA devices it runs once for the cell's attributes, without elements, and kernels are printed of it: numbers
+        that it reads from elsewhere are constants there. It has kernels where it computes at each place of the vectors
+        alone, alike at all of them, and reads no elements and no other tensors.
 
         Parameters
         ----------

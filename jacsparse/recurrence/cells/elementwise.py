@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 
 from ...codegen import CallsOfElements, ElementGraph, Printer, UnreadableWriteError, constant
 from ...tracing import calls_of
 
 if TYPE_CHECKING:
-    from .cell import Cell
+    from .cell import Cell, FrozenCell
 
 
 class NotElementwiseError(Exception):
@@ -62,46 +64,57 @@ class ElementwiseStep:
         NotElementwiseError
             Where elements of different places meet, or an operation has no printed form.
         """
-        return _derived(cell)
+        return _derived(cell.frozen)
 
 
-#: Elements of a vector while a step is recorded: two show what elements of different places have to do with each other.
-_PLACES = 2
+#: Elements of a vector while a step is recorded: two show what elements of different places have to do with each other,
+#: and another number of them what a step makes of how many there are.
+_PLACES, _OTHER_PLACES = 2, 5
 
 
 @functools.lru_cache(maxsize=32)
-def _derived(cell: Cell) -> ElementwiseStep:
-    return _Derivation(cell).result()
+def _derived(frozen: FrozenCell) -> ElementwiseStep:
+    # In a thread of its own, where nothing is in force that may be so in the caller's: hooks of saved tensors, modes,
+    # transforms, inference mode.
+    with ThreadPoolExecutor(1) as thread:
+        step, other = thread.map(lambda places: _Derivation(frozen.cell, places).result(), (_PLACES, _OTHER_PLACES))
+        thread.submit(_check_reads, frozen.cell).result()
+    if step != other:
+        raise NotElementwiseError("depends on how many elements a state has")
+    return step
 
 
 class _Derivation:
     """The graph of a step and its backward pass at each place, and what is printed of it."""
 
-    def __init__(self, cell: Cell) -> None:
-        self.gates, self.states = cell.gates, cell.states
+    def __init__(self, cell: Cell, places: int) -> None:
+        self.gates, self.states, self.places = cell.gates, cell.states, places
         counts = {"entered": cell.gates, "product": cell.gates, "before": cell.states, "grad": cell.states}
         #: The names of the inputs, vector by vector.
         self.inputs = [f"{name}[{number}]" for name, count in counts.items() for number in range(count)]
-        vectors = [torch.zeros(1, _PLACES) for _ in self.inputs]
+        vectors = [torch.zeros(1, places, dtype=torch.float32, device="cpu") for _ in self.inputs]
         self.elements = ElementGraph()
         try:
             graph = calls_of(functools.partial(_step_and_gradients, cell), vectors)
-            if any(node.op == "get_attr" for node in graph.graph.nodes):
-                raise NotElementwiseError("reads a tensor that is none of its arguments")
+            for node in graph.graph.nodes:
+                _check_call(node)
             calls = CallsOfElements(
                 self.elements, graph, vectors, {place: place for place in range(len(vectors))}, leaves=False
             )
         except UnreadableWriteError as error:
             raise NotElementwiseError("writes to a tensor") from error
-        except RuntimeError as error:
-            raise NotElementwiseError(f"fails for vectors of {_PLACES} elements: {error}") from error
+        except NotElementwiseError:
+            raise
+        except Exception as error:
+            # The step is the user's, and may raise anything.
+            raise NotElementwiseError(f"fails for vectors of {places} elements: {error}") from error
         #: The numbers of the results: the states after the step, and the gradients of all inputs but those of states.
         self.results = [result[0].tolist() for result in calls.results]
         if calls.left:
             raise NotElementwiseError(f"calls {calls.left[0].target}")
 
     def result(self) -> ElementwiseStep:
-        first, *others = (self._at(place) for place in range(_PLACES))
+        first, *others = (self._at(place) for place in range(self.places))
         if any(other != first for other in others):
             raise NotElementwiseError("treats elements of different places differently")
         return first
@@ -112,8 +125,17 @@ class _Derivation:
         results = [numbers[place] for numbers in self.results]
         after, gradients = results[: self.states], results[self.states :]
         entering, recurrent, of_states = _split(gradients, (self.gates, self.gates, self.states))
-        parts = [*entering, *dict.fromkeys(each for each in recurrent if each not in entering)]
-        places = [gate if each == entering[gate] else parts.index(each) for gate, each in enumerate(recurrent)]
+        numbers = {name: number for number, name in names.items()}
+        parts, places = [*entering], list[int]()
+        for gate, each in enumerate(recurrent):
+            own = numbers[f"entered[{gate}]"], numbers[f"product[{gate}]"]
+            if each == entering[gate] and self._are_only_added(*own, results):
+                places.append(gate)
+                continue
+            # Another place says that they are apart.
+            others = [place for place, part in enumerate(parts) if part == each and place != gate]
+            places.append(others[0] if others else len(parts))
+            parts += [] if others else [each]
         saved = self._saved([*parts, *of_states], names, after)
         forward = _Body(self, {number: name for number, name in names.items() if not name.startswith("grad")})
         forward.assign("after", after)
@@ -174,6 +196,19 @@ class _Derivation:
                 computable[number] = True
         return saved
 
+    def _are_only_added(self, one: int, other: int, results: Sequence[int]) -> bool:
+        """Whether results are computed of two elements by their sum alone."""
+        waiting, seen = [*results], set[int]()
+        while waiting:
+            number = waiting.pop()
+            if number in (one, other):
+                return False
+            operands = self.operands(number) if number not in seen else []
+            seen.add(number)
+            if sorted(operands) != sorted((one, other)) or self.node(number).operation.name != "add":
+                waiting += operands
+        return True
+
     def _is_zero(self, number: int) -> bool:
         return self.node(number).constant == 0
 
@@ -218,6 +253,27 @@ class _Body:
 
     def text(self) -> str:
         return "\n".join(f"    {line}" for line in self.lines)
+
+
+def _check_reads(cell: Cell) -> None:
+    """Raise where a step asks what a tensor holds, as to decide what it computes."""
+    vectors = [torch.zeros(1, _PLACES, dtype=torch.float32, device="meta")] * 2 * (cell.gates + cell.states)
+    try:
+        _step_and_gradients(cell, *vectors)
+    except Exception as error:
+        # The step is the user's, and may raise anything.
+        raise NotElementwiseError(f"fails for tensors without elements: {error}") from error
+
+
+def _check_call(node: fx.Node) -> None:
+    """Raise where a call is no arithmetic of the step's arguments in their type."""
+    if node.op == "get_attr":
+        raise NotElementwiseError("reads a tensor that is none of its arguments")
+    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+        raise NotElementwiseError("draws random numbers")
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point() and value.dtype != torch.float32:
+        raise NotElementwiseError(f"computes in {value.dtype}, whatever its arguments are")
 
 
 def _step_and_gradients(cell: Cell, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ import torch
 from ...runtime import KernelFile, c_type, on_device
 from ..recurrences_cuda import LARGEST, SWEPT, check_size, launch_transfer, padded, shares_of
 from ..sequences import DeviceRuns, Runs
-from .cell import Cell, Saved, Weights
+from .cell import Cell, FrozenCell, Saved, Weights
 from .elementwise import ElementwiseStep, NotElementwiseError
 
 _FOLDER = Path(__file__).parent.parent / "kernels"
@@ -44,20 +44,26 @@ class CellKernels:
         headers: Mapping[str, Callable[[], str]] = MappingProxyType({}),
     ) -> None:
         self._path, self._instances, self._suffix, self._headers = _FOLDER / file, instances, suffix, headers
-        self._listed: dict[Cell, KernelFile] = {}
-        self._unlisted = functools.lru_cache(maxsize=32)(functools.partial(self._around, name=""))
+        self._listed: dict[FrozenCell, KernelFile] = {}
+        self._unlisted = functools.lru_cache(maxsize=32)(self._around_other)
 
     def list(self, cell: Cell) -> None:
         """List the kernels around a cell among those of the library."""
-        self._listed[cell] = self._around(cell, f"{cell.mode.lower()}{self._suffix}.cu")
+        name = f"{cell.mode.lower()}{self._suffix}.cu"
+        self._listed[cell.frozen] = self._around(cell, lambda: ElementwiseStep.of(cell).source, name)
 
     def of(self, cell: Cell) -> KernelFile:
         """The kernels around a cell."""
-        return self._listed.get(cell) or self._unlisted(cell)
+        frozen = cell.frozen
+        return self._listed.get(frozen) or self._unlisted(frozen)
 
-    def _around(self, cell: Cell, name: str) -> KernelFile:
-        headers = {"cell.cuh": lambda: ElementwiseStep.of(cell).source, **self._headers}
-        return KernelFile(self._path, self._instances(cell), name, headers)
+    def _around_other(self, frozen: FrozenCell) -> KernelFile:
+        # Its attributes may be others when the kernels are compiled.
+        source = ElementwiseStep.of(frozen.cell).source
+        return self._around(frozen.cell, lambda: source, "")
+
+    def _around(self, cell: Cell, source: Callable[[], str], name: str) -> KernelFile:
+        return KernelFile(self._path, self._instances(cell), name, {"cell.cuh": source, **self._headers})
 
 
 def _instances(cell: Cell) -> tuple[str, ...]:
@@ -90,13 +96,9 @@ class DeviceCell(Cell):
     """
 
     def __init__(self, cell: Cell) -> None:
-        self.cell, self.step_parts = cell, ElementwiseStep.of(cell)
+        self.cell, self.step_parts, self._file = cell, ElementwiseStep.of(cell), RUN_KERNELS.of(cell)
         self.gates, self.states, self.terms = cell.gates, cell.states, cell.terms  # type: ignore[misc]
         self.transfers = cell.states == 1  # type: ignore[misc]
-
-    @functools.cached_property
-    def _file(self) -> KernelFile:
-        return RUN_KERNELS.of(self.cell)
 
     @property
     def mode(self) -> str:
@@ -202,22 +204,22 @@ class DeviceCell(Cell):
 
 
 @functools.lru_cache(maxsize=32)
-def _on_device(cell: Cell) -> DeviceCell | NotElementwiseError:
+def _on_device(frozen: FrozenCell) -> DeviceCell | NotElementwiseError:
     try:
-        return DeviceCell(cell)
+        return DeviceCell(frozen.cell)
     except NotElementwiseError as error:
         return error
 
 
 def cell_on(cell: Cell, like: torch.Tensor) -> Cell:
     """What takes a cell's steps where a tensor is: its kernels on a device or, where its step has none, itself."""
-    there = _on_device(cell) if on_device(like) else cell
+    there = _on_device(cell.frozen) if on_device(like) else cell
     return there if isinstance(there, Cell) else cell
 
 
 def obstacle_on(cell: Cell, like: torch.Tensor) -> str:
     """Why a cell has no kernels on the device of a tensor, as a clause of a sentence; empty where it has some."""
-    there = _on_device(cell) if on_device(like) else cell
+    there = _on_device(cell.frozen) if on_device(like) else cell
     return "" if isinstance(there, Cell) else f"no kernels are printed of the step of {cell.mode}, which {there}"
 
 

@@ -15,11 +15,17 @@
 #include "runs.cuh"
 
 template <typename T>
-__device__ __forceinline__ T largest_of_block(T value, T* shared) {
+__device__ __forceinline__ T largest_of_warp(T value) {
   for (int apart = 16; apart; apart /= 2) {
     T other = __shfl_xor_sync(0xffffffffu, value, apart);
     value = other > value ? other : value;
   }
+  return value;
+}
+
+template <typename T>
+__device__ __forceinline__ T largest_of_block(T value, T* shared) {
+  value = largest_of_warp(value);
   __syncthreads();
   if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
   __syncthreads();
@@ -49,16 +55,17 @@ __device__ __forceinline__ void leave(const long long* table, const long long* b
 // or the `ends` of the runs before. A block takes a sample; one whose `previous` defect was within the tolerance is
 // left as it is.
 //
-// Where these move by more than `tolerance` of the largest state (and of `least`), runs whose first state moves are to
-// be taken again: `again` steps from `start`, and `guess` is that. Others get no steps, and their own end as a start.
-// `defect` is the largest move. What has not settled at the last sweep is to be finished by a run of `rest_count`
+// Moves are shares of the sample's largest element or, with `local` elements of a state that enter products, of the
+// element itself or the largest of these, whichever is larger. Where one is more than `tolerance`, runs whose first state
+// moves are to be taken again: `again` steps from `start`, and `guess` is that. Others get no steps, and their own end as
+// a start. `defect` is the largest move. What has not settled at the last sweep is to be finished by a run of `rest_count`
 // steps.
 template <typename T>
 __global__ void __launch_bounds__(1024, 1)
     judge(const long long* __restrict__ table, const long long* __restrict__ chunks,
           const long long* __restrict__ begin, const long long* __restrict__ count, int batch, int size, bool back,
           const T* __restrict__ ends, const T* __restrict__ following, const T* __restrict__ edge,
-          const T* __restrict__ previous, T tolerance, T least, T* __restrict__ guess, T* __restrict__ start,
+          const T* __restrict__ previous, T tolerance, T least, int local, T* __restrict__ guess, T* __restrict__ start,
           long long* __restrict__ again, T* __restrict__ defect, long long* __restrict__ rest_begin,
           long long* __restrict__ rest_count, T* __restrict__ rest_start) {
   SHARED(T, shared, 32);
@@ -77,14 +84,22 @@ __global__ void __launch_bounds__(1024, 1)
     return size_of(solved) < T(INFINITY) ? solved : end;
   };
   T scale = T(0), moved = T(0);
-  for (int e = threadIdx.x; e < places * size; e += blockDim.x) {
-    int place = e / size, k = e % size;
-    T value = wanted(place, k), found = size_of(value), by = size_of(value - guess[run_at(place) * size + k]);
-    scale = found > scale ? found : scale, moved = by > moved ? by : moved;
+  for (int place = threadIdx.x / 32; place < places; place += blockDim.x / 32) {
+    T largest = least;
+    for (int k = threadIdx.x % 32; k < local; k += 32) {
+      T found = size_of(wanted(place, k));
+      largest = found > largest ? found : largest;
+    }
+    largest = largest_of_warp(largest);
+    for (int k = threadIdx.x % 32; k < size; k += 32) {
+      T value = wanted(place, k), found = size_of(value), whole = !local ? T(1) : found > largest ? found : largest;
+      T by = size_of((value - guess[run_at(place) * size + k]) / whole);
+      scale = found > scale ? found : scale, moved = by > moved ? by : moved;
+    }
   }
   if (!threadIdx.x) *first = places;
   scale = largest_of_block(scale, shared), moved = largest_of_block(moved, shared);
-  T relative = size_of(moved / (scale > least ? scale : least));
+  T relative = size_of(local ? moved : moved / (scale > least ? scale : least));
   bool settled = relative <= tolerance, hopeful = relative < T(INFINITY);
   for (int place = threadIdx.x / 32; place < places; place += blockDim.x / 32) {
     long long run = run_at(place);

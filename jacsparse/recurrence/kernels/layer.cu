@@ -99,6 +99,8 @@ struct Forward {
   long long x_time, x_sample;
   float *out, *kept;
   int out_row;
+  // A state is forgotten, or it is not, whatever came before: each place has a scale of its own.
+  static constexpr bool LOCAL = true;
   Columns<REGISTERS> columns;
   float added[GATES], apart[GATES];
   const float* weights;
@@ -184,6 +186,8 @@ struct Backward {
   int time, size, mine;
   bool active;
   const float *kept, *grad_out;
+  // Gradients may vanish: they are summed, and the largest of all places is their scale.
+  static constexpr bool LOCAL = false;
   long long g_time, g_sample, g_element;
   Ends<const float> initial;
   Columns<REGISTERS> columns;
@@ -249,8 +253,8 @@ struct Backward {
 };
 
 // The states in which chunks start and end, (places, states, batch, size) each, and what is found of them: for each
-// chunk whether it is to be taken again; (most, batch) largest moves of a start after each sweep, as a share of the
-// largest state; (batch,) steps that were finished one after the other. They lie in `memory` in this order.
+// chunk whether it is to be taken again; (most, batch) largest moves of a start after each sweep, as shares of their
+// scale; (batch,) steps that were finished one after the other. They lie in `memory` in this order.
 struct Boundaries {
   Ends<const float> edge;
   const float* guess;
@@ -303,6 +307,8 @@ __device__ __forceinline__ void sweep_once(Walk& walk, const Places& places, con
   }
 }
 
+constexpr float TINY = 1.17549435e-38f;
+
 // In size; infinity for what is no number.
 __device__ __forceinline__ float size_of(float value) {
   value = fabs(value);
@@ -319,12 +325,13 @@ __device__ __forceinline__ float largest_of_warp(float value) {
   return value;
 }
 
-// Sweeps over a sample's chunks until no start moves by more than the tolerance, as a share of the largest state and at
-// least of `least`; at most `most` times, of which `swept` are done. Then goes step after step from the first place
-// whose start moves.
+// Sweeps over a sample's chunks until no start moves by more than the tolerance; at most `most` times, of which `swept`
+// are done. Then goes step after step from the first place whose start moves. Moves are shares of the sample's largest
+// element at all places or, where scales are local, of the element itself or the largest that enters a product there,
+// whichever is larger: all that a step rounds is of that order.
 template <typename Walk>
 __device__ __forceinline__ void settle_sample(Walk& walk, const Places& places, const Boundaries& states, int swept,
-                                              int most, float tolerance, float least, const Ends<float>& last) {
+                                              int most, float tolerance, const Ends<float>& last) {
   SHARED(float, moves, 3 * 32);
   SHARED(int, late, 1);
   int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, sample = places.sample;
@@ -338,13 +345,19 @@ __device__ __forceinline__ void settle_sample(Walk& walk, const Places& places, 
       float scale = 0.0f, move = 0.0f, first_move = 0.0f;
       for (int place = warp; place < count; place += warps) {
         bool differs = false;
+        float largest = TINY;
+        if (Walk::LOCAL) {
+          float own = walk.active ? size_of(states.reached(place, 0, sample, lane)) : 0.0f;
+          largest = larger(largest_of_warp(own), TINY);
+        }
 #pragma unroll
         for (int s = 0; s < STATES; ++s) {
           if (!walk.active) continue;
           float reached = states.reached(place, s, sample, lane), start = states.start(place, s, sample, lane);
-          scale = larger(scale, size_of(reached)), move = larger(move, size_of(reached - start));
+          float whole = Walk::LOCAL ? larger(size_of(reached), largest) : 1.0f;
+          scale = larger(scale, size_of(reached)), move = larger(move, size_of((reached - start) / whole));
           if (sweep == 2 && swept == 2) {
-            first_move = larger(first_move, size_of(start - states.guessed(place, s, sample, lane)));
+            first_move = larger(first_move, size_of((start - states.guessed(place, s, sample, lane)) / whole));
           }
           differs = differs || reached != start;
         }
@@ -358,7 +371,7 @@ __device__ __forceinline__ void settle_sample(Walk& walk, const Places& places, 
         scale = larger(scale, moves[other]), move = larger(move, moves[32 + other]);
         first_move = larger(first_move, moves[64 + other]);
       }
-      scale = larger(scale, least);
+      scale = Walk::LOCAL ? 1.0f : larger(scale, TINY);
       float defect = size_of(move / scale);
       settled = defect <= tolerance;
       finishes = !settled && (sweep >= most || !(defect < INFINITY));
@@ -478,7 +491,7 @@ __global__ void __launch_bounds__(SWEEPING * 32, 1)
 template <int REGISTERS>
 __global__ void __launch_bounds__(WARPS * 32, 1)
     states_settle(int time, int batch, int size, int chunk, int direction, int inputs, int projected, int out_row,
-                  int swept, int most, float tolerance, float least, const float* __restrict__ x, long long x_time,
+                  int swept, int most, float tolerance, const float* __restrict__ x, long long x_time,
                   long long x_sample, const float* __restrict__ w_in, const float* __restrict__ w,
                   const float* __restrict__ bias_in, const float* __restrict__ bias, const float* __restrict__ start,
                   const float* __restrict__ start_others, const float* __restrict__ guess, float* __restrict__ out,
@@ -487,7 +500,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                                                            bias_in, bias, out, out_row, kept);
   Places places = {time, batch, chunk, direction, static_cast<int>(blockIdx.x), (time + chunk - 1) / chunk, false};
   Boundaries states = {{start, start_others, batch, size}, guess, memory, places.count, batch, size};
-  settle_sample(walk, places, states, swept, most, tolerance, least, {end, end_others, batch, size});
+  settle_sample(walk, places, states, swept, most, tolerance, {end, end_others, batch, size});
 }
 
 template <int REGISTERS>
@@ -506,8 +519,7 @@ __global__ void __launch_bounds__(SWEEPING * 32, 1)
 
 template <int REGISTERS>
 __global__ void __launch_bounds__(WARPS * 32, 1)
-    gradients_settle(int time, int batch, int size, int chunk, int direction, int swept, int most, float tolerance,
-                     float least, const float* __restrict__ kept, const float* __restrict__ start,
+    gradients_settle(int time, int batch, int size, int chunk, int direction, int swept, int most, float tolerance, const float* __restrict__ kept, const float* __restrict__ start,
                      const float* __restrict__ start_others, const float* __restrict__ w,
                      const float* __restrict__ grad_out, long long g_time, long long g_sample, long long g_element,
                      const float* __restrict__ grad_end, const float* __restrict__ grad_end_others,
@@ -517,7 +529,7 @@ __global__ void __launch_bounds__(WARPS * 32, 1)
                                                              g_element, start, start_others, w, grad_gates);
   Places places = {time, batch, chunk, direction, static_cast<int>(blockIdx.x), (time + chunk - 1) / chunk, true};
   Boundaries states = {{grad_end, grad_end_others, batch, size}, nullptr, memory, places.count, batch, size};
-  settle_sample(walk, places, states, swept, most, tolerance, least, {grad_start, grad_start_others, batch, size});
+  settle_sample(walk, places, states, swept, most, tolerance, {grad_start, grad_start_others, batch, size});
 }
 
 // Gradients of the weights are sums over rows, the steps of all samples, of products of gates' gradients with inputs and

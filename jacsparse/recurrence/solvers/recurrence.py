@@ -65,11 +65,12 @@ class Recurrence(ABC):
 
     Attributes
     ----------
-    scale_floor : float
-        Gaps at boundaries are measured relative to the size of the states, or to this where states are smaller.
+    local : int
+        How moves of first states are measured: with 0, as shares of the sample's largest element at all boundaries;
+        else as shares of the element itself, or of the largest of so many elements beside it, whichever is larger.
     """
 
-    scale_floor: ClassVar[float] = 0.0
+    local: int = 0
 
     @property
     def diagonal(self) -> bool:

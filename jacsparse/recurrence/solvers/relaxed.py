@@ -135,7 +135,7 @@ def _sweeps_on_device(
         ends, following = recurrence.run(runs._replace(steps=again), state), None
         if sweep < method.device_sweeps:
             following, matrices = method.following_on_device(problem, chunks, guess, ends, again, previous, matrices)
-        judge(chunks, ends, following, initial_state, recurrence.scale_floor, guess, previous, defect, judged)
+        judge(chunks, ends, following, initial_state, recurrence.local, guess, previous, defect, judged)
         state, again, previous = judged.start, judged.again, defect
     return judged, defects
 
@@ -146,7 +146,7 @@ def _sweeps(
     """The chunks' last states, the first ones that follow from them, and which chunks of samples did not settle."""
     recurrence, initial_state, report = problem.recurrence, problem.initial_state, problem.report
     runs, sample = chunks.runs, index(chunks.runs.sample, initial_state)
-    enough, floor = tolerance(initial_state.dtype), max(recurrence.scale_floor, torch.finfo(initial_state.dtype).tiny)
+    enough = tolerance(initial_state.dtype)
     before = math.inf
     ends = recurrence.run(runs, start)
     report.sweeps += 1
@@ -156,8 +156,7 @@ def _sweeps(
         reached = chunks.starts(ends, initial_state)
         following = method.following(problem, chunks, start, ends, reached)
         # How far the guesses still are to move: for Newton's method, with all that boundaries do to later ones.
-        scale = _largest(reached, sample, len(initial_state)).clamp(min=floor)
-        move = (following - start).abs().amax(dim=1) / scale[sample]
+        move = ((following - start).abs() / _scale(reached, sample, len(initial_state), recurrence.local)).amax(dim=1)
         hopeful &= _largest(move[:, None], sample, len(initial_state)).isfinite()
         defect = float(move[hopeful[sample]].amax()) if hopeful.any() else 0.0
         stuck = defect > method.progress * before and defect > enough
@@ -176,6 +175,15 @@ def _sweeps(
         start[again] = following[again]
         ends[again] = recurrence.run(runs.take(again.cpu().numpy()), following[again])
         report.sweeps += 1
+
+
+def _scale(reached: torch.Tensor, sample: torch.Tensor, batch: int, local: int) -> torch.Tensor:
+    """What moves of first states are shares of, as `Recurrence.local` says."""
+    if local:
+        scale = torch.maximum(reached.abs(), reached[:, :local].abs().amax(dim=1, keepdim=True))
+    else:
+        scale = _largest(reached, sample, batch)[sample, None]
+    return scale.clamp(min=torch.finfo(reached.dtype).tiny)
 
 
 def _largest(values: torch.Tensor, sample: torch.Tensor, batch: int) -> torch.Tensor:
