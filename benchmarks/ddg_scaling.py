@@ -16,9 +16,10 @@ from jacsparse.models import build
 from torch import nn
 
 from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
-from jacsparse.training import Backpropagation, DelayedGradients, published_time, simulated_times
+from jacsparse.training import Backpropagation, DelayedGradients
 
 from ._context import Context, Timing
+from ._delayed_times import published_time, simulated_times
 from ._environment import cores
 from ._experiment import Grid, Group, Row, compare, where
 from ._figures import Bars, Panel, Picture

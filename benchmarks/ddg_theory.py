@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from jacsparse.figures import BLUE, GREEN
-from jacsparse.training import gradient_bound
 
 from ._calls import one_thread
 from ._context import Context
+from ._delayed_bound import gradient_bound
 from ._experiment import Comparison, Experiment, Group, Row
 from ._figures import COLOURS, Line, Panel, Picture
 

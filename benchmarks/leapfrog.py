@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.training import leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
+from jacsparse.training import simulate_leapfrog
 
 from ._calls import one_thread
 from ._context import Context
 from ._environment import cores
 from ._experiment import Grid, Group, Row, where
 from ._figures import COLOURS, Line, Panel, Picture, Rule
+from ._leapfrog_times import leapfrog_critical_path, leapfrog_saving
 from ._workloads import equal_layers
 
 _PEER = "back-propagation, one thread"

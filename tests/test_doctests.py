@@ -34,7 +34,8 @@ def modules() -> list[str]:
     for package in sorted({*names, "jacsparse.patterns", "jacsparse.spgemm", "jacsparse.models"} - {"jacsparse"}):
         path = getattr(importlib.import_module(package), "__path__", [])
         names |= {package, *(module.name for module in pkgutil.walk_packages(path, f"{package}."))}
-    return sorted(names - {"jacsparse.__main__"})
+    examples = (path.stem for path in (ROOT / "benchmarks").glob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
+    return sorted({*names, *(f"benchmarks.{module}" for module in examples)} - {"jacsparse.__main__"})
 
 
 def blocks(page: Path) -> list[tuple[str, str]]:

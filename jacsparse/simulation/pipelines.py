@@ -7,7 +7,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..training import published_time
 from .timetable import Job, Outcome, Timetable
 from .training_method import Prediction, TrainingMethod, sum_shared_gradients
 from .workload import Workload
@@ -121,7 +120,7 @@ class DelayedPipeline(_Asynchronous):
     """Delayed gradients (DDG, Huo et al.): each block goes back with the gradient that came an iteration before.
 
     Block k of K holds the results and the weights of K - k mini-batches. Blocks do not wait for each other at the end
-    of an iteration, as in `jacsparse.training.simulated_times`.
+    of an iteration.
     """
 
     name = "ddg"
@@ -141,7 +140,7 @@ class DelayedPipeline(_Asynchronous):
             timetable.ends.append(backward[count - 1])
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
-        published = published_time(workload.forward, workload.backward, len(workload.blocks(workers)))
+        published = workload.forward + workload.backward / len(workload.blocks(workers))
         return [Prediction(self.name, "Huo, Table 1", "seconds", workers, published, outcome.seconds)]
 
 

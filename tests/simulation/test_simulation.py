@@ -18,6 +18,7 @@ from jacsparse.patterns import Diagonal, Full, Pattern
 from jacsparse.spgemm import multiply_adds
 from torch import nn
 
+from benchmarks._delayed_times import simulated_times
 from jacsparse.schedule import blelloch, cyclic_reduction
 from jacsparse.simulation import (
     FREE,
@@ -44,7 +45,7 @@ from jacsparse.simulation import (
     simulate,
 )
 from jacsparse.stages import Region
-from jacsparse.training import simulate_leapfrog, simulated_times
+from jacsparse.training import simulate_leapfrog
 
 SCALAR = Pattern.of(Full(1, 1))
 

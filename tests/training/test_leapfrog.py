@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse.stages import Record, chain
-from jacsparse.training import leapfrog, leapfrog_critical_path, leapfrog_saving, simulate_leapfrog
+from jacsparse.training import leapfrog, simulate_leapfrog
 from jacsparse.training.node_gradients import pull_back_by_nodes, pull_back_input
 from tests.example_models import lenet, small
 from tests.helpers import close
@@ -316,14 +316,6 @@ def test_what_backward_refuses_is_refused() -> None:
     hooked[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="a backward hook"):
         jacsparse.leapfrog_backward(hooked, x, x, threads=2)
-
-
-def test_published_savings() -> None:
-    assert leapfrog_saving(0, 0, 1, threads=8) == 0.875
-    assert [leapfrog_saving(1, 2, 3, threads=k) for k in (1, 2, 4)] == [0, 0.25, 0.375]
-    # Algorithm 1 as printed covers the layers 2 to 15 of 16.
-    assert round(1 - leapfrog_critical_path(14, threads=8) / 14, 2) == 0.43
-    assert leapfrog_critical_path(5, threads=1) == 5 == leapfrog_critical_path(5, threads=99)
 
 
 @pytest.mark.parametrize("threads", range(1, 10))

@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks._delayed_bound import diminishing, gradient_bound
 from benchmarks.ddg_theory import LeastSquares, trajectories
-from jacsparse.training import DelayedGradients, diminishing, gradient_bound
+from jacsparse.training import DelayedGradients
 
 
 class Share(nn.Module):
