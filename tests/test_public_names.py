@@ -36,7 +36,7 @@ INTERNAL = {
     "simulation": """
         AcrossRanks Bppsa DelayedPipeline FREE GPipe LeapfroggingWorkers OneWorker PipeDream ReducedBackward
         TRAINING_METHODS WORKERS draw_methods""",
-    "solvers": "Propagator SOLVERS sequential solver_of",
+    "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
         KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit check_tensor_itself counts
         fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern rows_alike spread sum_pattern

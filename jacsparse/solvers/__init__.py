@@ -6,22 +6,11 @@ row and then substitutes back, in O(l) products instead of O(l log l) and twice 
 `PrefixScan` does that.
 """
 
-from .appendix import Reduction, explicit_reduction
 from .bicgstab import BiCGStab
 from .blocks import Work
 from .comparison import SolverComparison, compare
-from .complexity import (
-    iteration_pays,
-    iterative_time,
-    iterative_work,
-    recursive_time,
-    reduction_pays,
-    reduction_time,
-    reduction_work,
-    sequential,
-)
 from .cyclic_reduction import CyclicReduction
-from .estimates import Estimate, estimates
+from .estimates import Estimate, estimates, reduction_pays
 from .forward import ForwardApproximation, approximate_forward, forward_scales
 from .gmres import GMRES
 from .hybrid import Hybrid
@@ -49,7 +38,6 @@ __all__ = [
     "PrefixScan",
     "Propagation",
     "Propagator",
-    "Reduction",
     "Richardson",
     "Solution",
     "SolverComparison",
@@ -59,17 +47,9 @@ __all__ = [
     "approximate_forward",
     "compare",
     "estimates",
-    "explicit_reduction",
     "forward_scales",
-    "iteration_pays",
-    "iterative_time",
-    "iterative_work",
     "propagation",
-    "recursive_time",
     "reduction_pays",
-    "reduction_time",
-    "reduction_work",
-    "sequential",
     "solve",
     "solver_of",
 ]

@@ -23,8 +23,7 @@ from ..terminal import text, warnings_on
 from ..tracing import check_module, traced, undisturbed
 from .blocks import MOST_PLANNED, Level, Work
 from .comparison_tables import WORDS, comparison_figure, tables
-from .complexity import iteration_pays, reduction_pays
-from .estimates import Estimate, estimates
+from .estimates import Estimate, estimates, reduction_pays
 from .jacobi import Richardson
 from .propagation import stretches_of
 from .solver import Solution, TriangularSolver
@@ -201,7 +200,7 @@ class SolverComparison:
             best = min(settled, key=lambda row: row.steps or 0)
             lines.append(
                 f"Iterative ones pay where their steps (η) are fewer than the layers l = {self.layers}: the fewest are "
-                f"{best.steps}, by {best.label}; {_verdict(iteration_pays(self.layers, best.steps or 0))}."
+                f"{best.steps}, by {best.label}; {_verdict((best.steps or 0) < self.layers)}."
             )
         return " ".join(lines)
 

@@ -1,22 +1,14 @@
-"""The paper's estimates (equations 42 to 47) beside the multiply-adds that are counted."""
+"""The paper's estimates of work and time (Naumov, section 4) beside the multiply-adds that are counted."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..patterns import Full
 from .blocks import Work
-from .complexity import (
-    iterative_time,
-    iterative_work,
-    recursive_time,
-    reduction_time,
-    reduction_work,
-    sequential,
-)
 from .cyclic_reduction import CyclicReduction
-from .solver import TriangularSolver
 from .substitution import Substitution
 from .systems import BlockTriangular
 
@@ -61,8 +53,18 @@ def estimates(system: BlockTriangular, iterative: Mapping[str, Work]) -> tuple[E
 
     Notes
     -----
-    With γ = 1, an activation is the multiplication by f'. Then equation 42 is exact where each layer has one, and 46
-    and 47 leave out the scaling ``D⁻¹ c`` of the first guess alone, ``l n r`` of work.
+    Layers have n units, a batch has r samples, an iterative solver takes η steps, and γ = 1: an activation is the
+    multiplication by f'. A pass through a layer, its product and its activation, is then ``(n² + n) r``. Work is for
+    one worker, and time for as many as layers:
+
+    - 42, all layers in turn: a pass through each.
+    - 43 and 44, one level of cyclic reduction of an odd number of layers: new weights and right-hand sides, ``n³ + n²``
+      for each layer but the first, and then two chains of every second layer, side by side.
+    - 45, full cyclic reduction: ``n³ log2 l + n² r``.
+    - 46 and 47, an iterative method, whose steps are products with the matrix: η passes through each layer.
+
+    Equation 42 is exact where each layer has an activation, and 46 and 47 leave out the scaling ``D⁻¹ c`` of the first
+    guess alone, ``l n r`` of work.
 
     Equations 43 to 45 are right in their leading term ``n³`` for one sample, r = 1. The paper multiplies weights once
     for all samples; but ``A_k D⁻¹ A_{k+1}`` has each sample's derivatives in its middle, so that r products run, and
@@ -72,38 +74,42 @@ def estimates(system: BlockTriangular, iterative: Mapping[str, Work]) -> tuple[E
     Equation 45 has l products in each of ``log2 l`` levels; fewer are left from level to level, but there is a level
     more.
     """
-    widths, samples, layers = _widths(system), system.batch, system.depth
-    if not widths:
+    if not _is_of_equal_layers(system):
         return ()
-    meta, full = system.on_meta(), CyclicReduction()
-    rows = [
-        Estimate(
-            42, Substitution.name, "work", sequential(widths, samples), _counted(Substitution(), meta).multiply_adds
-        )
-    ]
+    units, samples, layers, meta = system.sizes[0], system.batch, system.depth, system.on_meta()
+    a_pass, products = float((units**2 + units) * samples), float(units**3 + units**2)
+    counted = Substitution().solve(meta).work.multiply_adds
+    rows = [Estimate(42, Substitution.name, "work", layers * a_pass, counted)]
     if layers >= 3 and layers % 2:
-        work, method = _counted(CyclicReduction(depth=1), meta), f"{full.name} depth=1"
+        work, method = CyclicReduction(depth=1).solve(meta).work, f"{CyclicReduction.name} depth=1"
         rows += [
-            Estimate(43, method, "work", reduction_work(widths, samples), work.multiply_adds),
-            Estimate(44, method, "time", reduction_time(widths, samples), work.time(layers)),
+            Estimate(43, method, "work", (layers - 1) * (products + a_pass), work.multiply_adds),
+            Estimate(44, method, "time", products + (layers - 1) / 2 * a_pass, work.time(layers)),
         ]
-    time = _counted(full, meta).time(layers)
-    rows.append(Estimate(45, full.name, "time", recursive_time(layers, widths[0], samples), time))
+    full, time = units**3 * math.log2(layers) + units**2 * samples, CyclicReduction().solve(meta).work.time(layers)
+    rows.append(Estimate(45, CyclicReduction.name, "time", full, time))
     for method, work in iterative.items():
         rows += [
-            Estimate(46, method, "work", iterative_work(widths, samples, work.steps), work.multiply_adds),
-            Estimate(47, method, "time", iterative_time(widths, samples, work.steps), work.time(layers)),
+            Estimate(46, method, "work", layers * a_pass * work.steps, work.multiply_adds),
+            Estimate(47, method, "time", a_pass * work.steps, work.time(layers)),
         ]
     return tuple(rows)
 
 
-def _counted(method: TriangularSolver, meta: BlockTriangular) -> Work:
-    return method.solve(meta).work
+def reduction_pays(layers: int, units: int, samples: int) -> bool:
+    """The paper's criterion for direct methods: ``r >= n`` or ``l / log2 l >= n`` (section 4.1).
+
+    Examples
+    --------
+    >>> reduction_pays(layers=16, units=100, samples=32), reduction_pays(layers=16, units=20, samples=32)
+    (False, True)
+    """
+    return samples >= units or (layers > 1 and layers / math.log2(layers) >= units)
 
 
-def _widths(system: BlockTriangular) -> tuple[int, ...]:
-    """The widths of a chain of equally wide, fully connected layers; empty for any other system."""
+def _is_of_equal_layers(system: BlockTriangular) -> bool:
+    """Whether a system is a chain of equally wide, fully connected layers."""
     blocks = system.off_diagonal.blocks.values()
     dense = all(isinstance(block.pattern.structure, Full) for block in blocks)
     chain = system.is_bidiagonal and system.depth == len(blocks) == len(system.sizes) - 1 >= 1
-    return system.sizes if chain and dense and len(set(system.sizes)) == 1 else ()
+    return chain and dense and len(set(system.sizes)) == 1

@@ -33,6 +33,7 @@ from jacsparse.solvers import (
     solve,
 )
 from jacsparse.solvers.propagation import RecurrentPropagation
+from tests.solvers.appendix import explicit_reduction
 
 ACTIVATIONS = {"tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "relu": nn.ReLU}
 DIRECT: list[TriangularSolver] = [
@@ -435,7 +436,7 @@ def test_matrices_of_the_appendix(layers: int, upper: bool) -> None:
     scales = [torch.rand(1, 3, generator=rng, dtype=torch.float64) + 0.5 for _ in range(layers + 1)]
     right = [torch.randn(1, 3, generator=rng, dtype=torch.float64) for _ in range(layers + 1)]
     system = BlockBidiagonal(weights, right, inverse_diagonal=scales, upper=upper)
-    reduction = solvers.explicit_reduction(system)
+    reduction = explicit_reduction(system)
     places = {node: place for place, node in enumerate(reduction.order)}
 
     def block(row: int, column: int) -> torch.Tensor:
@@ -468,24 +469,25 @@ def test_matrices_of_a_module(dtype: torch.dtype) -> None:
     system = propagation(module, torch.randn(2, 3, dtype=dtype), torch.randn(2, 2, dtype=dtype)).system
     expected = solve(system).values
     for sample in range(2):
-        reduction = solvers.explicit_reduction(system, sample)
+        reduction = explicit_reduction(system, sample)
         c = torch.cat([part[:, sample] for part in system.right.values()])
         permuted = torch.linalg.solve(reduction.reduced, reduction.scaling @ c)
         assert permuted.dtype == dtype
         # A backward error of n eps, times a condition number of these matrices.
         tolerance = 9 * torch.finfo(dtype).eps * float(torch.linalg.cond(reduction.reduced))
         close(reduction.permutation @ permuted, torch.cat([part[sample] for part in expected]), tolerance)
+    assert explicit_reduction(system).order == [1, 0, 2]
     with pytest.raises(ValueError, match="sample is 2; expected one of 0 to 1"):
-        solvers.explicit_reduction(system, 2)
+        explicit_reduction(system, 2)
 
 
 def test_matrices_that_do_not_exist() -> None:
     module = feed_forward([3, 4, 2], "relu", 0)
     system = propagation(module, torch.zeros(1, 3).double(), torch.ones(1, 2).double()).system
     with pytest.raises(ValueError, match="diagonal block 1 is singular in sample 0, as where f' = 0"):
-        solvers.explicit_reduction(system)
+        explicit_reduction(system)
     with pytest.raises(ValueError, match="of 3 block rows, 1 blocks, batch 1> is no chain in the order of its nodes"):
-        solvers.explicit_reduction(BlockTriangular({(0, 2): torch.eye(2)}, [torch.ones(1, 2)] * 3))
+        explicit_reduction(BlockTriangular({(0, 2): torch.eye(2)}, [torch.ones(1, 2)] * 3))
 
 
 def test_approximate_forward_pass() -> None:
@@ -550,21 +552,22 @@ def test_approximate_forward_pass_where_it_breaks_down() -> None:
 
 
 def test_complexity_of_the_paper() -> None:
-    """For equal widths the sums are the paper's own orders: l n² r, l n³ + l n² r, n³ + l/2 n² r."""
+    """The sums are the paper's own orders: l n² r, l n³ + l n² r, n³ + l/2 n² r."""
     layers, units, samples = 101, 50, 20
-    widths = [units] * (layers + 1)
-    sequential = solvers.sequential(widths, samples, gamma=0)
-    assert sequential == layers * units**2 * samples
-    assert solvers.reduction_work(widths, samples, gamma=0) == pytest.approx(
-        layers * units**3 + layers * units**2 * samples, rel=0.04
-    )
-    assert solvers.reduction_time(widths, samples, gamma=0) == pytest.approx(
-        units**3 + units**2 + (layers - 1) / 2 * units**2 * samples
-    )
-    assert solvers.iterative_work(widths, samples, 7, gamma=0) == 7 * sequential
-    assert solvers.iterative_time(widths, samples, 7, gamma=0) == 7 * units**2 * samples
-    with pytest.raises(ValueError, match="there are 4 layers; equations 43 and 44 are for odd numbers"):
-        solvers.reduction_work([3] * 5, 2)
+    right = [torch.ones(samples, units)] * (layers + 1)
+    system = BlockBidiagonal([torch.full((units, units), 1 / units)] * layers, right)
+    work = Jacobi(limit=6).solve(system).work
+    rows = {each.equation: each.paper for each in solvers.estimates(system, {"jacobi": work})}
+    # The products of a pass through a layer, and its activation.
+    a_pass = (units**2 + units) * samples
+    assert rows[42] == layers * a_pass
+    assert rows[43] == pytest.approx(layers * units**3 + layers * a_pass, rel=0.04)
+    assert rows[44] == pytest.approx(units**3 + units**2 + (layers - 1) / 2 * a_pass)
+    assert rows[45] == pytest.approx(units**3 * math.log2(layers) + units**2 * samples)
+    assert work.steps == 7 and rows[46] == 7 * rows[42] and rows[47] == 7 * a_pass
+    even = BlockBidiagonal([torch.ones(2, 2)] * 4, [torch.zeros(1, 2)] * 5)
+    # Equations 43 and 44 are for odd numbers of layers.
+    assert [each.equation for each in solvers.estimates(even, {})] == [42, 45]
 
 
 def test_counted_work_is_what_the_paper_leaves_out() -> None:

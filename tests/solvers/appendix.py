@@ -1,4 +1,7 @@
-"""One level of cyclic reduction as the scaling and permutation matrices of the paper's appendix (Naumov, section 7)."""
+"""One level of cyclic reduction as the scaling and permutation matrices of the paper's appendix (Naumov, section 7).
+
+A plain reference: the matrices that the paper prints, which the library never makes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from ..spgemm import SparseJacobian
-from .systems import BlockTriangular
+from jacsparse import SparseJacobian
+from jacsparse.solvers import BlockTriangular
 
 
 class Reduction(NamedTuple):
@@ -43,14 +46,6 @@ def explicit_reduction(system: BlockTriangular, sample: int = 0) -> Reduction:
     ValueError
         Where the system is no such chain or has no such sample, or the inverse of a diagonal block is singular, as
         that of ReLU is where f' = 0: the block itself does not exist.
-
-    Examples
-    --------
-    >>> import torch
-    >>> from jacsparse.solvers import propagation
-    >>> net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh(), torch.nn.Linear(2, 2))
-    >>> explicit_reduction(propagation(net, torch.ones(1, 2), torch.ones(1, 2)).system).order
-    [1, 0, 2]
     """
     count = len(system.sizes)
     upper = _is_upper(system)
