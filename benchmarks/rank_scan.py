@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -61,6 +62,20 @@ class _Block(NamedTuple):
     #: Of the first step, with plans and messages of patterns, and of later ones.
     first_peak: dict[str, int]
     peak: dict[str, int]
+
+
+@dataclass(frozen=True)
+class _CutRanks(AcrossRanks):
+    """Ranks whose blocks are cut at these stages, the first ones of all ranks but the first."""
+
+    cuts: tuple[int, ...] = ()
+
+    def most(self, workload: Workload) -> int:
+        return len(self.cuts) + 1
+
+    def blocks(self, workload: Workload, workers: int) -> list[range]:
+        ends = [0, *self.cuts[: workers - 1], len(workload)]
+        return [range(begin, end) for begin, end in itertools.pairwise(ends)]
 
 
 @dataclass(frozen=True)
@@ -163,7 +178,7 @@ class ScansAcrossRanks(Experiment):
         (steps, _) = on_ranks(partial(task, experiment=self, rounds=context.rounds), 2, context.say)
         assert steps is not None
         load = steps.workload
-        outcome, _ = AcrossRanks("linear", (len(load) // 2,)).plan(load, steps.interconnect, 2)
+        outcome, _ = _CutRanks(("linear",), (len(load) // 2,)).plan(load, steps.interconnect, 2)
         fastest = min(steps.measured)
         nearness = Comparison("simulated / fastest measured", outcome.seconds / fastest, at_least=0.8, at_most=1.2)
         passes, timing = load.forward + load.backward, Timing(steps.measured, len(steps.measured))
@@ -189,7 +204,7 @@ class ScansAcrossRanks(Experiment):
         note = f"by rank, product of largest factor: {'; '.join(entries)}"
         rows.value("largest product of a rank's stages", largest, "entries", comparisons=compared, note=note)
         for way in ("gather", "scan"):
-            method = AcrossRanks(way, cuts)
+            method = _CutRanks((way,), cuts)
             outcome, _ = method.plan(load, Interconnect(), count)
             product = max(job.stored for job in method.timetable(load, count).jobs) / load.itemsize
             sent, peak = sum(rank.sent[way] for rank in ranks), max(rank.peak[way] for rank in ranks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -168,9 +168,16 @@ def _ratio(step: Workload, n: int) -> float:
 
 def _scan_and_base(step: Workload, n: int) -> tuple[float, float]:
     """Seconds of a full scan over n steps on n workers with free messages, and of back-propagation's errors."""
-    workload, schedule = step.repeated(n), blelloch(n)
+    workload, schedule = _repeated(step, n), blelloch(n)
     base = math.fsum(stage.errors for stage in workload.stages)
     return schedule.makespan(workload.scan(schedule).seconds, n), base
+
+
+def _repeated(sequence: Workload, n: int) -> Workload:
+    """The workload of n steps that are all as the last one of a sequence."""
+    *_, last = sequence.stages
+    stages = (replace(last, errors=0.0), *[replace(last, weights=0)] * (n - 1))
+    return replace(sequence, stages=stages)
 
 
 def _orders_panel(lines: Sequence[dict[str, Any]]) -> Panel:

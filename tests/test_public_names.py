@@ -35,7 +35,7 @@ INTERNAL = {
     "schedule": "COUNTED Cuttable EXCHANGES Names between blocked check_exchange",
     "simulation": """
         AcrossRanks Bppsa DelayedPipeline FREE GPipe LeapfroggingWorkers OneWorker PipeDream ReducedBackward
-        TRAINING_METHODS WORKERS draw_methods""",
+        TRAINING_METHODS WORKERS""",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
         KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit check_tensor_itself counts

@@ -9,7 +9,6 @@ from .pipelines import DelayedPipeline, GPipe, PipeDream
 from .registry import TRAINING_METHODS
 from .scanned import Bppsa, ReducedBackward
 from .simulation import WORKERS, BreakEven, Simulation, WorkerFigures, break_even, plan, simulate
-from .tables import draw_methods
 from .timetable import Job, Outcome, Timetable, run
 from .training_method import Prediction, TrainingMethod
 from .workload import ScanCost, StageCost, Workload
@@ -40,7 +39,6 @@ __all__ = [
     "Workload",
     "break_even",
     "counted_workload",
-    "draw_methods",
     "measured_workload",
     "plan",
     "run",

@@ -6,14 +6,13 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..interconnect import Interconnect
 from ..patterns import Pattern
-from ..schedule import EXCHANGES, Schedule, check_exchange, chunked, exchanges
-from .timetable import Job, Outcome, Timetable, run
+from ..schedule import EXCHANGES, Schedule, chunked, exchanges
+from .timetable import Job, Timetable
 from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
 from .workload import Workload
 
@@ -26,58 +25,37 @@ class AcrossRanks(TrainingMethod):
     """What ``process_group=`` does: each rank holds a block of stages, and gradients go across the ranks.
 
     A layer's weights get their gradients after the next rank has the gradient of its states; a chain's before, stage by
-    stage. All ranks get the output, and no gradient of the input is sent.
+    stage. All ranks get the output, and no gradient of the input is sent. Blocks take about equally long.
 
     Parameters
     ----------
-    exchange : {"auto", "linear", "gather", "scan"}
-        As of `jacsparse.nn.Scan`; ``auto`` is the fastest of them.
-    cuts : tuple of int, optional
-        The first stages of the second rank and of all after it; by default blocks take about equally long.
+    exchanges : tuple of {"linear", "gather", "scan"}
+        The ways in which gradients may go across three ranks or more, as of `jacsparse.nn.Scan`: the fastest is taken.
     """
 
     name = "ranks"
-    exchange: str = "auto"
-    cuts: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        check_exchange(self.exchange)
-
-    def obstacle(self, workload: Workload) -> str | None:
-        if workload.coupling and self.exchange not in ("auto", "linear"):
-            return f"{self.exchange} multiplies matrices, and stages that couple samples have none"
-        return None
-
-    def most(self, workload: Workload) -> int:
-        return len(workload) if self.cuts is None else len(self.cuts) + 1
+    exchanges: tuple[str, ...] = EXCHANGES
 
     def timetable(self, workload: Workload, workers: int) -> Timetable:
-        return self._timetable(workload, workers, "linear" if self.exchange == "auto" else self.exchange)
+        return next(timetable for _, timetable in self.ways(workload, workers))
+
+    def ways(self, workload: Workload, workers: int) -> Iterator[tuple[str, Timetable]]:
+        # The first and the last rank multiply vectors alone.
+        multiplies = workers > 2 and not workload.coupling
+        for way in self.exchanges if multiplies else EXCHANGES[:1]:
+            yield way, _Passes(workload, self.blocks(workload, workers)).timetable(way)
 
     def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         # Each rank multiplies the matrices of its block, about as many as others.
-        alone = workers < 3 or self.exchange == "linear" or workload.coupling
-        return () if alone else [chunked(len(workload), -(-len(workload) // workers))]
+        alone = workers < 3 or self.exchanges == EXCHANGES[:1] or workload.coupling
+        return [] if alone else [chunked(len(workload), -(-len(workload) // workers))]
 
     def without_products(self) -> TrainingMethod:
-        return replace(self, exchange="linear")
-
-    def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
-        # The first and the last rank multiply vectors alone.
-        several = workers > 2 and not workload.coupling
-        ways = EXCHANGES[: len(EXCHANGES) if several else 1] if self.exchange == "auto" else (self.exchange,)
-        plans = [(run(self._timetable(workload, workers, way), interconnect), way) for way in ways]
-        return min(plans, key=lambda plan: plan[0].seconds)
-
-    def _timetable(self, workload: Workload, workers: int, way: str) -> Timetable:
-        return _Passes(workload, self.blocks(workload, workers)).timetable(way)
+        return AcrossRanks(EXCHANGES[:1])
 
     def blocks(self, workload: Workload, workers: int) -> list[range]:
         """The stages of each rank."""
-        if self.cuts is None:
-            return workload.blocks(workers)
-        ends = [0, *self.cuts[: workers - 1], len(workload)]
-        return [range(begin, end) for begin, end in itertools.pairwise(ends)]
+        return workload.blocks(workers)
 
 
 class _Map(NamedTuple):

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..interconnect import Interconnect
 from ..schedule import Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve
-from .timetable import Job, Outcome, Timetable, run
+from .timetable import Job, Outcome, Timetable
 from .training_method import Prediction, TrainingMethod, forward_through, sum_shared_gradients
 from .workload import Workload
 
@@ -26,25 +25,15 @@ class ScannedBackward(TrainingMethod):
     """
 
     @abstractmethod
-    def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         """The schedules that are tried."""
 
-    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
-        """The schedules of which the fastest is taken."""
-        return [*self.candidates(workload, workers)]
-
-    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
-        return self.candidates(workload, workers)
-
     def timetable(self, workload: Workload, workers: int) -> Timetable:
-        return scanned(workload, self.schedules(workload, workers)[0], workers)
+        return next(timetable for _, timetable in self.ways(workload, workers))
 
-    def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
-        plans = [
-            (run(scanned(workload, schedule, workers), interconnect), schedule.name)
-            for schedule in self.schedules(workload, workers)
-        ]
-        return min(plans, key=lambda plan: plan[0].seconds)
+    def ways(self, workload: Workload, workers: int) -> Iterator[tuple[str, Timetable]]:
+        for schedule in self.scans(workload, workers):
+            yield schedule.name, scanned(workload, schedule, workers)
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ class Bppsa(ScannedBackward):
         if parse(self.schedule)[0] == "balanced":
             raise ValueError(f"schedule is {self.schedule!r}, which is for one number of workers; pass another name")
 
-    def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         n = len(workload)
         if self.schedule != "auto":
             return [resolve(self.schedule, n, workload)]
@@ -75,19 +64,13 @@ class Bppsa(ScannedBackward):
         scans = [workload.scheduled(functools.partial(blelloch, levels=number)) for number in levels]
         return [linear(n), *blocks, *dict.fromkeys(scans)]
 
-    def schedules(self, workload: Workload, workers: int) -> list[Schedule]:
-        if self.schedule != "auto":
-            return super().schedules(workload, workers)
-        schedules, shallower = [], True
-        for schedule in self.candidates(workload, workers):
-            # More levels have more multiply-adds.
-            of_levels = schedule.name.startswith("blelloch")
-            if of_levels and not shallower:
-                break
-            bounded = workload.scan(schedule).bounded > 0
-            shallower = not (of_levels and bounded)
-            schedules += [] if bounded else [schedule]
-        return schedules
+    def ways(self, workload: Workload, workers: int) -> Iterator[tuple[str, Timetable]]:
+        for schedule in self.scans(workload, workers):
+            if self.schedule != "auto" or not workload.scan(schedule).bounded:
+                yield schedule.name, scanned(workload, schedule, workers)
+            elif schedule.name.startswith("blelloch"):
+                # More levels have more multiply-adds.
+                return
 
     def without_products(self) -> TrainingMethod:
         return Bppsa("linear")
@@ -119,7 +102,7 @@ class ReducedBackward(ScannedBackward):
 
     name = "cyclic_reduction"
 
-    def candidates(self, workload: Workload, workers: int) -> Sequence[Schedule]:
+    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         return [workload.scheduled(cyclic_reduction)]
 
     def without_products(self) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ..figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 from ..terminal import Fitted, glossary, nbytes, ratio, short, short_time
-from .registry import TRAINING_METHODS
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -32,6 +32,11 @@ WORDS = {
     "ddg": "delayed gradients: those of an earlier mini-batch",
     "leapfrog": "a worker computes the weights' gradients of every k-th layer",
 }
+#: Colours of methods in the figure.
+_COLOURS = {
+    "bp": "black", "bppsa": BLUE, "cyclic_reduction": SKY, "ranks": "#999999", "gpipe": ORANGE, "1f1b": PURPLE,
+    "ddg": GREEN, "leapfrog": "#d55e00",
+}  # fmt: skip
 
 
 def tables(simulation: Simulation) -> Iterator[Any]:
@@ -141,45 +146,19 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
 
 def simulation_figure(simulation: Simulation, path: str | os.PathLike[str]) -> None:
     """Draw time and memory over the number of workers, a line for each method."""
-    from ..figures import new_figure, save_figure
-
     if not simulation.rows:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in simulation.obstacles.items())
         raise ValueError(f"there is nothing to draw into {path}: no method can train the model ({reasons})")
     figure, panels = new_figure(10.0, 4.4, columns=2)
-    lines = {
-        name: {column: [getattr(row, column) for row in rows] for column in ("workers", "seconds", "memory")}
-        for name, rows in simulation.methods.items()
-    }
-    draw_methods(lines, max(simulation.workers), panels)
-    names = f"{simulation.name}, {_sizes(simulation)}"
-    figure.suptitle(f"{names}; {simulation.costs}. Dotted: further workers are idle", fontsize=9)
-    save_figure(figure, path)
-
-
-def draw_methods(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, panels: Any) -> None:
-    """Draw time into the first of two axes, and memory into the second.
-
-    Parameters
-    ----------
-    lines : mapping
-        By method, the columns ``workers``, ``seconds`` and ``memory``.
-    last : int
-        The number of workers at which lines end.
-    panels : two Axes
-        Where to draw.
-    """
-    from ..figures import BLUE, GREEN, ORANGE, PURPLE, SKY
-
-    colours = dict(
-        zip(TRAINING_METHODS, ("black", BLUE, SKY, "#999999", ORANGE, PURPLE, GREEN, "#d55e00"), strict=True)
-    )
-    for name, line in lines.items():
+    for name, rows in simulation.methods.items():
+        workers, last = [row.workers for row in rows], max(simulation.workers)
         # The line of ddg is often the same as that of 1f1b.
-        style = {"color": colours.get(name), "linewidth": 4.0 if name == "1f1b" else 1.6}
-        for axes, values in zip(panels, (line["seconds"], [n / 2**20 for n in line["memory"]]), strict=True):
-            axes.plot(line["workers"], values, marker="o", markersize=3, label=name, **style)
-            axes.plot([line["workers"][-1], last], [values[-1]] * 2, ":", **{**style, "linewidth": 1.0})
+        style = {"color": _COLOURS.get(name), "linewidth": 4.0 if name == "1f1b" else 1.6}
+        for axes, values in zip(
+            panels, ([row.seconds for row in rows], [row.memory / 2**20 for row in rows]), strict=True
+        ):
+            axes.plot(workers, values, marker="o", markersize=3, label=name, **style)
+            axes.plot([workers[-1], last], [values[-1]] * 2, ":", **{**style, "linewidth": 1.0})
     for axes, label in zip(panels, ("seconds of an iteration", "MiB on the fullest worker"), strict=True):
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -187,6 +166,9 @@ def draw_methods(lines: Mapping[str, Mapping[str, Sequence[float]]], last: int, 
         axes.set_ylabel(label)
         axes.grid(alpha=0.25)
     panels[0].legend(fontsize=8, frameon=False)
+    names = f"{simulation.name}, {_sizes(simulation)}"
+    figure.suptitle(f"{names}; {simulation.costs}. Dotted: further workers are idle", fontsize=9)
+    save_figure(figure, path)
 
 
 def _workers(count: int) -> str:

@@ -6,7 +6,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -134,21 +134,14 @@ class Workload:
     vector_rate: float
     itemsize: int = 4
     recurrent: bool = False
-    _scans: dict[Schedule, ScanCost] = field(default_factory=dict, repr=False)
+    _scans: dict[Schedule, ScanCost] = field(default_factory=dict, init=False, repr=False)
     #: Products by the identities of their factors, which they hold: steps of a sequence share one pattern.
-    _products: dict[tuple[int, int], tuple[Pattern, Pattern, Pattern, int]] = field(default_factory=dict, repr=False)
+    _products: dict[tuple[int, int], tuple[Pattern, Pattern, Pattern, int]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     def __len__(self) -> int:
         return len(self.stages)
-
-    def repeated(self, n: int) -> Workload:
-        """The workload of `n` stages that are all as the last one; for sequences, of `n` steps."""
-        *_, last = self.stages
-        first = replace(last, errors=0.0)
-        later = replace(last, weights=0) if self.recurrent else last
-        stages = (first, *[later] * (n - 1))[:n]
-        # Only schedules depend on n, products do not.
-        return replace(self, stages=stages, _scans={}, _products=self._products)
 
     @property
     def forward(self) -> float:
