@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -30,6 +32,29 @@ def text(report: Any) -> str:
     plain = Console(file=io.StringIO(), width=console().width, markup=False, emoji=False, highlight=False)
     plain.print(report)
     return "\n".join(line.rstrip() for line in plain.file.getvalue().splitlines())  # type: ignore[attr-defined]
+
+
+class Report(ABC):
+    """What ``print`` shows as tables, and a file has as plain values."""
+
+    def __str__(self) -> str:
+        return text(self)
+
+    @abstractmethod
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        """The tables, for Rich."""
+
+    @abstractmethod
+    def to_dict(self) -> dict[str, Any]:
+        """All figures as plain values, for JSON."""
+
+    def save_json(self, path: str | os.PathLike[str]) -> None:
+        """Write `to_dict` to a file."""
+        # It loads Numba, which the help of commands does without.
+        from .runtime import replacing
+
+        with replacing(path) as temporary:
+            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
 
 #: How many names a sentence has as examples, and how many characters these have together at most.

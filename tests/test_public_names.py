@@ -32,7 +32,7 @@ INTERNAL = {
     "recurrence": """
         CELLS Choice NODES Nodes PRICES Prices Problem Recurrence SOLVERS Saved Sequences Solver Weights Work cell_on
         parse""",
-    "schedule": "COUNTED Cuttable EXCHANGES Names between blocked check_exchange",
+    "schedule": "COUNTED Cuttable EXCHANGES Names SURELY between blocked check_exchange check_workers fastest_on",
     "simulation": """
         AcrossRanks Bppsa DelayedPipeline FREE GPipe LeapfroggingWorkers OneWorker PipeDream ReducedBackward
         TRAINING_METHODS WORKERS""",

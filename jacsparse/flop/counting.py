@@ -8,14 +8,13 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import index
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..patterns import Pattern
-from ..schedule import COUNTED, Schedule, Step, balanced, linear, resolve
+from ..schedule import COUNTED, Schedule, Step, balanced, check_workers, linear, resolve
 from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
 from ..stages import Region, check_input, is_light, matrix_of
 from .estimate import ENOUGH, CountEstimate, estimate_count
@@ -99,7 +98,7 @@ def count_flop(
     """
     if structure not in ("guaranteed", "observed"):
         raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
-    workers = _checked_workers(workers)
+    workers = check_workers(workers, fewest=0)
     if isinstance(module, nn.RNNBase):
         from .recurrent_subject import sequence_subject
 
@@ -138,17 +137,6 @@ def count_flop(
     report = _report(plan, subject, samples, guaranteed if executed else None, observed)
     choices = _choices(subject, plan, guaranteed, workers)
     return replace(report, choices=choices, name=type(module).__name__, nan_weights=nan_weights(module))
-
-
-def _checked_workers(workers: Sequence[int]) -> tuple[int, ...]:
-    """Numbers of workers as integers, without repetitions."""
-    try:
-        numbers = tuple(dict.fromkeys(index(number) for number in workers))
-    except TypeError:
-        raise TypeError(f"workers is {workers!r}; expected integers, as in (1, 2, 4)") from None
-    if min(numbers, default=1) < 1:
-        raise ValueError(f"workers is {workers!r}; expected integers of at least 1, as in (1, 2, 4)")
-    return numbers
 
 
 def _choices(

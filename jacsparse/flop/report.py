@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import html
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..runtime import replacing
-from ..terminal import text
+from ..terminal import Report
 from .figure import flop_figure
 from .layer_flop import LayerFlop
 from .summary import FlopSummary, summary_of, warnings_of
@@ -163,7 +162,7 @@ class ScheduleChoice:
 
 
 @dataclass(frozen=True, repr=False)
-class FlopReport:
+class FlopReport(Report):
     """The FLOP of one sample's backward pass, by scan and by back-propagation. ``print`` shows them as tables.
 
     Attributes
@@ -217,9 +216,6 @@ class FlopReport:
     note: str = ""
     constant: bool = False
     nan_weights: dict[str, int] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return text(self)
 
     def __repr__(self) -> str:
         live = sum(step.live for step in self.steps)
@@ -277,11 +273,6 @@ class FlopReport:
             "critical_path": self.critical_path,
             "baseline_total": self.baseline_total,
         }
-
-    def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` to a file."""
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the steps to a file, one per line; the last is the gradient of the network's input."""

@@ -19,10 +19,12 @@ from .rounds import EXCHANGES, Message, check_exchange, exchanges
 from .scans import blelloch, cyclic_reduction, linear
 from .schedules import Schedule
 from .steps import Step
+from .workers import SURELY, check_workers, fastest_on
 
 __all__ = [
     "COUNTED",
     "EXCHANGES",
+    "SURELY",
     "Assignment",
     "Complexity",
     "Cuttable",
@@ -36,9 +38,11 @@ __all__ = [
     "blelloch",
     "blocked",
     "check_exchange",
+    "check_workers",
     "chunked",
     "cyclic_reduction",
     "exchanges",
+    "fastest_on",
     "linear",
     "parse",
     "resolve",

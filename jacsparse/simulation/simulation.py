@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import csv
-import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from operator import index
 from typing import Any
 
 import torch
@@ -18,8 +16,8 @@ from .._version import __version__
 from ..flop import CountEstimate, nan_weights
 from ..interconnect import Interconnect
 from ..runtime import replacing
-from ..schedule import blelloch, linear
-from ..terminal import layer_in_words, percent, ratio, text, warnings_on
+from ..schedule import SURELY, blelloch, check_workers, fastest_on, linear
+from ..terminal import Report, layer_in_words, percent, ratio, warnings_on
 from .costs import counted_workload, measured_workload
 from .registry import TRAINING_METHODS
 from .tables import WORDS, simulation_figure, tables
@@ -28,9 +26,6 @@ from .workload import Workload
 
 #: Numbers of workers by default: the powers of two up to 2^20.
 WORKERS = tuple(2**power for power in range(21))
-
-#: A time is shorter than another if it is so beyond the rounding of sums.
-_SURELY = 1 - 1e-9
 
 
 @dataclass(frozen=True)
@@ -121,7 +116,7 @@ def break_even(ratio: float) -> int:
 
 
 @dataclass(frozen=True, repr=False)
-class Simulation:
+class Simulation(Report):
     """What `simulate` returns; ``print`` shows it as tables.
 
     Attributes
@@ -184,9 +179,6 @@ class Simulation:
     nan_weights: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def __str__(self) -> str:
-        return text(self)
-
     def __repr__(self) -> str:
         return f"<Simulation of {self.name}: {', '.join(self.methods)}>"
 
@@ -228,17 +220,14 @@ class Simulation:
         return self._fastest([name for name, rows in self.methods.items() if rows[0].exact])
 
     def _fastest(self, methods: Sequence[str]) -> tuple[tuple[int, str], ...]:
-        changes: list[tuple[int, str]] = []
-        for workers in sorted(self.workers) if methods else ():
-            times = {
-                method: min(row.seconds for row in rows if row.workers <= workers or row is rows[0])
-                for method, rows in self.methods.items()
-                if method in methods
+        def times_on(workers: int) -> dict[str, float]:
+            return {
+                name: min(row.seconds for row in rows if row.workers <= workers or row is rows[0])
+                for name, rows in self.methods.items()
+                if name in methods
             }
-            least = min(times.values())
-            if not changes or times[changes[-1][1]] * _SURELY > least:
-                changes.append((workers, next(method for method in methods if times[method] * _SURELY <= least)))
-        return tuple(changes)
+
+        return fastest_on(sorted(self.workers) if methods else (), times_on)
 
     @property
     def pays(self) -> dict[str, int | None]:
@@ -247,7 +236,7 @@ class Simulation:
             return {}
         base = self.methods["bp"][0].seconds
         return {
-            name: next((row.workers for row in rows if row.seconds < base * _SURELY), None)
+            name: next((row.workers for row in rows if row.seconds < base * SURELY), None)
             for name, rows in self.methods.items()
             if name != "bp"
         }
@@ -303,7 +292,7 @@ class Simulation:
         if "bppsa" in self.methods and not self.note:
             alone = [row.seconds for row in self.methods["bppsa"] if row.choice == "linear"]
             base = min([*alone, *(row.seconds for row in self.methods.get("bp", ()))], default=math.inf)
-            scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * _SURELY]
+            scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * SURELY]
             sentences.append(
                 f"The scan's products pay in bppsa from {_workers_in_words(scans[0].workers)} on, by {scans[0].choice}."
                 if scans
@@ -335,11 +324,6 @@ class Simulation:
             ratios["break_even"] = {**asdict(self.break_even), "ratio": self.break_even.ratio}
         words = {"verdict": self.verdict, "words": WORDS, "warnings": list(self.warnings)}
         return {**asdict(self), **conclusions, **ratios, **words, "versions": versions}
-
-    def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` to a file."""
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
     def save_csv(self, path: str | os.PathLike[str]) -> None:
         """Write the rows to a file."""
@@ -431,7 +415,7 @@ def simulate(
     >>> simulation.figures("gpipe", 16).seconds < simulation.figures("bp", 16).seconds
     True
     """
-    numbers, chosen, interconnect = _workers(workers), _methods(methods), Interconnect(latency, bandwidth)
+    numbers, chosen, interconnect = check_workers(workers), _methods(methods), Interconnect(latency, bandwidth)
     if rate is None:
         workload = measured_workload(module, x, seconds, progress)
         threads = torch.get_num_threads()
@@ -459,7 +443,7 @@ def plan(
 ) -> Simulation:
     """The simulation of a workload, as `simulate` does it for a module."""
     rows, usable, obstacles, predictions = [], dict[str, int](), dict[str, str](), list[Prediction]()
-    numbers, chosen, n = _workers(workers), _methods(methods), len(workload)
+    numbers, chosen, n = check_workers(workers), _methods(methods), len(workload)
     scans = [
         schedule
         for method in chosen
@@ -519,16 +503,6 @@ def _break_even(workload: Workload) -> BreakEven | None:
         return None
     step = schedule.makespan(workload.scan(schedule).seconds, n) / steps
     return BreakEven(n, step, base, break_even(step / base))
-
-
-def _workers(workers: Sequence[int]) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(index(number) for number in workers))
-    except TypeError:
-        raise TypeError(f"workers is {workers!r}; expected integers, as in (1, 4, 16)") from None
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"workers is {workers!r}; expected integers of at least 1, as in (1, 4, 16)")
-    return numbers
 
 
 def _methods(methods: Sequence[TrainingMethod | str] | None) -> list[TrainingMethod]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from operator import index
 from time import perf_counter
 from typing import Any
 
@@ -17,9 +15,10 @@ from torch import nn
 from .._version import __version__
 from ..flop import Effort, estimate_products, nan_weights
 from ..patterns import Diagonal, Pattern
-from ..runtime import replacing, thread_count
+from ..runtime import thread_count
+from ..schedule import check_workers, fastest_on
 from ..stages import check_input
-from ..terminal import text, warnings_on
+from ..terminal import Report, warnings_on
 from ..tracing import check_module, traced, undisturbed
 from .blocks import MOST_PLANNED, Level, Work
 from .comparison_tables import WORDS, comparison_figure, tables
@@ -117,7 +116,7 @@ class SolverFigures:
 
 
 @dataclass(frozen=True, repr=False)
-class SolverComparison:
+class SolverComparison(Report):
     """What `compare` returns; ``print`` shows it as tables.
 
     Attributes
@@ -164,9 +163,6 @@ class SolverComparison:
     cut: tuple[str, ...] = ()
     nan_weights: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        return text(self)
 
     def __repr__(self) -> str:
         return f"<SolverComparison of {self.name}: {', '.join(row.label for row in self.rows)}>"
@@ -235,11 +231,6 @@ class SolverComparison:
         }
         return {**asdict(self), **figures, **words, "versions": versions}
 
-    def save_json(self, path: str | os.PathLike[str]) -> None:
-        """Write `to_dict` to a file."""
-        with replacing(path) as temporary:
-            temporary.write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
-
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw multiply-adds until the last level is done over the number of workers, a line for each solver.
 
@@ -303,7 +294,7 @@ def compare(
     >>> rows["substitution"].steps, rows["cyclic_reduction"].steps
     (4, 3)
     """
-    numbers, solvers = _workers(workers), _solvers(methods)
+    numbers, solvers = check_workers(workers), _solvers(methods)
     check_input("x", x)
     with undisturbed(check_module(module)):
         if gradient is None:
@@ -331,7 +322,7 @@ def compare(
         max(size for system in systems for size in system.sizes),
         len(x) if len(stretches) > 1 else systems[0].batch,
         numbers,
-        _fewest(works),
+        fastest_on(_WORKERS if works else (), lambda p: {label: work.time(p) for label, work in works.items()}),
         tuple(x.shape),
         str(x.dtype).removeprefix("torch."),
         str(x.device),
@@ -342,28 +333,8 @@ def compare(
     )
 
 
-def _fewest(works: Mapping[str, Work]) -> tuple[tuple[int, str], ...]:
-    """The solver with the fewest multiply-adds until done, from each number of workers on at which it changes."""
-    changes: list[tuple[int, str]] = []
-    for workers in _WORKERS if works else ():
-        times = {label: work.time(workers) for label, work in works.items()}
-        if not changes or times[changes[-1][1]] > min(times.values()):
-            changes.append((workers, min(times, key=lambda label: times[label])))
-    return tuple(changes)
-
-
 def _verdict(pays: bool) -> str:
     return "they would" if pays else "they would not"
-
-
-def _workers(workers: Sequence[int]) -> tuple[int, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(index(number) for number in workers))
-    except TypeError:
-        raise TypeError(f"workers is {workers!r}; expected integers, as in (1, 4, 16)") from None
-    if not numbers or min(numbers) < 1:
-        raise ValueError(f"workers is {workers!r}; expected integers of at least 1, as in (1, 4, 16)")
-    return numbers
 
 
 def _solvers(methods: Sequence[TriangularSolver | str] | None) -> list[TriangularSolver]:
