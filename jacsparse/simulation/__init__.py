@@ -6,9 +6,8 @@ from .costs import counted_workload, measured_workload
 from .leapfrogging import LeapfroggingWorkers
 from .one_worker import OneWorker
 from .pipelines import DelayedPipeline, GPipe, PipeDream
-from .registry import TRAINING_METHODS
 from .scanned import Bppsa, ReducedBackward
-from .simulation import WORKERS, BreakEven, Simulation, WorkerFigures, break_even, plan, simulate
+from .simulation import TRAINING_METHODS, WORKERS, BreakEven, Simulation, WorkerFigures, break_even, plan, simulate
 from .timetable import Job, Outcome, Timetable, run
 from .training_method import Prediction, TrainingMethod
 from .workload import ScanCost, StageCost, Workload

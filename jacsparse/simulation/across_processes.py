@@ -40,18 +40,18 @@ class AcrossRanks(TrainingMethod):
         return next(timetable for _, timetable in self.ways(workload, workers))
 
     def ways(self, workload: Workload, workers: int) -> Iterator[tuple[str, Timetable]]:
-        # The first and the last rank multiply vectors alone.
-        multiplies = workers > 2 and not workload.coupling
-        for way in self.exchanges if multiplies else EXCHANGES[:1]:
+        for way in self._exchanges(workload, workers):
             yield way, _Passes(workload, self.blocks(workload, workers)).timetable(way)
 
     def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         # Each rank multiplies the matrices of its block, about as many as others.
-        alone = workers < 3 or self.exchanges == EXCHANGES[:1] or workload.coupling
-        return [] if alone else [chunked(len(workload), -(-len(workload) // workers))]
+        several = {*self._exchanges(workload, workers)} - {"linear"}
+        return [chunked(len(workload), -(-len(workload) // workers))] if several else []
 
-    def without_products(self) -> TrainingMethod:
-        return AcrossRanks(EXCHANGES[:1])
+    def _exchanges(self, workload: Workload, workers: int) -> Sequence[str]:
+        # The first and the last rank multiply vectors alone.
+        multiplies = workers > 2 and workload.multiplies and not workload.coupling
+        return self.exchanges if multiplies else ("linear",)
 
     def blocks(self, workload: Workload, workers: int) -> list[range]:
         """The stages of each rank."""

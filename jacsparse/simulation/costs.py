@@ -170,18 +170,23 @@ def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     with torch.enable_grad():
         forward = shortest_time(lambda: record.output_for(leaf), seconds)
         y = record.output_for(leaf)
-    if not y.requires_grad:
-        return forward, 0.0, 0.0
-    gradient, weights = torch.ones_like(y), _weights(record)
+    return forward, *(_backward_passes(y, [leaf], _weights(record), seconds) if y.requires_grad else (0.0, 0.0))
 
-    def back(*leaves: torch.Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True, allow_unused=True)
 
-    errors = shortest_time(back(leaf), seconds)
+def _backward_passes(
+    y: torch.Tensor, leaves: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], seconds: float
+) -> tuple[float, float]:
+    """Seconds of the gradients of leaves, and of those of weights."""
+    gradient = torch.ones_like(y)
+
+    def back(*tensors: torch.Tensor) -> Callable[[], object]:
+        return lambda: torch.autograd.grad(y, tensors, gradient, retain_graph=True, allow_unused=True)
+
+    errors = shortest_time(back(*leaves), seconds)
     if not weights:
-        return forward, errors, 0.0
+        return errors, 0.0
     # Noise may make both passes together shorter than one of them.
-    return forward, errors, max(shortest_time(back(leaf, *weights), seconds) - errors, 0.01 * errors)
+    return errors, max(shortest_time(back(*leaves, *weights), seconds) - errors, 0.01 * errors)
 
 
 def _weights(record: Record) -> list[torch.Tensor]:
@@ -263,12 +268,5 @@ def _recurrent_passes(module: nn.RNNBase, x: torch.Tensor, seconds: float) -> tu
             result: torch.Tensor = module(x, states[0] if len(states) == 1 else tuple(states))[0]
         return result
 
-    def back(*leaves: torch.Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(y, leaves, gradient, retain_graph=True, allow_unused=True)
-
-    y = output()
-    gradient = torch.ones_like(y)
-    forward, errors = shortest_time(output, seconds), shortest_time(back(*states), seconds)
-    if not weights:
-        return forward, errors, 0.0
-    return forward, errors, max(shortest_time(back(*states, *weights), seconds) - errors, 0.01 * errors)
+    forward = shortest_time(output, seconds)
+    return forward, *_backward_passes(output(), states, weights, seconds)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from .timetable import Job, Outcome, Timetable
 from .training_method import Prediction, TrainingMethod, sum_shared_gradients
@@ -41,20 +41,19 @@ class GPipe(TrainingMethod):
     def timetable(self, workload: Workload, workers: int) -> Timetable:
         blocks = workload.blocks(workers)
         parts = self._parts(workload, len(blocks))
-        timetable = Timetable([2 * workload.weights(block) for block in blocks])
-        costs = [_BlockCost.of(workload, block, parts) for block in blocks]
-        forward: dict[tuple[int, int], int] = {}
+        pipeline = _Pipeline(
+            Timetable([2 * workload.weights(block) for block in blocks]),
+            [_BlockCost.of(workload, block, parts) for block in blocks],
+        )
         for part in range(parts):
-            for worker, cost in enumerate(costs):
-                _run_forward(timetable, cost, forward, worker, part)
+            for worker in range(len(blocks)):
+                pipeline.forward(worker, part)
         for part in reversed(range(parts)):
             behind: tuple[int, ...] = ()
-            for worker, cost in reversed([*enumerate(costs)]):
-                seconds, steps = cost.forward + cost.backward, cost.forward_steps + cost.backward_steps
-                reads = (*behind, forward[worker - 1, part])
-                behind = (timetable.add(Job(worker, seconds, reads, cost.input, cost.input, cost.stored, steps)),)
-        sum_shared_gradients(timetable, workload)
-        return timetable
+            for worker in reversed(range(len(blocks))):
+                behind = (pipeline.forward_and_backward(worker, part, behind),)
+        sum_shared_gradients(pipeline.timetable, workload)
+        return pipeline.timetable
 
     def _parts(self, workload: Workload, workers: int) -> int:
         return self.microbatches or min(workers, workload.samples)
@@ -85,13 +84,16 @@ class _Asynchronous(TrainingMethod):
     def timetable(self, workload: Workload, workers: int) -> Timetable:
         costs = [_BlockCost.of(workload, block) for block in workload.blocks(workers)]
         # Weights are stored with each forward pass, and their gradients once.
-        timetable = Timetable([cost.weights for cost in costs])
-        self._fill(timetable, costs)
-        return timetable
+        pipeline = _Pipeline(
+            Timetable([cost.weights for cost in costs]),
+            [replace(cost, stashed=cost.stored + cost.weights) for cost in costs],
+        )
+        pipeline.timetable.ends += self._fill(pipeline, len(costs))
+        return pipeline.timetable
 
     @abstractmethod
-    def _fill(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
-        """Add the jobs of as many iterations as fill the blocks, and as many again."""
+    def _fill(self, pipeline: _Pipeline, count: int) -> Iterator[int]:
+        """Add the jobs of as many iterations as fill the blocks, and as many again; those at which iterations end."""
 
 
 class PipeDream(_Asynchronous):
@@ -102,18 +104,16 @@ class PipeDream(_Asynchronous):
 
     name = "1f1b"
 
-    def _fill(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
-        count = len(costs)
-        forward: dict[tuple[int, int], int] = {}
+    def _fill(self, pipeline: _Pipeline, count: int) -> Iterator[int]:
         for iteration in range(1 - count, 2 * count + 2):
-            for worker, cost in enumerate(costs):
+            for worker in range(count):
                 batch = iteration + count - 1 - worker
                 if batch >= 0:
-                    _run_forward(timetable, cost, forward, worker, batch, cost.stored + cost.weights)
+                    pipeline.forward(worker, batch)
             behind: tuple[int, ...] = ()
-            for worker, cost in reversed([*enumerate(costs)][: count * (iteration >= 0)]):
-                behind = (_run_backward(timetable, cost, forward, worker, iteration, behind),)
-            timetable.ends += behind
+            for worker in reversed(range(count if iteration >= 0 else 0)):
+                behind = (pipeline.backward(worker, iteration, behind),)
+            yield from behind
 
 
 class DelayedPipeline(_Asynchronous):
@@ -125,19 +125,16 @@ class DelayedPipeline(_Asynchronous):
 
     name = "ddg"
 
-    def _fill(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
-        count = len(costs)
-        forward: dict[tuple[int, int], int] = {}
+    def _fill(self, pipeline: _Pipeline, count: int) -> Iterator[int]:
         backward: dict[int, int] = {}
         for iteration in range(2 * count + 2):
-            for worker, cost in enumerate(costs):
-                _run_forward(timetable, cost, forward, worker, iteration, cost.stored + cost.weights)
-            for worker, cost in enumerate(costs):
+            for worker in range(count):
+                pipeline.forward(worker, iteration)
+            for worker in range(count):
                 # The block behind has not gone back in this iteration yet. The first gradients are zero.
                 behind = (backward[worker + 1],) if worker + 1 in backward else ()
-                batch = iteration - (count - 1 - worker)
-                backward[worker] = _run_backward(timetable, cost, forward, worker, batch, behind)
-            timetable.ends.append(backward[count - 1])
+                backward[worker] = pipeline.backward(worker, iteration - (count - 1 - worker), behind)
+            yield backward[count - 1]
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
         published = workload.forward + workload.backward / len(workload.blocks(workers))
@@ -156,6 +153,8 @@ class _BlockCost:
     input: float
     output: float
     weights: int
+    #: Bytes that a forward pass leaves for the backward pass.
+    stashed: float = 0.0
 
     @classmethod
     def of(cls, workload: Workload, block: range, parts: int = 1) -> _BlockCost:
@@ -173,32 +172,32 @@ class _BlockCost:
         )
 
 
-def _run_forward(
-    timetable: Timetable,
-    cost: _BlockCost,
-    forward: dict[tuple[int, int], int],
-    worker: int,
-    batch: int,
-    stored: float = 0.0,
-) -> None:
-    """Add a block's forward pass to a timetable, and to `forward`, which is by worker and batch; -1 has the input."""
-    if not worker:
-        forward[-1, batch] = timetable.add(Job(0, 0.0, (), cost.input, cost.input, steps=0))
-    reads = (forward[worker - 1, batch],)
-    forward[worker, batch] = timetable.add(
-        Job(worker, cost.forward, reads, stored, cost.output, steps=cost.forward_steps)
-    )
+class _Pipeline:
+    """The passes of blocks of stages, a worker for each, on several batches: jobs of a timetable."""
 
+    def __init__(self, timetable: Timetable, costs: Sequence[_BlockCost]) -> None:
+        self.timetable, self._costs = timetable, costs
+        #: The jobs of forward passes, by worker and batch; worker -1 has the input.
+        self._forward: dict[tuple[int, int], int] = {}
 
-def _run_backward(
-    timetable: Timetable,
-    cost: _BlockCost,
-    forward: dict[tuple[int, int], int],
-    worker: int,
-    batch: int,
-    behind: tuple[int, ...],
-) -> int:
-    """Add a block's backward pass, after that of the block behind."""
-    passes = (forward[block, batch] for block in (worker - 1, worker) if batch >= 0)
-    reads = (*behind, *passes)
-    return timetable.add(Job(worker, cost.backward, reads, cost.input, cost.input, steps=cost.backward_steps))
+    def forward(self, worker: int, batch: int) -> None:
+        """Add a block's forward pass."""
+        cost, add = self._costs[worker], self.timetable.add
+        if not worker:
+            self._forward[-1, batch] = add(Job(0, 0.0, (), cost.input, cost.input, steps=0))
+        reads = (self._forward[worker - 1, batch],)
+        job = Job(worker, cost.forward, reads, cost.stashed, cost.output, steps=cost.forward_steps)
+        self._forward[worker, batch] = add(job)
+
+    def backward(self, worker: int, batch: int, behind: tuple[int, ...]) -> int:
+        """Add a block's backward pass, after that of the block behind."""
+        cost = self._costs[worker]
+        reads = (*behind, *(self._forward[block, batch] for block in (worker - 1, worker) if batch >= 0))
+        return self.timetable.add(Job(worker, cost.backward, reads, cost.input, cost.input, steps=cost.backward_steps))
+
+    def forward_and_backward(self, worker: int, batch: int, behind: tuple[int, ...]) -> int:
+        """Add a block's backward pass, before which it goes forward once more."""
+        cost = self._costs[worker]
+        seconds, steps = cost.forward + cost.backward, cost.forward_steps + cost.backward_steps
+        reads = (*behind, self._forward[worker - 1, batch])
+        return self.timetable.add(Job(worker, seconds, reads, cost.input, cost.input, cost.stored, steps))

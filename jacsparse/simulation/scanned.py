@@ -57,8 +57,8 @@ class Bppsa(ScannedBackward):
 
     def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         n = len(workload)
-        if self.schedule != "auto":
-            return [resolve(self.schedule, n, workload)]
+        if self.schedule != "auto" or not workload.multiplies:
+            return [resolve(self.schedule if workload.multiplies else "linear", n, workload)]
         blocks = [workload.scheduled(lambda part: chunked(part, -(-n // workers)))] if workers > 1 else []
         levels = range(1, max(1, n).bit_length())
         scans = [workload.scheduled(functools.partial(blelloch, levels=number)) for number in levels]
@@ -72,11 +72,8 @@ class Bppsa(ScannedBackward):
                 # More levels have more multiply-adds.
                 return
 
-    def without_products(self) -> TrainingMethod:
-        return Bppsa("linear")
-
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
-        if self.schedule == "linear":
+        if self.schedule == "linear" or not workload.multiplies:
             return []
         n, p = len(workload), min(workers, len(workload))
         schedule = resolve("blelloch" if self.schedule == "auto" else self.schedule, n, workload)
@@ -101,12 +98,10 @@ class ReducedBackward(ScannedBackward):
     """
 
     name = "cyclic_reduction"
+    multiplies = True
 
     def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         return [workload.scheduled(cyclic_reduction)]
-
-    def without_products(self) -> None:
-        return None
 
     def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
         if workload.coupling:

@@ -18,12 +18,23 @@ from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import SURELY, blelloch, check_workers, fastest_on, linear
 from ..terminal import Report, layer_in_words, percent, ratio, warnings_on
+from .across_processes import AcrossRanks
 from .costs import counted_workload, measured_workload
-from .registry import TRAINING_METHODS
+from .leapfrogging import LeapfroggingWorkers
+from .one_worker import OneWorker
+from .pipelines import DelayedPipeline, GPipe, PipeDream
+from .scanned import Bppsa, ReducedBackward
 from .tables import WORDS, simulation_figure, tables
 from .training_method import Prediction, TrainingMethod
 from .workload import Workload
 
+#: The ways of training by their names.
+TRAINING_METHODS: dict[str, type[TrainingMethod]] = {
+    method.name: method
+    for method in (
+        OneWorker, Bppsa, ReducedBackward, AcrossRanks, GPipe, PipeDream, DelayedPipeline, LeapfroggingWorkers
+    )
+}  # fmt: skip
 #: Numbers of workers by default: the powers of two up to 2^20.
 WORKERS = tuple(2**power for power in range(21))
 
@@ -452,9 +463,8 @@ def plan(
         for schedule in method.scans(workload, min(number, method.most(workload)))
     ]
     multiplies = accept(workload.estimate([workload.scheduled(blelloch), *dict.fromkeys(scans)]))
-    if not multiplies:
-        chosen = [method for method in (method.without_products() for method in chosen) if method is not None]
-    for method in chosen:
+    workload = replace(workload, multiplies=multiplies)
+    for method in (method for method in chosen if multiplies or not method.multiplies):
         obstacle = method.obstacle(workload)
         if obstacle is not None:
             obstacles[method.name] = obstacle
@@ -510,16 +520,17 @@ def _methods(methods: Sequence[TrainingMethod | str] | None) -> list[TrainingMet
         return [method() for method in TRAINING_METHODS.values()]
     if isinstance(methods, str) or not methods:
         raise ValueError(f"methods is {methods!r}; expected a sequence of methods or names, as in ['gpipe']")
-    chosen = [_method(method) for method in methods]
+    chosen = list[TrainingMethod]()
+    for method in methods:
+        if isinstance(method, TrainingMethod):
+            chosen.append(method)
+        elif isinstance(method, str) and method in TRAINING_METHODS:
+            chosen.append(TRAINING_METHODS[method]())
+        else:
+            raise ValueError(
+                f"method is {method!r}; expected one of {', '.join(TRAINING_METHODS)}, or a TrainingMethod"
+            )
     names = [method.name for method in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"methods are {', '.join(names)}; expected each name once")
     return chosen
-
-
-def _method(method: TrainingMethod | str) -> TrainingMethod:
-    if isinstance(method, TrainingMethod):
-        return method
-    if not isinstance(method, str) or method not in TRAINING_METHODS:
-        raise ValueError(f"method is {method!r}; expected one of {', '.join(TRAINING_METHODS)}, or a TrainingMethod")
-    return TRAINING_METHODS[method]()

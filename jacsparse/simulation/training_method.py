@@ -48,10 +48,13 @@ class TrainingMethod(ABC):
         Its name in ``methods=`` and ``--method``.
     exact : bool
         Whether its gradients are those of back-propagation, at the weights that it then updates.
+    multiplies : bool
+        Whether all of its ways take products of matrices.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
+    multiplies: ClassVar[bool] = False
 
     @abstractmethod
     def timetable(self, workload: Workload, workers: int) -> Timetable:
@@ -72,10 +75,6 @@ class TrainingMethod(ABC):
     def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
         """The schedules whose products of matrices it may need; none where it needs no such product."""
         return ()
-
-    def without_products(self) -> TrainingMethod | None:
-        """The method without products of matrices; None where nothing is left of it."""
-        return self
 
     def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
         """What an iteration takes, and what the method has chosen for that."""

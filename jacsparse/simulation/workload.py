@@ -125,6 +125,8 @@ class Workload:
         Bytes of a number.
     recurrent : bool
         Whether the stages are steps that share their weights.
+    multiplies : bool
+        Whether methods may take products of matrices.
     """
 
     stages: tuple[StageCost, ...]
@@ -134,6 +136,7 @@ class Workload:
     vector_rate: float
     itemsize: int = 4
     recurrent: bool = False
+    multiplies: bool = True
     _scans: dict[Schedule, ScanCost] = field(default_factory=dict, init=False, repr=False)
     #: Products by the identities of their factors, which they hold: steps of a sequence share one pattern.
     _products: dict[tuple[int, int], tuple[Pattern, Pattern, Pattern, int]] = field(
