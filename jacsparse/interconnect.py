@@ -48,7 +48,3 @@ class Interconnect:
         rounds = exchanges(workers, exchange)
         longest = sum(max(Counter(message.target for message in messages).values()) for messages in rounds)
         return longest * self.seconds(nbytes)
-
-
-#: An interconnect on which messages take no time.
-FREE = Interconnect(0.0, math.inf)

@@ -33,9 +33,7 @@ INTERNAL = {
         CELLS Choice NODES Nodes PRICES Prices Problem Recurrence SOLVERS Saved Sequences Solver Weights Work cell_on
         parse""",
     "schedule": "COUNTED Cuttable EXCHANGES Names SURELY between blocked check_exchange check_workers fastest_on",
-    "simulation": """
-        AcrossRanks Bppsa DelayedPipeline FREE GPipe LeapfroggingWorkers OneWorker PipeDream ReducedBackward
-        TRAINING_METHODS WORKERS""",
+    "simulation": "AcrossRanks Bppsa GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
         KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit check_tensor_itself counts

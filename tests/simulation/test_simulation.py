@@ -21,17 +21,12 @@ from torch import nn
 from benchmarks._delayed_times import simulated_times
 from jacsparse.schedule import blelloch, cyclic_reduction
 from jacsparse.simulation import (
-    FREE,
     TRAINING_METHODS,
     AcrossRanks,
     Bppsa,
     GPipe,
     Interconnect,
     Job,
-    LeapfroggingWorkers,
-    OneWorker,
-    PipeDream,
-    ReducedBackward,
     Simulation,
     StageCost,
     Timetable,
@@ -44,10 +39,16 @@ from jacsparse.simulation import (
     run,
     simulate,
 )
+from jacsparse.simulation.leapfrogging import LeapfroggingWorkers
+from jacsparse.simulation.one_worker import OneWorker
+from jacsparse.simulation.pipelines import PipeDream
+from jacsparse.simulation.scanned import ReducedBackward
 from jacsparse.stages import Region
 from jacsparse.training import simulate_leapfrog
 
 SCALAR = Pattern.of(Full(1, 1))
+#: Messages take no time.
+FREE = Interconnect(0.0, math.inf)
 
 
 def workload(
