@@ -17,14 +17,14 @@ from ..flop import CountEstimate, nan_weights
 from ..interconnect import Interconnect
 from ..runtime import replacing
 from ..schedule import SURELY, blelloch, check_workers, fastest_on, linear
-from ..terminal import Report, layer_in_words, percent, ratio, warnings_on
+from ..terminal import Report, warnings_on
 from .across_processes import AcrossRanks
 from .costs import counted_workload, measured_workload
 from .leapfrogging import LeapfroggingWorkers
 from .one_worker import OneWorker
 from .pipelines import DelayedPipeline, GPipe, PipeDream
 from .scanned import Bppsa, ReducedBackward
-from .tables import WORDS, simulation_figure, tables
+from .tables import WORDS, in_workers, simulation_figure, tables, verdict
 from .training_method import Prediction, TrainingMethod
 from .workload import Workload
 
@@ -280,44 +280,7 @@ class Simulation(Report):
     @property
     def verdict(self) -> str:
         """Which method to take, by the number of workers, and whether products of matrices pay, in words."""
-        if not self.rows:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self.obstacles.items())
-            return f"No method can train it. {reasons}."
-        most = ""
-        if self.gain_of_any is not None and self.gain_of_any != self.gain:
-            _, number, times = self.gain_of_any
-            most = f"; {ratio(times)} times faster at most, on {_workers_in_words(number)}"
-        sentences = [f"Fastest: {_changes(self.fastest)}{most}."]
-        late = dict.fromkeys(name for _, name in self.fastest if not self.methods[name][0].exact)
-        if late:
-            sentences.append(f"The gradients of {' and '.join(late)} are late, those of earlier weights.")
-        if late and self.fastest_exact and (self.gain is not None or "bp" not in self.methods):
-            sentences.append(f"With the gradients of back-propagation: {_changes(self.fastest_exact)}.")
-        if self.gain is not None:
-            method, number, times = self.gain
-            sentences.append(
-                f"Exact gradients are at most {ratio(times)} times faster, by {method} on {_workers_in_words(number)}."
-            )
-        elif "bp" in self.methods and any(row.exact and row.method != "bp" for row in self.rows):
-            sentences.append("No way to exact gradients is faster than back-propagation on one worker.")
-        if "bppsa" in self.methods and not self.note:
-            alone = [row.seconds for row in self.methods["bppsa"] if row.choice == "linear"]
-            base = min([*alone, *(row.seconds for row in self.methods.get("bp", ()))], default=math.inf)
-            scans = [row for row in self.methods["bppsa"] if row.choice != "linear" and row.seconds < base * SURELY]
-            sentences.append(
-                f"The scan's products pay in bppsa from {_workers_in_words(scans[0].workers)} on, by {scans[0].choice}."
-                if scans
-                else f"The scan's products never pay, up to {_workers_in_words(max(self.workers))}."
-            )
-            if self.cut:
-                sentences.append("A stage that no gradient passes costs a scan nothing: see the warning.")
-        path, share = self.slowest
-        if path and self.pipeline_bound is not None:
-            sentences.append(
-                f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of dense back-propagation: no "
-                f"pipeline is more than {ratio(self.pipeline_bound)} times faster."
-            )
-        return " ".join(sentences)
+        return verdict(self)
 
     @property
     def pipeline_bound(self) -> float | None:
@@ -354,17 +317,6 @@ class Simulation(Report):
             Where no method can train the model.
         """
         simulation_figure(self, path)
-
-
-def _workers_in_words(number: int) -> str:
-    return f"{number:,} worker{'s' if number > 1 else ''}"
-
-
-def _changes(changes: Sequence[tuple[int, str]]) -> str:
-    """The methods from each number of workers on."""
-    (first, method), *others = ((workers, "back-propagation" if name == "bp" else name) for workers, name in changes)
-    on = f"{method} on {_workers_in_words(first)}"
-    return ", ".join([on, *(f"{other} from {workers:,} on" for workers, other in others)])
 
 
 def simulate(
@@ -473,7 +425,7 @@ def plan(
         # The first number of workers of which some are idle is the last that changes anything.
         useful = [number for number in sorted(numbers) if number < most] + sorted(n for n in numbers if n >= most)[:1]
         for number in useful:
-            progress(f"{method.name} on {_workers_in_words(number)}")
+            progress(f"{method.name} on {in_workers(number)}")
             outcome, choice = method.plan(workload, interconnect, min(number, most))
             step = outcome.seconds / max(1, outcome.steps)
             figures = (outcome.steps, step, outcome.seconds, outcome.memory, outcome.sent)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
-from ..terminal import Fitted, glossary, nbytes, ratio, short, short_time
+from ..schedule import SURELY
+from ..terminal import Fitted, glossary, layer_in_words, nbytes, percent, ratio, short, short_time
 
 if TYPE_CHECKING:
     from .simulation import Simulation
@@ -59,6 +61,55 @@ def tables(simulation: Simulation) -> Iterator[Any]:
     yield glossary({word: meaning for word, meaning in WORDS.items() if word not in methods or word in shown})
 
 
+def verdict(simulation: Simulation) -> str:
+    """Which method to take, by the number of workers, and whether products of matrices pay, in words."""
+    if not simulation.rows:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in simulation.obstacles.items())
+        return f"No method can train it. {reasons}."
+    most = ""
+    if simulation.gain_of_any is not None and simulation.gain_of_any != simulation.gain:
+        _, number, times = simulation.gain_of_any
+        most = f"; {ratio(times)} times faster at most, on {in_workers(number)}"
+    sentences = [f"Fastest: {_changes(simulation.fastest)}{most}."]
+    late = dict.fromkeys(name for _, name in simulation.fastest if not simulation.methods[name][0].exact)
+    if late:
+        sentences.append(f"The gradients of {' and '.join(late)} are late, those of earlier weights.")
+    if late and simulation.fastest_exact and (simulation.gain is not None or "bp" not in simulation.methods):
+        sentences.append(f"With the gradients of back-propagation: {_changes(simulation.fastest_exact)}.")
+    if simulation.gain is not None:
+        method, number, times = simulation.gain
+        sentences.append(
+            f"Exact gradients are at most {ratio(times)} times faster, by {method} on {in_workers(number)}."
+        )
+    elif "bp" in simulation.methods and any(row.exact and row.method != "bp" for row in simulation.rows):
+        sentences.append("No way to exact gradients is faster than back-propagation on one worker.")
+    if "bppsa" in simulation.methods and not simulation.note:
+        alone = [row.seconds for row in simulation.methods["bppsa"] if row.choice == "linear"]
+        base = min([*alone, *(row.seconds for row in simulation.methods.get("bp", ()))], default=math.inf)
+        scans = [row for row in simulation.methods["bppsa"] if row.choice != "linear" and row.seconds < base * SURELY]
+        sentences.append(
+            f"The scan's products pay in bppsa from {in_workers(scans[0].workers)} on, by {scans[0].choice}."
+            if scans
+            else f"The scan's products never pay, up to {in_workers(max(simulation.workers))}."
+        )
+        if simulation.cut:
+            sentences.append("A stage that no gradient passes costs a scan nothing: see the warning.")
+    path, share = simulation.slowest
+    if path and simulation.pipeline_bound is not None:
+        sentences.append(
+            f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of dense back-propagation: no "
+            f"pipeline is more than {ratio(simulation.pipeline_bound)} times faster."
+        )
+    return " ".join(sentences)
+
+
+def _changes(changes: Sequence[tuple[int, str]]) -> str:
+    """The methods from each number of workers on."""
+    (first, method), *others = ((workers, "back-propagation" if name == "bp" else name) for workers, name in changes)
+    on = f"{method} on {in_workers(first)}"
+    return ", ".join([on, *(f"{other} from {workers:,} on" for workers, other in others)])
+
+
 def _methods(simulation: Simulation) -> Iterator[Any]:
     """What is simulated, and a table with a line for each method and number of workers."""
     yield (
@@ -101,7 +152,7 @@ def _choices(simulation: Simulation) -> Iterator[str]:
     for name, rows in simulation.methods.items():
         changes = [next(group) for _, group in itertools.groupby(rows, key=lambda row: row.choice)]
         named = [row for row in changes if row.choice and row.choice != name]
-        parts = [f"{row.choice} from {_workers(row.workers)} on" for row in named]
+        parts = [f"{row.choice} from {in_workers(row.workers)} on" for row in named]
         if parts:
             shared = ""
             if name == "bppsa" and any(row.choice == "linear" and row.workers > 1 for row in rows):
@@ -124,7 +175,7 @@ def _conclusions(simulation: Simulation) -> Iterator[str]:
     """Break-even points and fill-in, in words."""
     pays = simulation.pays
     if pays:
-        parts = [f"{name} from {_workers(workers)} on" for name, workers in pays.items() if workers is not None]
+        parts = [f"{name} from {in_workers(workers)} on" for name, workers in pays.items() if workers is not None]
         never = [name for name, workers in pays.items() if workers is None]
         yield f"Faster than bp: {', '.join([*parts, *(f'{name} never' for name in never)])}."
     if simulation.largest_product:
@@ -171,7 +222,8 @@ def simulation_figure(simulation: Simulation, path: str | os.PathLike[str]) -> N
     save_figure(figure, path)
 
 
-def _workers(count: int) -> str:
+def in_workers(count: int) -> str:
+    """A number of workers in words."""
     return f"{count:,} worker{'s' if count > 1 else ''}"
 
 
