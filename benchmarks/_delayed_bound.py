@@ -1,31 +1,10 @@
-"""Step sizes for which delayed gradients are proved to converge, and the bounds (Huo et al., 2018, section 4)."""
+"""Bounds by which delayed gradients are proved to converge (Huo et al., 2018, section 4)."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Sequence
-
-import torch
-
-
-def diminishing(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-    """A scheduler of Theorem 2's step sizes ``γ_t = γ_0 / (1 + t)``, where t counts its steps.
-
-    Theorem 1's step size is constant, and needs no scheduler.
-
-    Examples
-    --------
-    >>> optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.6)
-    >>> scheduler, rates = diminishing(optimizer), []
-    >>> for _ in range(3):
-    ...     rates.append(round(optimizer.param_groups[0]["lr"], 6))
-    ...     optimizer.step()
-    ...     scheduler.step()
-    >>> rates
-    [0.6, 0.3, 0.2]
-    """
-    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
 
 
 def gradient_bound(

@@ -6,9 +6,24 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks._delayed_bound import diminishing, gradient_bound
+from benchmarks._delayed_bound import gradient_bound
 from benchmarks.ddg_theory import LeastSquares, trajectories
 from jacsparse.training import DelayedGradients
+
+
+def diminishing(optimizer):
+    """Theorem 2's step sizes ``γ_t = γ_0 / (1 + t)``, where t counts the scheduler's steps."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1 / (1 + t))
+
+
+def test_diminishing_step_sizes():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.6)
+    scheduler, rates = diminishing(optimizer), []
+    for _ in range(3):
+        rates.append(round(optimizer.param_groups[0]["lr"], 6))
+        optimizer.step()
+        scheduler.step()
+    assert rates == [0.6, 0.3, 0.2]
 
 
 class Share(nn.Module):
