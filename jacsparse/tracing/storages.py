@@ -1,0 +1,147 @@
+"""The memory that a run writes to: which value each element of it holds.
+
+A write replaces elements of a storage, and every tensor on it sees that. A record of a run has no writes: where a
+tensor on a written storage is read, it is the value that was written there last, if that has all of the tensor's
+elements in their order, or else gathered from those that have some.
+
+What autograd does not see, as under ``no_grad`` or through ``detach()`` and ``.data``, changes elements and leaves
+derivatives as they were: from then on a storage knows both apart.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+#: Size, stride and offset of a tensor: where its elements are in memory.
+Extent = tuple[torch.Size, tuple[int, ...], int]
+#: For an element that no value of the run has.
+OUTSIDE = -1
+
+
+def extent_of(tensor: torch.Tensor) -> Extent:
+    """Where a tensor's elements are in its storage."""
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+class Pieces(NamedTuple):
+    """The elements of a tensor on a written storage.
+
+    Attributes
+    ----------
+    values : list of int
+        The values that have some of them, each once; `OUTSIDE` for those that no value has.
+    which : ndarray of int, the tensor's shape
+        The place in `values` of the one that has each element.
+    places : ndarray of int, the tensor's shape
+        The element's place in it, in C order.
+    """
+
+    values: list[int]
+    which: np.ndarray
+    places: np.ndarray
+
+
+class Contents:
+    """Which value each element of a storage holds, and which of that value's elements it is."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        #: The last writes, which `_owners` and `_places` have not yet.
+        self._writes: list[tuple[Extent, int]] = []
+        self._last: tuple[Extent, int] | None = None
+        self._owners: np.ndarray | None = None
+        self._places: np.ndarray | None = None
+
+    def copy(self) -> Contents:
+        """The same contents, to be written to apart."""
+        other = Contents(self._size)
+        other._writes, other._last = list(self._writes), self._last
+        if self._owners is not None and self._places is not None:
+            other._owners, other._places = self._owners.copy(), self._places.copy()
+        return other
+
+    def write(self, extent: Extent, value: int) -> None:
+        """Let the elements of a tensor be those of a value."""
+        self._last = extent, value
+        self._writes.append(self._last)
+
+    def read(self, extent: Extent) -> int | Pieces:
+        """The value whose elements a tensor has, or the pieces that it has of several."""
+        if self._last is not None and self._last[0] == extent:
+            return self._last[1]
+        owners, places = self._arrays()
+        which, at = _viewed(owners, extent), _viewed(places, extent)
+        values, inverse = np.unique(which, return_inverse=True)
+        return Pieces(values.tolist(), inverse.reshape(which.shape), at.copy())
+
+    def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        if self._owners is None or self._places is None:
+            self._owners, self._places = np.full(self._size, OUTSIDE), np.zeros(self._size, np.int64)
+        for extent, value in self._writes:
+            _viewed(self._owners, extent)[...] = value
+            _viewed(self._places, extent)[...] = np.arange(extent[0].numel()).reshape(extent[0])
+        self._writes = []
+        return self._owners, self._places
+
+
+def _viewed(array: np.ndarray, extent: Extent) -> np.ndarray:
+    """The elements of a vector that lie where a tensor's do."""
+    size, stride, offset = extent
+    return np.lib.stride_tricks.as_strided(array[offset:], size, [step * array.itemsize for step in stride])
+
+
+class WrittenStorage:
+    """A storage that a run writes to, or looks at under another name.
+
+    Parameters
+    ----------
+    tensor : Tensor
+        A tensor on it: all are of its dtype.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.itemsize = tensor.element_size()
+        self.contents = Contents(tensor.untyped_storage().nbytes() // self.itemsize)
+        #: How often it was written to.
+        self.writes = 0
+        #: Of all writes so far, whose tensors autograd takes for views of one another; None before the first one.
+        self._family: int | None = None
+        #: What derivatives go by, by families of tensors, once these are others than the contents.
+        self._derivatives: dict[int, Contents] = {}
+        self._before: Contents | None = None
+
+    def begin(self, tensor: torch.Tensor, value: int) -> None:
+        """Let a tensor's elements be those of a value, before any write."""
+        self._family = family_of(tensor)
+        self.contents.write(extent_of(tensor), value)
+
+    def write(self, tensor: torch.Tensor, value: int, *, seen: bool) -> None:
+        """Let a tensor's elements be those of a value; autograd saw the write, or not."""
+        family, extent = family_of(tensor), extent_of(tensor)
+        self.writes += 1
+        if self._before is None and (not seen or self._family not in (None, family)):
+            self._before = self.contents.copy()
+        self._family = family
+        self.contents.write(extent, value)
+        if self._before is not None and seen:
+            self._derivatives.setdefault(family, self._before.copy()).write(extent, value)
+
+    def derivatives(self, tensor: torch.Tensor) -> Contents:
+        """What the derivative of a tensor goes by."""
+        if self._before is None:
+            return self.contents
+        return self._derivatives.get(family_of(tensor), self._before)
+
+
+def family_of(tensor: torch.Tensor) -> int:
+    """What tensors have in common that autograd takes for views of one tensor."""
+    base = tensor if tensor._base is None else tensor._base
+    return base._cdata  # type: ignore[no-any-return]
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The storage that a tensor lies in; 0 for a sparse tensor, which has several."""
+    return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
