@@ -14,18 +14,18 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 from torch.nn.modules._functions import BackwardHookFunction
-from torch.utils._traceback import CapturedTraceback
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import DispatchMode
 from .graph import Form, Value, captured_form, form_of, tensors_in, with_written
 from .operators import Facts, facts_of, named_tensors, with_memory, written_tensors
-from .storages import OUTSIDE, Contents, Pieces, WrittenStorage, extent_of, storage_of
+from .overwrite import extent_of
+from .storages import OUTSIDE, Contents, Pieces, WrittenStorage, numbered
+from .traces import memory_of
 
 aten = torch.ops.aten
 
@@ -45,8 +45,6 @@ class CapturedCall:
     results: range
     #: Whether it writes to its arguments.
     writes: bool = False
-    #: Where it was made.
-    stack: CapturedTraceback | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,11 +82,6 @@ class FunctionCall:
     node: Any
     output: int
     result: torch.Tensor
-
-    @property
-    def name(self) -> str:
-        """The name of the Function."""
-        return type(self.node)._forward_cls.__name__  # type: ignore[attr-defined,no-any-return]
 
 
 @dataclass(eq=False)
@@ -159,7 +152,7 @@ class _Recorder(DispatchMode):
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self._storages:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
-            if viewed is not None and storage_of(viewed) in self._storages:
+            if viewed is not None and memory_of(viewed) in self._storages:
                 result = overload(*args, **kwargs)
                 views = tensors_in(result)
                 if all(_are_alike(view, viewed) for view in views):
@@ -175,7 +168,7 @@ class _Recorder(DispatchMode):
                 self.run.tensors[number] = args[0].detach()
             self._known.pop(id(args[0]), None)
             return overload(*args, **kwargs)
-        if overload is aten.copy_.default and self._replaces(*args):
+        if overload is aten.copy_.default and _replaces(*args):
             return self._replaced(*args)
         return self._record(overload, facts, args, kwargs)
 
@@ -196,7 +189,7 @@ class _Recorder(DispatchMode):
         self.dependent.append(dependent)
         self.active.append(active)
         self.numbers[id(tensor)] = number
-        storage = self._storages.get(storage_of(tensor)) if self._storages else None
+        storage = self._storages.get(memory_of(tensor)) if self._storages else None
         if storage is not None:
             self._known[id(tensor)] = storage.writes
         return number
@@ -226,9 +219,8 @@ class _Recorder(DispatchMode):
     def _from_elsewhere(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that no call has made."""
         self._place_values()
-        memory = storage_of(tensor)
-        made = [value for value in self._values_on.get(memory, ()) if value not in self.run.captures]
-        if made and memory:
+        memory = memory_of(tensor)
+        if memory and any(value not in self.run.captures for value in self._values_on.get(memory, ())):
             # Another name of what a call has made, as ``.data`` gives.
             self._look_at(tensor)
             return self._current(tensor, None)
@@ -258,17 +250,17 @@ class _Recorder(DispatchMode):
     def _place_values(self) -> None:
         """Note on which storages the values are."""
         for value in range(self._placed, len(self.run.tensors)):
-            self._values_on.setdefault(storage_of(self.run.tensors[value]), []).append(value)
+            self._values_on.setdefault(memory_of(self.run.tensors[value]), []).append(value)
         self._placed = len(self.run.tensors)
 
     def _look_at(self, tensor: torch.Tensor) -> WrittenStorage | None:
         """The storage of a tensor, from now on known element by element; None for a sparse one."""
-        memory = storage_of(tensor)
+        memory = memory_of(tensor)
         if not memory:
             return None
         storage = self._storages.get(memory)
         if storage is None:
-            storage = self._storages[memory] = WrittenStorage(tensor)
+            storage = self._storages[memory] = WrittenStorage(len(self._storages), tensor)
             self._place_values()
             # The last values of whole tensors are enough: others are views of these.
             for value in self._values_on.get(memory, ()):
@@ -279,7 +271,7 @@ class _Recorder(DispatchMode):
 
     def _current(self, tensor: torch.Tensor, number: int | None) -> int:
         """The value that a tensor holds now, of which it may have had another one."""
-        storage = self._storages.get(storage_of(tensor))
+        storage = self._storages.get(memory_of(tensor))
         if storage is None:
             return self._from_elsewhere(tensor) if number is None else number
         if number is not None and self._known.get(id(tensor), 0) == storage.writes:
@@ -297,41 +289,40 @@ class _Recorder(DispatchMode):
 
     def _held(self, tensor: torch.Tensor, contents: Contents) -> int:
         """The value that has a tensor's elements, by what its storage holds."""
-        found = contents.read(extent_of(tensor))
-        if isinstance(found, int):
-            return found
-        if len(found.values) == 1 and self._is_whole(found, tensor.shape):
-            return found.values[0]
-        values = list(found.values)
+        pieces = contents.read(extent_of(tensor))
+        if isinstance(pieces, int):
+            return pieces
+        if len(pieces.values) == 1 and self._is_whole(pieces, tensor.shape):
+            return pieces.values[0]
+        values = list(pieces.values)
         if OUTSIDE in values:
             # What no value had is as it was before the run.
             place = values.index(OUTSIDE)
             values[place] = self._captured(tensor, tensor.detach().clone())
-            found.places[found.which == place] = _numbered(tensor.shape)[found.which == place]
+            pieces.places[pieces.which == place] = numbered(tensor.shape)[pieces.which == place]
         active = frozenset(value for value in values if self.active[value])
-        return self._append(Gather(found._replace(values=values)), values, [tensor], active)[0]
+        return self._append(Gather(pieces._replace(values=values)), values, [tensor], active)[0]
 
     def _is_whole(self, pieces: Pieces, shape: torch.Size) -> bool:
         """Whether a tensor of a shape has all elements of one value in their order."""
         (value,) = pieces.values
         known = self.run.tensors[value] if value != OUTSIDE else None
-        return known is not None and known.shape == shape and bool((pieces.places == _numbered(shape)).all())
+        return known is not None and known.shape == shape and bool((pieces.places == numbered(shape)).all())
 
     def _preserve(self, tensor: torch.Tensor) -> None:
         """Copy what a write is about to change, and what no call computes again."""
         self._place_values()
-        for value in self._values_on.pop(storage_of(tensor), ()):
+        for value in self._values_on.pop(memory_of(tensor), ()):
             if value in self._irreplaceable and value not in self.run.copies:
                 self.run.copies[value] = self.run.tensors[value].detach().clone()
 
-    def _replaces(self, tensor: torch.Tensor, other: Any, *_: Any) -> bool:
-        """Whether a copy makes a tensor another one of its form, of which only the elements count."""
-        return (
-            isinstance(other, torch.Tensor)
-            and tensor.layout == other.layout == torch.strided
-            and (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
-            and not (tensor.is_conj() or tensor.is_neg() or other.is_conj() or other.is_neg())
-        )
+    def _write(self, tensor: torch.Tensor, value: int, *, seen: bool) -> None:
+        """Take a value for what a tensor was overwritten with."""
+        storage = self._storages[memory_of(tensor)]
+        storage.write(tensor, value, seen=seen)
+        self.numbers[id(tensor)], self._known[id(tensor)] = value, storage.writes
+        # Views of a written storage are no calls, and a value may lie at several places.
+        self.key.append((storage.number, value, extent_of(tensor), seen, storage.family(tensor)))
 
     def _replaced(self, tensor: torch.Tensor, other: torch.Tensor, *_: Any) -> torch.Tensor:
         """Copy a tensor onto another one, which then is the same value."""
@@ -340,12 +331,10 @@ class _Recorder(DispatchMode):
         if seen and self.active[value] and self._kinds[0] in _NO_GRADIENT:
             # It has the elements alone.
             (value,) = self._append(aten.alias.default, (value,), [other], frozenset())
-        storage = self._look_at(tensor)
-        assert storage is not None
+        self._look_at(tensor)
         self._preserve(tensor)
         aten.copy_.default(tensor, other)
-        storage.write(tensor, value, seen=seen)
-        self.numbers[id(tensor)], self._known[id(tensor)] = value, storage.writes
+        self._write(tensor, value, seen=seen)
         self.alive.append(tensor)
         return tensor
 
@@ -376,16 +365,12 @@ class _Recorder(DispatchMode):
         for tensor in results:
             number = self.bind(tensor, dependent=depends, active=bool(active))
             if any(tensor is each for each in written):
-                storage = self._storages[storage_of(tensor)]
-                storage.write(tensor, number, seen=seen)
-                self._known[id(tensor)] = storage.writes
+                self._write(tensor, number, seen=seen)
         if facts.fresh or facts.random:
             self._irreplaceable.update(range(first, len(self.run.tensors)))
         of_names = {name: reference for name, (reference, _) in named.items()}
         numbers = range(first, len(self.run.tensors))
-        self.run.calls.append(
-            CapturedCall(overload, references, of_names, active, numbers, bool(written), CapturedTraceback.extract())
-        )
+        self.run.calls.append(CapturedCall(overload, references, of_names, active, numbers, bool(written)))
         of_keys = tuple([(name, key) for name, (_, key) in named.items()])
         sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic else len(results)
         self.key.append((id(overload), seen, keys, of_keys, kinds, sizes))
@@ -431,9 +416,10 @@ class _Recorder(DispatchMode):
             operands = [self._behind(*edge) for edge in node.next_functions]
             known = [value for value in operands if value is not None]
             active = frozenset(value for value in known if self.active[value])
-            operator = FunctionCall(node, tensor.output_nr, tensor.detach())
-            if self._storages and storage_of(tensor) in self._storages:
-                operator = FunctionCall(node, tensor.output_nr, tensor.detach().clone())
+            result = tensor.detach()
+            if memory_of(tensor) in self._storages:
+                result = result.clone()
+            operator = FunctionCall(node, tensor.output_nr, result)
             (self._functions[place],) = self._append(operator, known, [tensor], active)
         self.numbers[id(tensor)] = self._functions[place]
         return self._functions[place]
@@ -454,6 +440,16 @@ class _Recorder(DispatchMode):
         raise UnsupportedOperatorError(f"{node.name()} is computed by no operator that was seen")
 
 
+def _replaces(tensor: torch.Tensor, other: Any, *_: Any) -> bool:
+    """Whether a copy makes a tensor another one of its form, of which only the elements count."""
+    return (
+        isinstance(other, torch.Tensor)
+        and tensor.layout == other.layout == torch.strided
+        and (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+        and not (tensor.is_conj() or tensor.is_neg() or other.is_conj() or other.is_neg())
+    )
+
+
 def _are_alike(view: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Whether a view has elements of a tensor as they are."""
     return (
@@ -462,10 +458,6 @@ def _are_alike(view: torch.Tensor, tensor: torch.Tensor) -> bool:
         and view.is_conj() == tensor.is_conj()
         and view.is_neg() == tensor.is_neg()
     )
-
-
-def _numbered(shape: torch.Size) -> np.ndarray:
-    return np.arange(shape.numel()).reshape(shape)
 
 
 _DETACH = aten.detach.default

@@ -15,15 +15,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-#: Size, stride and offset of a tensor: where its elements are in memory.
-Extent = tuple[torch.Size, tuple[int, ...], int]
+from .overwrite import Extent, extent_of
+from .traces import base_of
+
 #: For an element that no value of the run has.
 OUTSIDE = -1
-
-
-def extent_of(tensor: torch.Tensor) -> Extent:
-    """Where a tensor's elements are in its storage."""
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 class Pieces(NamedTuple):
@@ -82,9 +78,14 @@ class Contents:
             self._owners, self._places = np.full(self._size, OUTSIDE), np.zeros(self._size, np.int64)
         for extent, value in self._writes:
             _viewed(self._owners, extent)[...] = value
-            _viewed(self._places, extent)[...] = np.arange(extent[0].numel()).reshape(extent[0])
+            _viewed(self._places, extent)[...] = numbered(extent[0])
         self._writes = []
         return self._owners, self._places
+
+
+def numbered(shape: torch.Size) -> np.ndarray:
+    """The places of a tensor's elements in C order, in its shape."""
+    return np.arange(shape.numel()).reshape(shape)
 
 
 def _viewed(array: np.ndarray, extent: Extent) -> np.ndarray:
@@ -98,33 +99,37 @@ class WrittenStorage:
 
     Parameters
     ----------
+    number : int
+        Which one of a run's it is.
     tensor : Tensor
         A tensor on it: all are of its dtype.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, number: int, tensor: torch.Tensor) -> None:
+        self.number = number
         self.itemsize = tensor.element_size()
         self.contents = Contents(tensor.untyped_storage().nbytes() // self.itemsize)
         #: How often it was written to.
         self.writes = 0
-        #: Of all writes so far, whose tensors autograd takes for views of one another; None before the first one.
-        self._family: int | None = None
+        #: The numbers of families of tensors, each of views of one tensor to autograd; those of the last write.
+        self._families: dict[int, int] = {}
+        self._last: int | None = None
         #: What derivatives go by, by families of tensors, once these are others than the contents.
         self._derivatives: dict[int, Contents] = {}
         self._before: Contents | None = None
 
     def begin(self, tensor: torch.Tensor, value: int) -> None:
         """Let a tensor's elements be those of a value, before any write."""
-        self._family = family_of(tensor)
+        self._last = self.family(tensor)
         self.contents.write(extent_of(tensor), value)
 
     def write(self, tensor: torch.Tensor, value: int, *, seen: bool) -> None:
         """Let a tensor's elements be those of a value; autograd saw the write, or not."""
-        family, extent = family_of(tensor), extent_of(tensor)
+        family, extent = self.family(tensor), extent_of(tensor)
         self.writes += 1
-        if self._before is None and (not seen or self._family not in (None, family)):
+        if self._before is None and (not seen or self._last not in (None, family)):
             self._before = self.contents.copy()
-        self._family = family
+        self._last = family
         self.contents.write(extent, value)
         if self._before is not None and seen:
             self._derivatives.setdefault(family, self._before.copy()).write(extent, value)
@@ -133,15 +138,8 @@ class WrittenStorage:
         """What the derivative of a tensor goes by."""
         if self._before is None:
             return self.contents
-        return self._derivatives.get(family_of(tensor), self._before)
+        return self._derivatives.get(self.family(tensor), self._before)
 
-
-def family_of(tensor: torch.Tensor) -> int:
-    """What tensors have in common that autograd takes for views of one tensor."""
-    base = tensor if tensor._base is None else tensor._base
-    return base._cdata  # type: ignore[no-any-return]
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The storage that a tensor lies in; 0 for a sparse tensor, which has several."""
-    return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+    def family(self, tensor: torch.Tensor) -> int:
+        """The number of the tensors that autograd takes for views of the same one."""
+        return self._families.setdefault(base_of(tensor)._cdata, len(self._families))

@@ -15,6 +15,7 @@ from jacsparse import UnsupportedOperatorError
 from jacsparse.tracing.capture import CapturedRun, FunctionCall, Gather, Rewrite, capture
 from jacsparse.tracing.graph import Value, with_written
 from jacsparse.tracing.operators import facts_of, written_tensors
+from tests.helpers import Straight
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -130,18 +131,6 @@ class ProductAndSum(torch.autograd.Function):
         return of_product * y + of_sum, of_product * x + of_sum
 
 
-class StraightThrough(torch.autograd.Function):
-    """Signs, with the derivative of the identity."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.sign()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return gradient
-
-
 class DoubledInPlace(torch.autograd.Function):
     """Writes to its argument."""
 
@@ -251,12 +240,12 @@ def by_masks(x: torch.Tensor) -> torch.Tensor:
 
 def written_from_elsewhere(x: torch.Tensor) -> torch.Tensor:
     buffer = BUFFER.clone()
-    kept = BUFFER[0]
+    before = BUFFER[0]
     with torch.no_grad():
         BUFFER[0] += 1
         BUFFER[0] -= 1
     buffer[1] = x
-    return buffer.sum(0) * x + kept
+    return buffer.sum(0) * x + before
 
 
 def given_memory(x: torch.Tensor) -> torch.Tensor:
@@ -305,8 +294,8 @@ FUNCTIONS: list[Function] = [
     complex_between,
     lambda x: Cubed.apply(x[1:] - x[:-1]).sin(),
     lambda x: ByNumpy.apply(x * 2) * x,
-    lambda x: StraightThrough.apply(x),
-    lambda x: StraightThrough.apply(x * 2) * x.detach() + Cubed.apply(PARAMETER) * x,
+    lambda x: Straight.apply(x),
+    lambda x: Straight.apply(x * 2) * x.detach() + Cubed.apply(PARAMETER) * x,
     lambda x: torch.mul(*ProductAndSum.apply(x[:4], x[4:])),
     lambda x: (y := x * 3, DoubledInPlace.apply(y), y * x)[-1],
     lambda x: checkpoint(lambda u: u.sin() * u, x, use_reentrant=False) * x,
@@ -361,6 +350,16 @@ def test_drawn_writes(seed: int) -> None:
     check(drawn(seed), vector())
 
 
+def written_twice(x: torch.Tensor, place: int, again: int) -> torch.Tensor:
+    """Two elements at two places, whose order and whose further write views alone tell."""
+    out = torch.zeros(3, 1, dtype=x.dtype)
+    out[2] = x[7:]
+    out[place] = out[1 - place] = x[:1]
+    out[place] = x[1:2]
+    out[again].mul_(3)
+    return out
+
+
 def test_other_calls_have_other_keys() -> None:
     x = vector()
     functions: list[Function] = [
@@ -379,6 +378,10 @@ def test_other_calls_have_other_keys() -> None:
         lambda x: torch.stack([x, x], 0),
         element_by_element,
         recurrence,
+        *(
+            lambda x, place=place, again=again: written_twice(x, place, again)
+            for place, again in ((0, 0), (0, 1), (1, 0), (1, 1))
+        ),
     ]
     keys = [capture(function, x).key for function in functions]
     assert len({hash(key) for key in keys}) == len(set(keys)) == len(functions)
