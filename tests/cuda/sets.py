@@ -85,7 +85,7 @@ def small_layers() -> None:
     """All kernels of each cell: with inputs that are projected before and not, chunks of a block's warps and more."""
     kinds = (("RNN", {}), ("RNN", {"nonlinearity": "relu"}), ("GRU", {}), ("LSTM", {}))
     for kind, more in kinds:
-        train(kind, 13, 9, inputs=34, schedule="relaxed:2", forward="relaxed:4", bidirectional=True, **more)
+        train(kind, 21, 9, inputs=34, schedule="relaxed:2", forward="relaxed:4", bidirectional=True, **more)
         train(kind, 3, 10, schedule="relaxed:1", forward="relaxed:1", **more)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -28,7 +28,7 @@ class Weights:
     bias: torch.Tensor | None = None
     hidden_bias: torch.Tensor | None = None
 
-    @cached_property
+    @functools.cached_property
     def size(self) -> int:
         """Elements of the state."""
         return self.hidden.shape[1]
@@ -38,17 +38,17 @@ class Weights:
         bias, hidden_bias = (None if b is None else b.to(dtype) for b in (self.bias, self.hidden_bias))
         return Weights(self.input.to(dtype), self.hidden.to(dtype), bias, hidden_bias)
 
-    @cached_property
+    @functools.cached_property
     def columns(self) -> torch.Tensor:
         """The hidden weight transposed, ``(size, gates · size)``."""
         return self.hidden.t().contiguous()
 
-    @cached_property
+    @functools.cached_property
     def padded(self) -> torch.Tensor:
         """The hidden weight as kernels of transfers on a device take it."""
         return recurrences_cuda.padded(self.hidden)
 
-    @cached_property
+    @functools.cached_property
     def forward_rows(self) -> np.ndarray:
         """The hidden weight as forward kernels take it, ``(size, gates · width)``: a row for each state element."""
         size, width = self.size, padded(self.size)
@@ -57,7 +57,7 @@ class Weights:
         rows = functional.pad(self.hidden.view(-1, size, size).permute(2, 0, 1), (0, width - size))
         return rows.reshape(size, -1).numpy()
 
-    @cached_property
+    @functools.cached_property
     def backward_rows(self) -> np.ndarray:
         """The hidden weight as backward kernels take it, ``(gates · width, width)``: a row for each gate element."""
         size, width = self.size, padded(self.size)
@@ -101,7 +101,11 @@ class FrozenCell(tuple[Any, ...]):
 
     def __new__(cls, cell: Cell) -> FrozenCell:
         kind = type(cell)
-        attributes = [each for each in vars(cell).items() if not isinstance(vars(kind).get(each[0]), cached_property)]
+        attributes = [
+            (name, value)
+            for name, value in vars(cell).items()
+            if not isinstance(getattr(kind, name, None), functools.cached_property)
+        ]
         frozen = super().__new__(cls, (kind, *attributes))
         try:
             hash(frozen)
@@ -155,6 +159,10 @@ class Cell(ABC):
         self, input_projection: torch.Tensor, recurrent_projection: torch.Tensor, state: torch.Tensor
     ) -> torch.Tensor:
         """The state after a step, by differentiable operations.
+
+        It is a function of each row alone, the same whenever it is called: a backward pass calls it again, and chunks
+        of a sequence are rows. So it draws no random numbers, counts no calls and asks no tensor what it holds, or
+        gradients are wrong; nor are attributes of the cell trained.
 
         On CUDA devices it runs once for the cell's attributes, without elements, and kernels are printed of it: numbers
         that it reads from elsewhere are constants there. It has kernels where it computes at each place of the vectors

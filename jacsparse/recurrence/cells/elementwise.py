@@ -78,7 +78,8 @@ def _derived(frozen: FrozenCell) -> ElementwiseStep:
     # transforms, inference mode.
     with ThreadPoolExecutor(1) as thread:
         step, other = thread.map(lambda places: _Derivation(frozen.cell, places).result(), (_PLACES, _OTHER_PLACES))
-        thread.submit(_check_reads, frozen.cell).result()
+        # Tensors without elements fail where a step asks for one, as to decide what it computes.
+        thread.submit(lambda: _step_and_gradients(frozen.cell, *_inputs(frozen.cell, _PLACES, "meta"))).result()
     if step != other:
         raise NotElementwiseError("depends on how many elements a state has")
     return step
@@ -92,7 +93,7 @@ class _Derivation:
         counts = {"entered": cell.gates, "product": cell.gates, "before": cell.states, "grad": cell.states}
         #: The names of the inputs, vector by vector.
         self.inputs = [f"{name}[{number}]" for name, count in counts.items() for number in range(count)]
-        vectors = [torch.zeros(1, places, dtype=torch.float32, device="cpu") for _ in self.inputs]
+        vectors = _inputs(cell, places, "cpu")
         self.elements = ElementGraph()
         try:
             graph = calls_of(functools.partial(_step_and_gradients, cell), vectors)
@@ -103,10 +104,7 @@ class _Derivation:
             )
         except UnreadableWriteError as error:
             raise NotElementwiseError("writes to a tensor") from error
-        except NotElementwiseError:
-            raise
-        except Exception as error:
-            # The step is the user's, and may raise anything.
+        except RuntimeError as error:
             raise NotElementwiseError(f"fails for vectors of {places} elements: {error}") from error
         #: The numbers of the results: the states after the step, and the gradients of all inputs but those of states.
         self.results = [result[0].tolist() for result in calls.results]
@@ -128,8 +126,8 @@ class _Derivation:
         numbers = {name: number for number, name in names.items()}
         parts, places = [*entering], list[int]()
         for gate, each in enumerate(recurrent):
-            own = numbers[f"entered[{gate}]"], numbers[f"product[{gate}]"]
-            if each == entering[gate] and self._are_only_added(*own, results):
+            two_parts = numbers[f"entered[{gate}]"], numbers[f"product[{gate}]"]
+            if each == entering[gate] and self._are_only_added(*two_parts, results):
                 places.append(gate)
                 continue
             # Another place says that they are apart.
@@ -255,16 +253,6 @@ class _Body:
         return "\n".join(f"    {line}" for line in self.lines)
 
 
-def _check_reads(cell: Cell) -> None:
-    """Raise where a step asks what a tensor holds, as to decide what it computes."""
-    vectors = [torch.zeros(1, _PLACES, dtype=torch.float32, device="meta")] * 2 * (cell.gates + cell.states)
-    try:
-        _step_and_gradients(cell, *vectors)
-    except Exception as error:
-        # The step is the user's, and may raise anything.
-        raise NotElementwiseError(f"fails for tensors without elements: {error}") from error
-
-
 def _check_call(node: fx.Node) -> None:
     """Raise where a call is no arithmetic of the step's arguments in their type."""
     if node.op == "get_attr":
@@ -276,15 +264,30 @@ def _check_call(node: fx.Node) -> None:
         raise NotElementwiseError(f"computes in {value.dtype}, whatever its arguments are")
 
 
+def _inputs(cell: Cell, places: int, device: str) -> list[torch.Tensor]:
+    """Zeros for what `_step_and_gradients` takes, vectors of so many elements."""
+    count = 2 * (cell.gates + cell.states)
+    return [torch.zeros(1, places, dtype=torch.float32, device=device) for _ in range(count)]
+
+
 def _step_and_gradients(cell: Cell, *vectors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The states after a step and, of gradients that come to them, those of its inputs."""
+    """The states after a step and, of gradients that come to them, those of its inputs.
+
+    NotElementwiseError is raised where it fails.
+    """
     *inputs, grads = _split(vectors, (cell.gates, cell.gates, cell.states, cell.states))
     leaves = [[vector.detach().requires_grad_() for vector in part] for part in inputs]
-    with torch.enable_grad():
-        after = cell.step(*(torch.cat([*part], dim=1) for part in leaves))
     each = [vector for part in leaves for vector in part]
-    gradients = torch.autograd.grad(after, each, torch.cat([*grads], dim=1), allow_unused=True, materialize_grads=True)
-    return (*after.chunk(cell.states, dim=1), *gradients)
+    of_states = torch.cat([*grads], dim=1)
+    try:
+        with torch.enable_grad():
+            after = cell.step(*(torch.cat([*part], dim=1) for part in leaves))
+        gradients = torch.autograd.grad(after, each, of_states, allow_unused=True, materialize_grads=True)
+        return (*after.chunk(cell.states, dim=1), *gradients)
+    except Exception as error:
+        # The step is the user's, and may raise anything.
+        of_what = "tensors without" if of_states.is_meta else f"vectors of {vectors[0].shape[1]}"
+        raise NotElementwiseError(f"fails for {of_what} elements: {error}") from error
 
 
 def _split(values: Sequence[Any], counts: Sequence[int]) -> list[Sequence[Any]]:
