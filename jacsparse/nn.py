@@ -16,7 +16,7 @@ from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .sparse import SparseConv2d, SparseLinear
 from .spgemm import check_limit
-from .stages import Chain, ChainCache, Run, chain, check_input
+from .stages import Chain, Owner, Run, chain, check_input, forward_pass
 from .tracing import check_module, is_recording, without_saving_hooks
 from .training import Leapfrogger, check_threads
 
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 __all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "SparseConv2d", "SparseLinear", "convert"]
 
 
+#: The scanners of a module that are kept, each of a chain.
+_MOST_SCANNERS = 8
+
+
 class _OfChain(nn.Module):
     """A module around another one, whose chain of stages back-propagates."""
 
-    _chains: ChainCache
+    _owner: Owner
 
     def __init__(self, module: nn.Module, pruned: bool) -> None:
         super().__init__()
@@ -52,10 +56,13 @@ class _OfChain(nn.Module):
         check_input("x", x)
         if not len(x):
             return self.module(x)
-        chain, run = self._chains.of(self.module, x)
+        chain, run = self._forward_pass(x)
         with without_saving_hooks():
             puller = self._puller(chain, run)
         return scanned(puller, run, x)
+
+    def _forward_pass(self, x: torch.Tensor) -> tuple[Chain, Run]:
+        return forward_pass(self.module, x, self._owner, pruned=self.pruned, couples=True)
 
     def _puller(self, chain: Chain, run: Run) -> Puller:
         """What pulls gradients back through a chain, after a forward pass."""
@@ -63,11 +70,11 @@ class _OfChain(nn.Module):
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes new ones for its weights."""
-        self._chains = ChainCache(pruned=self.pruned, couples=True)
+        self._owner = Owner()
 
     def __getstate__(self) -> dict[str, Any]:
         # Patterns and plans are not copied or written to files.
-        return {**self.__dict__, "_chains": None}
+        return {**self.__dict__, "_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -173,7 +180,7 @@ class Scan(_OfChain):
         return across.output(self.module, check_input("x", x), self._run_part)
 
     def _run_part(self, x: torch.Tensor) -> tuple[Scanner, Run]:
-        chain, run = self._chains.of(self.module, x)
+        chain, run = self._forward_pass(x)
         return self._scanner(chain), run
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
@@ -189,7 +196,7 @@ class Scan(_OfChain):
             scanner = Scanner(chain, self.schedule, self.memory_limit)
         self._scanners[id(chain)] = scanner
         # Plans may be large: only the last ones stay.
-        while len(self._scanners) > ChainCache.most_graphs:
+        while len(self._scanners) > _MOST_SCANNERS:
             self._scanners.popitem(last=False)
         return scanner
 

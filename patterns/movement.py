@@ -39,14 +39,14 @@ _NAMES = (
 #: Operators that put elements of an operand at places that indices name, and that operand.
 _PUTS = {"aten.index_copy": "source", "aten.index_put": "values", "aten.scatter": "src"}
 #: Operators whose result has the elements of all operands side by side.
-_BESIDE = frozenset(("aten.cat", "aten.stack"))
+_BESIDE = frozenset(("aten.cat", "aten.stack", "jacsparse.gather"))
 #: Operators whose result has the operand's elements in the same order.
 _IN_ORDER = frozenset(f"aten.{name}" for name in ["_unsafe_view", "alias", "clone", "squeeze", "unsqueeze", "view"])
 #: Bytes up to which places are stored; larger ones are computed again whenever a pattern needs them.
 _STORED = 2**16
 
 
-@add_rule(*(f"aten.{name}" for name in _NAMES.split()), "jacsparse.overwrite")
+@add_rule(*(f"aten.{name}" for name in _NAMES.split()), "jacsparse.gather")
 class _MovementRule(Rule):
     """A value is one where an output is an element of the input."""
 

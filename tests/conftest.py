@@ -58,7 +58,7 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _without_recent_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     # Tests whose functions have one code would share programs, and the trials to make them.
-    importlib.import_module("jacsparse.stages.chain_cache")._RECENT.clear()
+    importlib.import_module("jacsparse.tracing").GRAPHS.clear()
     # So that few calls of a function take all ways to its Jacobian.
     monkeypatch.setattr("jacsparse.jacobians.unprepared.BEFORE", 1)
 

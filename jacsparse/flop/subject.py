@@ -14,13 +14,14 @@ from torch import nn
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
 from ..stages import (
-    ChainCache,
     Edge,
     Record,
     Region,
     Stage,
     boundaries,
+    chain_of_trace,
     check_shape,
+    forward_pass,
 )
 from ..tracing import SAMPLES, check_module, samples_of, traced, undisturbed
 from .coupled_edges import counted_record
@@ -82,9 +83,8 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     """The stages of a module's chain."""
     check_module(module)
     shape = check_shape(input_shape)
-    chains = ChainCache(couples=True)
     with undisturbed(module):
-        chain, run = chains.of_trace(traced(module, samples_of(module, shape), readable=False))
+        chain, run = chain_of_trace(traced(module, samples_of(module, shape), readable=False), couples=True)
         records = [counted_record(record) for record in run]
         stages = layers_of(records)
 
@@ -100,7 +100,7 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
         with undisturbed(module):
-            records = [counted_record(record) for record in chains.of(module, x, by_autograd=False)[1].records]
+            records = [counted_record(record) for record in forward_pass(module, x, couples=True, by_autograd=False)[1].records]
         for n in range(count):
             factors = [
                 record.stage.factor([observed_pattern(record, edge, n) for edge in record.stage.edges])

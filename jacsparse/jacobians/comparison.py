@@ -12,13 +12,13 @@ import torch
 
 from ..patterns import UnsupportedOperatorError, gradient_of
 from ..spgemm import SparseJacobian
-from ..stages import LocalJacobian, agree
+from ..stages import LocalJacobian, agree, chain_of_trace, trace_of_call
 from ..tracing import check_module, name_of, undisturbed, without_autocast
 from .arguments import Arguments
 from .edge_matrices import times
 from .flat_function import FlatFunction, module_and_batch, run_once
 from .options import Options
-from .unprepared import chains_of, jacobian_and_returned
+from .unprepared import jacobian_and_returned
 from .verification import MOST_ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
 
 if TYPE_CHECKING:
@@ -116,18 +116,19 @@ def _rounding_of_product(f: Callable[..., Any], arguments: Arguments, g: torch.T
     module, x = module_and_batch(f, arguments, has_aux=has_aux)
     with undisturbed(check_module(module), x.device):
         try:
-            _, run = chains_of(f, False).of_run(module, x)
+            trace = trace_of_call(module, x)
+            _, records = chain_of_trace(trace, f, pruned=False)
         except UnsupportedOperatorError:
             # With a pattern of one's own, an operator needs no rule.
             return 0.0
         with torch.no_grad(), without_autocast(x.device):
             terms = g.abs().reshape(len(x), -1).T[:, None].contiguous()
-            for record in reversed(run.records):
+            for record in reversed(records):
                 stage = record.stage
                 sums = defaultdict[Any, Any](float, {stage.stop: terms})
                 for edge in reversed(stage.edges):
                     if edge.target in sums:
-                        values = LocalJacobian(edge, run.trace).values.abs()
+                        values = LocalJacobian(edge, trace).values.abs()
                         sums[edge.source] += times(edge.transposed_pattern, values, sums[edge.target])
                 if stage.start not in sums:
                     return 0.0

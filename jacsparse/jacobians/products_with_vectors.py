@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..patterns import gradients_of, input_gradients
-from ..tracing import Node, Operand, Values
+from ..tracing import Node, Operand, Rewrite, Values
 from .traced_function import TracedFunction
 from .value_functions import elementwise_derivatives
 
@@ -206,9 +206,8 @@ class _Diagonal(_Derivative):
 def _derivative_at(function: TracedFunction, node: Node, values: Values) -> _Derivative:
     arguments = values.arguments(node.arguments)
     active = [operand.name for operand in node.operands if operand.active]
-    if node.changes_unseen:
-        derivatives: dict[str, Any] = {name: 1.0 for name in active if node.writes_to(name)}
-        return _Diagonal(function, node, arguments, derivatives)
+    if isinstance(node.overload, Rewrite):
+        return _Diagonal(function, node, arguments, dict.fromkeys(active, 1.0))
     if node.overload in _NORMALISATIONS and active == ["input"] and not arguments["training"]:
         # A scaling of each channel. PyTorch's derivative of it copies the input for each of many vectors.
         return _Diagonal(function, node, arguments, {"input": _scale(arguments)})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -164,17 +163,10 @@ class _Connected(Values):
     def results(self, node: Node) -> list[torch.Tensor]:
         arguments = self.arguments(node.arguments)
         active = {operand.name: operand.active for operand in node.operands}
-        # An overwrite has the kind of one argument alone.
-        kinds = itertools.chain(node.kinds, itertools.repeat(None))
-        for (name, _), kind in zip(node.tensors, kinds, strict=False):
-            if not active.get(name, kind is not None):
+        for (name, _), differentiable in zip(node.tensors, node.differentiable, strict=True):
+            if not active.get(name, differentiable):
                 arguments[name] = arguments[name].detach()
-        results = node.computed(arguments)
-        if not node.writes_unseen:
-            return results
-        # Other elements, with the derivative of those before.
-        before = next(arguments[name] for name, _ in node.tensors if node.writes_to(name))
-        return [before + (result - before).detach() if before.requires_grad else result for result in results]
+        return node.computed(arguments)
 
 
 def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:

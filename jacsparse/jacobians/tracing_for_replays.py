@@ -97,8 +97,6 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         if not tensor.is_floating_point() or tensor.layout != torch.strided
     }
     _check_indices(trace)
-    if options.create_graph:
-        _check_gradients(trace)
     returned_values = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
     floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
     varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
@@ -355,16 +353,13 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
     again = in_training = f"call {jacobian}"
     if module is not None and any(part.training for part in module.modules()):
         in_training = f"call .eval() on the module first, or {jacobian}"
-    graph, made = trace.graph, set[int]()
+    graph = trace.graph
     varies = {0, *graph.captures}
     # Other captures are constants.
     floats = {n for n in graph.captures if (t := trace.tensor(n)).is_floating_point() and t.layout == torch.strided}
     for node in graph.nodes:
         values = [value for _, value in node.tensors]
         memories = {value: memory_of(trace.tensor(value)) for value in values}
-        # A capture gets its number at its first use.
-        if any(n in graph.captures and n >= node.begin[0] and memories[n] in made for n in values):
-            raise refusal(node, "data gives a tensor of the run another name", again)
         if any(isinstance(value, torch.UntypedStorage) for value in node.arguments.values()):
             raise refusal(node, f"{node.name} takes the memory of a tensor", again)
         if node.draws:
@@ -388,9 +383,6 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         for each in (varies, floats):
             if each.intersection(values):
                 each.update(node.results)
-        # What NumPy has filled of other memory is constant.
-        results = varies.intersection(node.results)
-        made |= {memory_of(trace.tensor(value)) for value in results} - {0, *memories.values()}
     if trace.may_have_hooks:
         raise refusal(None, "a hook sees gradients, and may change them", "remove it")
 
@@ -409,15 +401,3 @@ def _check_indices(trace: Trace) -> None:
                     f"{node.name}: its indices are computed from what a tensor holds, so that no pattern holds for all "
                     f"inputs{node.source}; call jacsparse.jacobian, which follows each run"
                 )
-
-
-def _check_gradients(trace: Trace) -> None:
-    """Raise where a replay's gradients by what the function reads would not be the function's."""
-    graph = trace.graph
-    for node in graph.differentiated:
-        if any(node.behind.values()):
-            raise UnsupportedOperatorError(
-                f"{node.path}: {node.name} works on what a torch.autograd.Function makes of a parameter{node.source}, "
-                "and values of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
-                "jacsparse.jacobian(..., create_graph=True)"
-            )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, Unpack, overload
@@ -14,8 +16,8 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, ChainCache, Record, agree, recent_chains, refuse_hooks
-from ..tracing import Graph, Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..stages import Chain, Record, agree, chain_of_trace, refuse_hooks, trace_of_call
+from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
 from .differentiable import check_second_derivatives, connected_to, with_gradients
@@ -189,17 +191,18 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         if create_graph:
             contexts.enter_context(saved_buffers(function))
             x = requiring_gradient(x)
-        chain, (trace, records) = chains_of(f, pruned).of_run(function, x)
+        trace = trace_of_call(function, x)
+        chain, records = chain_of_trace(trace, f, pruned=pruned)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
         if create_graph:
             if chain.trained_zeros(trace):
-                pruned, (chain, records) = False, chains_of(f, False).of_trace(trace)
+                chain, records = chain_of_trace(trace, f, pruned=False)
             check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
-        jacobian = plan_of(trace.graph, chain, pruned).jacobian(trace, records, x)
+        jacobian = _PLANS.of(chain).jacobian(trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
-            every = chains_of(f, False).of_trace(trace)[0] if chain.pruned_weights else chain
+            every = chain_of_trace(trace, f, pruned=False)[0] if chain.pruned_weights else chain
             jacobian = with_gradients(jacobian, trace, x, every.pattern)
         # A module returned the output itself.
         returned = function.returned if isinstance(function, FlatFunction) else None
@@ -283,16 +286,24 @@ class JacobianPlan:
         return BEFORE_LARGE if len(self.chain) > 1 and self.chain.accumulation.moved > LARGE_MOVED else BEFORE
 
 
-def plan_of(graph: Graph, chain: Chain, pruned: bool) -> JacobianPlan:
-    """The plan of a graph's chain, for patterns with or without pruned weights; a new one after another chain's."""
-    plan: JacobianPlan | None = graph.plans.get(pruned)
-    if plan is None or plan.chain is not chain:
-        plan = graph.plans[pruned] = JacobianPlan(chain)
-    return plan
+class _Plans:
+    """The plans of the chains that were used last."""
+
+    #: The most of them.
+    MOST = 64
+
+    def __init__(self) -> None:
+        # By the chain's id: a plan holds its chain, so that no other chain gets the id.
+        self._plans: OrderedDict[int, JacobianPlan] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def of(self, chain: Chain) -> JacobianPlan:
+        """The plan of a chain."""
+        with self._lock:
+            plan = self._plans[id(chain)] = self._plans.pop(id(chain), None) or JacobianPlan(chain)
+            while len(self._plans) > self.MOST:
+                self._plans.popitem(last=False)
+            return plan
 
 
-def chains_of(f: Callable[..., Any], pruned: bool) -> ChainCache:
-    """The graphs of a module, or of the code that a function runs, for patterns with or without pruned weights."""
-    if isinstance(f, Gradient):
-        return recent_chains(f.f, pruned=pruned, of="gradient")
-    return recent_chains(f, pruned=pruned)
+_PLANS = _Plans()

@@ -14,12 +14,11 @@ import torch
 
 from ..patterns import Call, gradient_of
 from ..spgemm import check_limit
-from ..stages import Chain, Edge, Record, Run, refuse_hooks
+from ..stages import Chain, Edge, Record, Run, chain_of_trace, refuse_hooks, trace_of_call
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
 from .flat_function import module_and_batch, run_once
-from .unprepared import chains_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,7 +172,9 @@ def verify(
     memory = check_limit(memory_limit)
     check_module(module)
     with _seeded(x), undisturbed(module):
-        chain, run = chains_of(f, pruned).of_run(module, x)
+        trace = trace_of_call(module, x)
+        chain, records = chain_of_trace(trace, f, pruned=pruned)
+        run = Run(trace, records)
         refuse_hooks(run.records)
         if tolerance is None:
             edges = ((record, edge) for record in run.records for edge in record.stage.edges)

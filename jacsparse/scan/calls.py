@@ -10,7 +10,7 @@ from torch import nn
 
 from ..runtime import a_type
 from ..schedule import Schedule
-from ..stages import Chain, Run, check_input, recent_chains
+from ..stages import Chain, Run, check_input, forward_pass
 from ..tracing import check_module
 from .autograd_scan import Puller, scanned
 from .scanner import Scanner
@@ -54,7 +54,7 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
-    chain, run = recent_chains(check_module(module), couples=True).of(module, x)
+    chain, run = forward_pass(check_module(module), x, couples=True)
     scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
@@ -151,7 +151,7 @@ def _across(across: StageRanks, schedule: Schedule | str, module: nn.Module, lea
 
 
 def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
-    chain, run = recent_chains(module, couples=True).of(module, x)
+    chain, run = forward_pass(module, x, couples=True)
     drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")

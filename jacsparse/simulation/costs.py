@@ -14,7 +14,7 @@ from torch import nn
 from ..flop import counted_record, layers_of, sequence_subject
 from ..patterns import Pattern
 from ..spgemm import matvec, multiply_adds, plan_product
-from ..stages import Record, Region, check_input, recent_chains
+from ..stages import Record, Region, check_input, forward_pass
 from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
@@ -109,7 +109,7 @@ def measured_workload(
 
 def _records(module: nn.Module, x: torch.Tensor) -> list[Record]:
     """The records of the module's stages, as counts see them."""
-    run = recent_chains(module, couples=True).of(module, _samples(x), by_autograd=False)[1]
+    run = forward_pass(module, _samples(x), couples=True, by_autograd=False)[1]
     return [counted_record(record) for record in run.records]
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..spgemm import SparseJacobian
-from ..stages import check_input, recent_chains
+from ..stages import check_input, forward_pass
 from ..tracing import check_module
 from .recorded_systems import Group, diagonal_block, groups_of
 from .systems import BlockBidiagonal, BlockTriangular
@@ -118,7 +118,7 @@ class LayeredForward(LinearisedForward):
 
 def _layers(module: nn.Module, x: torch.Tensor) -> list[Group]:
     """The layers of a module in a forward pass."""
-    _, run = recent_chains(check_module(module)).of(module, x)
+    _, run = forward_pass(check_module(module), x)
     drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: it draws random numbers, other ones in each pass; call .eval()")

@@ -12,7 +12,7 @@ from torch import nn
 from ..flop import counted_record
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Run, check_input, pull_back, recent_chains, refuse_hooks
+from ..stages import Chain, Run, check_input, forward_pass, pull_back, refuse_hooks
 from ..tracing import check_module, without_autocast
 from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
 from .recurrent_run import RecurrentRun, check_like, weight_block
@@ -31,7 +31,7 @@ def stretches_of(
     if isinstance(module, nn.RNN):
         system = propagation(module, x, gradient).system
         return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
-    chain, run = recent_chains(check_module(module), couples=True).of(module, check_input("x", x))
+    chain, run = forward_pass(check_module(module), check_input("x", x), couples=True)
     _check_run(module, chain, run, gradient)
     refuse_hooks(run.records)
     systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()
@@ -75,7 +75,7 @@ class ModulePropagation(Propagation):
     def __init__(self, module: nn.Module, x: torch.Tensor, gradient: torch.Tensor, graph: bool) -> None:
         check_input("x", x)
         self.module = module
-        chain, self.run = recent_chains(check_module(module)).of(module, x)
+        chain, self.run = forward_pass(check_module(module), x)
         _check_run(module, chain, self.run, gradient)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())

@@ -2,7 +2,7 @@
 
 **The words.** An `Edge` is one operand of an operation, which has a local Jacobian: a `Rule` of `jacsparse.patterns`
 gives its pattern, and its values for a `Call`. A `Stage` is what lies between two `Program.cuts` (`cutting`): one
-operation or a few. A `Chain` is all stages of a program; `chain_cache` finds that of an earlier run. In a trace, an
+operation or a few. A `Chain` is all stages of a program; `forward_passes` finds that of an earlier run. In a trace, an
 edge is a `LocalJacobian`, and a stage a `Record`: these have values. Matrices are transposed, so that their rows are
 inputs.
 
@@ -29,11 +29,11 @@ Steps within folded entries are `WeightedSums` of `jacsparse.jacobians.terms`.
 
 from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_of
 from .balance import boundaries
-from .chain_cache import ChainCache, Run, recent_chains
 from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
 from .cutting import edge_of
 from .elimination import eliminate
+from .forward_passes import Owner, Run, chain_of_trace, forward_pass, trace_of_call
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
 from .infinite_entries import all_finite, with_backward_passes
 from .local_jacobian import LocalJacobian
@@ -47,9 +47,9 @@ __all__ = [
     "START",
     "Accumulation",
     "Chain",
-    "ChainCache",
     "Edge",
     "LocalJacobian",
+    "Owner",
     "Record",
     "Region",
     "Run",
@@ -61,6 +61,7 @@ __all__ = [
     "chain",
     "chain_for_all",
     "chain_of",
+    "chain_of_trace",
     "check_batch",
     "check_input",
     "check_shape",
@@ -68,6 +69,7 @@ __all__ = [
     "edge_of",
     "eliminate",
     "empty_pattern",
+    "forward_pass",
     "has_hooks",
     "is_fit",
     "is_light",
@@ -75,9 +77,9 @@ __all__ = [
     "pull_back",
     "pull_back_all",
     "pulled_by_autograd",
-    "recent_chains",
     "refuse_hooks",
     "refuse_other_derivatives",
+    "trace_of_call",
     "walk",
     "with_backward_passes",
 ]

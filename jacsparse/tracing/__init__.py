@@ -34,6 +34,7 @@ function's code.
 from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients
 from .calls import calls_of, with_constants, with_identities
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
+from .graphs import GRAPHS
 from .modules import (
     check_initialised,
     check_module,
@@ -50,14 +51,16 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
-from .operators import facts_of, shows
+from .operators import Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
-from .traces import StaleError, Trace, is_recording, memory_of
+from .storages import memory_of
+from .traces import StaleError, Trace, is_recording
 
 __all__ = [
+    "GRAPHS",
     "SAMPLES",
     "Form",
     "Graph",
@@ -66,6 +69,7 @@ __all__ = [
     "Operation",
     "Program",
     "PrunedWeight",
+    "Rewrite",
     "Scalar",
     "StaleError",
     "Trace",

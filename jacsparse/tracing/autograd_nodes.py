@@ -7,9 +7,34 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules._functions import BackwardHookFunction
 
 Result = TypeVar("Result")
+
+
+#: The number of the node of autograd's graph that this thread makes next.
+next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """Autograd's node of a tensor; None also for a view that was made under ``no_grad``, and whose base has another."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def is_of_hooks(node: Any) -> bool:
+    """Whether a node stands for a module's backward hooks."""
+    return isinstance(node, BackwardCFunction) and issubclass(type(node)._forward_cls, BackwardHookFunction)  # type: ignore[attr-defined]
+
+
+def is_of_operator(node: Any) -> bool:
+    """Whether a node is that of an operator of ``torch.library``, which has its derivative."""
+    is_function = isinstance(node, BackwardCFunction)
+    return is_function and type(node)._forward_cls.__module__ == "torch._library.autograd"  # type: ignore[attr-defined]
 
 
 def has_node_hooks(node: Any) -> bool:

@@ -1,17 +1,22 @@
-"""Whose code makes a call: the module and the line, for messages."""
+"""Whose code makes the calls of a run: the module, by its path, and the line, for messages."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-_CALL = nn.Module._call_impl.__code__
-
+from ..patterns import UnsupportedOperatorError
+from ..runtime import frames_of, traceback_of_caller
+from .modules import name_of
 
 _LIBRARY = sys.modules[__name__.partition(".")[0]]
 #: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout; and the file
@@ -30,14 +35,86 @@ def is_users(filename: str) -> bool:
     return not any(Path(filename).is_relative_to(folder) for folder in _FOREIGN)
 
 
-def caller() -> tuple[nn.Module | None, str, int]:
-    """The module that runs, and the file and the line of the user's code in it."""
-    frame = sys._getframe(1)
-    file, line = "", 0
-    while frame is not None:
-        if frame.f_code is _CALL:
-            return frame.f_locals["self"], file, line
-        if not file and is_users(frame.f_code.co_filename):
-            file, line = frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back  # type: ignore[assignment]
-    return None, file, line
+def source_of(traceback: Any) -> str:
+    """The line of the user's code that made a call within its module, as in `` at net.py, line 7``."""
+    for name, file, line in frames_of(traceback):
+        if name == nn.Module._call_impl.__name__ and not is_users(file):
+            break
+        if is_users(file):
+            return f" at {file}, line {line}"
+    return ""
+
+
+class Callers:
+    """The modules whose forward passes run in this thread, while it is active.
+
+    Attributes
+    ----------
+    path : str
+        The path of the innermost one in the function, if that is a module; the name of any other one, or of a function.
+    failed : tuple of str, Module and tuple, or None
+        The innermost module whose forward pass raised: its path, itself and its arguments.
+    call : tuple of OpOverload and tuple, or None
+        The last call of an operator, and its positional arguments.
+    """
+
+    def __init__(self, function: Callable[..., Any], path: str = "") -> None:
+        self.function = function
+        self.path = path or name_of(function)
+        self.failed: tuple[str, nn.Module, tuple[Any, ...]] | None = None
+        self.call: tuple[Any, Any] | None = None
+        self._outer: list[str] = []
+        self._thread = threading.get_ident()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Callers:
+        # The hooks are the process's.
+        self._handles = [
+            register_module_forward_pre_hook(self._begin),
+            register_module_forward_hook(self._end, always_call=True),
+        ]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _begin(self, module: nn.Module, args: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._outer.append(self.path)
+            self.path, self.failed = self._paths.get(id(module)) or name_of(module), None
+
+    def _end(self, module: nn.Module, args: Any, result: Any) -> None:
+        if threading.get_ident() == self._thread and self._outer:
+            if result is None and self.failed is None:
+                self.failed = self.path, module, args
+            self.path = self._outer.pop()
+
+    @functools.cached_property
+    def _paths(self) -> dict[int, str]:
+        root = self.function
+        named = root.named_modules() if isinstance(root, nn.Module) else ()
+        return {id(part): name for name, part in reversed(list(named))}
+
+    @property
+    def source(self) -> str:
+        """The line that runs."""
+        return source_of(traceback_of_caller())
+
+    def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
+        """An error that names the module or function that runs, and the line of its code."""
+        return UnsupportedOperatorError(f"{self.path}: {what}{self.source}; {remedy}")
+
+    def read_error(self, overload: Any = None, *, as_text: bool = False) -> UnsupportedOperatorError:
+        """The error where elements are read that may not be, by a call of an operator or, as for a text, without."""
+        if as_text:
+            what, remedy = "its code makes a text of a tensor, as to print it", "call jacsparse.jacobian, which runs it"
+            return self.unsupported(what, f"leave that out, for no replay repeats it, or {remedy}")
+        if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
+            remedy = "take elements by their numbers, or keep the shape, with torch.where"
+            return self.unsupported("a size depends on what a tensor holds", remedy)
+        remedy = (
+            "no pattern holds for all inputs: use PyTorch's functions, as torch.sin for math.sin or NumPy's, and "
+            "torch.where for a branch; or call jacsparse.jacobian, which runs the function each time"
+        )
+        return self.unsupported("its code asks what a tensor holds", remedy)

@@ -16,9 +16,8 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from ..runtime import DispatchMode
-from .graph import tensors_in
-from .operators import RUNNING, is_written, with_memory
-from .traces import memory_of
+from .operators import RUNNING, is_written, tensors_in, with_memory
+from .storages import memory_of
 
 aten = torch.ops.aten
 

@@ -1,8 +1,7 @@
 """Graphs of what a function does: ATen calls in single-assignment form.
 
-A graph is found in one run and holds for every run that makes the same calls. Its values are tensors by number: the
-input, what the calls read from elsewhere (captures), and what they return. A write in place makes a new value, so that
-a graph can be evaluated on other tensors without a write.
+A graph holds for every run that makes the same calls. Its values are tensors by number: the input, what the calls read
+from elsewhere (captures), and what they return. None is written to, so that a graph can be evaluated on other tensors.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
-from .modules import name_of
-from .operators import RUNNING, Facts, is_written, number_types, operator_name
-from .overwrite import Overwrite
+from .callers import source_of
+from .operators import RUNNING, Facts, FunctionCall, Gather, Rewrite, is_written, operator_name, with_written
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +77,11 @@ def captured_form(tensor: torch.Tensor) -> tuple[Form, bool]:
     return form_of(tensor), tensor.requires_grad
 
 
-def kind_of(tensor: torch.Tensor) -> type | None:
-    """The class of autograd's node of a tensor, or that of None for a leaf; None where it requires no gradient."""
-    return type(tensor.grad_fn) if tensor.requires_grad else None
-
-
 @dataclass(eq=False, slots=True)
 class Node:
-    """One call of an ATen operator."""
+    """One call of an operator."""
 
-    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or an Overwrite.
+    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, a `Gather`, a `Rewrite` or a `FunctionCall`.
     overload: Any
     facts: Facts
     #: As it was called, with references in the place of tensors and of numbers that may change.
@@ -98,8 +91,8 @@ class Node:
     arguments: dict[str, Any]
     #: The arguments that depend on the input.
     operands: tuple[Operand, ...]
-    #: The class of autograd's node of each tensor argument, in order; None where it requires no gradient.
-    kinds: tuple[type | None, ...]
+    #: For each tensor argument, whether autograd has a derivative by it.
+    differentiable: tuple[bool, ...]
     #: Whether autograd recorded the call.
     seen: bool
     #: The values of the tensors that the call returns, and then of the others that it writes to.
@@ -110,14 +103,8 @@ class Node:
     #: because PyTorch has no such derivative.
     parts: tuple[Node, ...] = ()
     by_parts: bool = False
-    #: The values among its arguments that are the same in each run, unless more than operators changes them.
-    fixed: tuple[int, ...] = ()
-    #: By the number of an argument's value, the captures that a Function computed it from, by no call that was seen.
-    behind: dict[int, tuple[int, ...]] = field(default_factory=dict)
     #: The place of the call in the graph; of one that is a part, that of the whole.
     place: int = -1
-    #: How many values and numbers there are before it and its arguments.
-    begin: tuple[int, int] = (0, 0)
     #: How far the number of autograd's node is from that which was the next one; None where it cannot be told.
     shift: int | None = 0
     #: Whether it writes to an argument, and to one from before the run.
@@ -125,15 +112,11 @@ class Node:
     writes_outside: bool = False
     #: Whether it drew random numbers.
     draws: bool = False
-    #: The shapes of its results, where they depend on what a tensor holds.
-    sizes: list[torch.Size] | None = None
     #: Whether it stands for a module's backward hooks.
     hooked: bool = False
-    #: The path of the module that made the call, and the line of the user's code, for messages.
+    #: The path of the module that made the call, and the frames from there on, for messages.
     path: str = ""
-    module: nn.Module | None = None
-    file: str = ""
-    line: int = 0
+    frames: Any = None
 
     @property
     def name(self) -> str:
@@ -142,8 +125,8 @@ class Node:
 
     @property
     def source(self) -> str:
-        """The line of code, as in `` at net.py, line 7``."""
-        return f" at {self.file}, line {self.line}" if self.file else ""
+        """The line of the user's code, as in `` at net.py, line 7``."""
+        return "" if self.frames is None else source_of(self.frames)
 
     def computed(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The results for other arguments, by their names, of which numbers may be tensors without axes."""
@@ -160,18 +143,8 @@ class Node:
         return ((name, value.number) for name, value in self.arguments.items() if type(value) is Value)
 
     def writes_to(self, argument: str) -> bool:
-        """Whether it writes to an argument, or stands for a write to it."""
+        """Whether it writes to an argument."""
         return argument.partition(".")[0] in self.facts.written
-
-    @property
-    def changes_unseen(self) -> bool:
-        """Whether it changes elements and no derivative: autograd did not see a write to what has a gradient."""
-        return self.writes_unseen and any(operand.active for operand in self.operands)
-
-    @property
-    def writes_unseen(self) -> bool:
-        """Whether it changes elements, and autograd did not see it."""
-        return (self.writes or isinstance(self.overload, Overwrite)) and not self.seen
 
 
 @dataclass(eq=False, slots=True)
@@ -201,38 +174,21 @@ class Info:
 class Graph:
     """The calls of a function of one tensor."""
 
-    input: Form
-    #: Calls that make tensors do not name it.
-    default_dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     nodes: list[Node] = field(default_factory=list)
     #: By value.
-    infos: list[Info] = field(default_factory=lambda: [Info(None, dependent=True)])
+    infos: list[Info] = field(default_factory=list)
     #: The forms of the tensors that calls read from elsewhere, by value.
     captures: dict[int, tuple[Form, bool]] = field(default_factory=dict)
     #: The values of those that have a gradient: mostly parameters.
     externals: list[int] = field(default_factory=list)
-    #: How many numbers may change.
-    scalars: int = 0
+    #: The tensors that the parts of calls read beside their operands: they are the same in each run.
+    constants: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: The value here of each of a run's values.
+    numbers: list[int] = field(default_factory=list)
     #: The output as an operand; None where it does not depend on the input.
     last: Operand | None = None
-    #: The value of the output; None where it is no result of a call.
-    output: int | None = None
-    #: What was made of the graph for later runs, by whether pruned weights are left out: `stages` makes chains, and
-    #: `jacobians` plans of Jacobians, each of one chain.
-    chains: dict[bool, Any] = field(default_factory=dict)
-    plans: dict[bool, Any] = field(default_factory=dict)
-
-    def before(self, place: int) -> Graph:
-        """A graph of the calls before a place."""
-        if place == len(self.nodes):
-            stop, scalars = len(self.infos), self.scalars
-        else:
-            stop, scalars = self.nodes[place].begin
-        captures = {value: form for value, form in self.captures.items() if value < stop}
-        externals = [value for value in self.externals if value < stop]
-        return Graph(
-            self.input, self.default_dtype, self.nodes[:place], self.infos[:stop], captures, externals, scalars
-        )
+    #: The value of the output.
+    output: int = -1
 
     @functools.cached_property
     def differentiated(self) -> list[Node]:
@@ -245,69 +201,24 @@ class Graph:
         return (each for node in self.nodes for each in (node.parts if node.by_parts else (node,)))
 
     @functools.cached_property
-    def writes(self) -> bool:
-        """Whether a call writes to an argument."""
-        return any(node.writes for node in self.nodes)
+    def contents(self) -> dict[int, torch.Tensor]:
+        """The elements of indices and masks on which patterns depend, by value."""
+        nodes = {id(node): node for node in (*self.nodes, *self.differentiated)}.values()
+        return {node.arguments[name].number: each for node in nodes for name, each in node.contents.items()}
 
     @property
     def drawing(self) -> str | None:
         """The path of the first module that drew random numbers; None where none did."""
         return next((node.path for node in self.nodes if node.draws), None)
 
-    def new_node(
-        self,
-        overload: Any,
-        facts: Facts,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
-        values: Mapping[int, int],
-        *,
-        varies: bool,
-        free: bool,
-    ) -> tuple[Node, list[Any]]:
-        """A node of a call, which is no part of the graph yet, and the numbers in it that other runs may change.
-
-        `values` are those of the tensors among the arguments, by ``id``. Runs may change factors and terms where it
-        `varies`, and all floats where these are also `free`.
-        """
-        kinds, scalars = list[Any](), list[Any]()
-
-        # It does not call itself: a cycle would keep the tensors until the garbage collector runs.
-        def referred_to(name: str, value: Any) -> Any:
-            if isinstance(value, torch.Tensor):
-                kinds.append(kind_of(value))
-                return Value(values[id(value)])
-            types = number_types(overload, name, args[0], free) if varies and type(value) in (int, float) else ()
-            if type(value) in types:
-                scalars.append(value)
-                return Scalar(self.scalars + len(scalars) - 1, types, value if value in (0, 1) else None)
-            return tuple(value) if isinstance(value, (list, tuple)) else value
-
-        def reference(name: str, value: Any) -> Any:
-            if isinstance(value, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in value):
-                return [referred_to(name, part) for part in value]
-            return referred_to(name, value)
-
-        positional = tuple([reference(name, value) for name, value in zip(facts.names, args, strict=False)])
-        named = {name: reference(name, value) for name, value in kwargs.items()}
-        self.scalars += len(scalars)
-        arguments: dict[str, Any] = {}
-        for name, value in (*zip(facts.names, positional, strict=False), *named.items()):
-            parts = {f"{name}.{n}": part for n, part in enumerate(value)} if type(value) is list else {name: value}
-            arguments |= parts
-        node = Node(overload, facts, positional, named, arguments, (), tuple(kinds), torch.is_grad_enabled())
-        return node, scalars
-
     def info(self, node: Node, dependent: bool) -> Info:
         """What is known of the results of a call."""
         infos = [self.infos[value] for _, value in node.tensors]
-        externals = self.externals_of(node) if node.operands or node.seen else frozenset[int]()
         drawn = node.facts.random or any(info.drawn for info in infos)
         has_scalars = any(type(value) is Scalar for value in node.arguments.values())
         # What is in fresh memory, others may have put there.
         fixed = not drawn and not has_scalars and (node.facts.of_shape or all(info.fixed for info in infos))
-        fixed = fixed and not node.facts.fresh
-        return Info(node, None, dependent, drawn, fixed, externals)
+        return Info(node, None, dependent, drawn, fixed and not node.facts.fresh, self.externals_of(node))
 
     def nodes_for(self, value: int, known: Callable[[int], bool]) -> list[Node]:
         """The nodes that compute a value from known ones, in order.
@@ -323,7 +234,7 @@ class Graph:
             each = waiting.pop()
             if each not in needed and not known(each):
                 node = self.infos[each].replayed
-                if node is None or node.draws:
+                if node is None or node.draws or isinstance(node.overload, FunctionCall):
                     raise LookupError
                 needed[each] = node
                 waiting.extend(operand for _, operand in node.tensors)
@@ -344,24 +255,15 @@ class Graph:
 
     def externals_of(self, node: Node, through: Collection[str] = ()) -> frozenset[int]:
         """The places of the externals that the arguments of a call were computed from, but for those in `through`."""
-        inactive = {operand.name for operand in node.operands if not operand.active}
-        values = (value for name, value in node.tensors if name not in through and name not in inactive)
+        pairs = zip(node.tensors, node.differentiable, strict=True)
+        values = (value for (name, value), differentiable in pairs if differentiable and name not in through)
         return frozenset[int]().union(*(self.infos[value].externals for value in values))
-
-
-def name_modules(graph: Graph, module: nn.Module) -> None:
-    """Name the parts of a module that made new calls by their paths."""
-    paths = {id(part): name for name, part in reversed(list(module.named_modules()))}
-    for node in graph.nodes:
-        for each in (node, *node.parts) if not node.path else ():
-            each.path = paths.get(id(each.module), "") or name_of(each.module or module)
-            each.module = None
 
 
 def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
-    if isinstance(overload, Overwrite):
-        return [overload(arguments["tensor"], arguments["written"])]
+    if isinstance(overload, (Gather, Rewrite)):
+        return [overload(*arguments.values())]
     if overload is torch.ops.aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
         # A number may be a tensor without axes.
         overload = torch.ops.aten.rsub.Tensor
@@ -387,24 +289,11 @@ def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor
     return with_written(overload(*positional, **named), written)
 
 
-def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a call returned, and then the others that it wrote to."""
-    returned = tensors_in(result)
-    return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors that a value is, or that it holds in lists and tuples."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
-
-
 class Values(dict[int, torch.Tensor]):
     """The values of a graph, computed from known ones where they are asked for, with the numbers of some run."""
 
     def __init__(self, graph: Graph, known: Mapping[int, torch.Tensor], scalars: Sequence[Any]) -> None:
-        super().__init__(known)
+        super().__init__({**graph.constants, **known})
         self.graph, self.scalars = graph, scalars
 
     def __missing__(self, value: int) -> torch.Tensor:

@@ -1,4 +1,8 @@
-"""Facts about ATen operators that hold for every call."""
+"""Operators, and facts about them that hold for every call: ATen's, and those that a record has in the place of writes.
+
+A record has no writes. What a tensor on a storage that was written to has of several values, it takes by a `Gather`;
+where autograd did not see a write, by a `Rewrite`. A `FunctionCall` is what a ``torch.autograd.Function`` did.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,61 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..decompositions import WEIGHTED, decomposition
 from ..patterns import CONSTANT, RULES, Rule, rule_of
-from .overwrite import Overwrite, extent_of
+from .storages import Contents, extent_of
+
+
+@dataclass(frozen=True, eq=False)
+class Gather:
+    """An operator: a tensor of elements of others.
+
+    Attributes
+    ----------
+    which : ndarray of int
+        For each element, which one of the tensors has it.
+    places : ndarray of int, the same shape
+        Its place there, in C order.
+    """
+
+    which: np.ndarray
+    places: np.ndarray
+
+    name = "jacsparse.gather"
+
+    def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
+        device = tensors[0].device
+        if len(tensors) == 1:
+            return tensors[0].reshape(-1)[torch.from_numpy(self.places).to(device)]
+        begins = np.cumsum([0, *(each.numel() for each in tensors[:-1])])
+        places = torch.from_numpy(begins[self.which] + self.places)
+        return torch.cat([each.reshape(-1) for each in tensors])[places.to(device)]
+
+
+@dataclass(frozen=True, eq=False)
+class Rewrite:
+    """An operator: the elements of one tensor, with the derivative of another one.
+
+    That is a tensor which was written to where autograd does not look.
+    """
+
+    name = "jacsparse.rewrite"
+
+    def __call__(self, elements: torch.Tensor, derivative: torch.Tensor) -> torch.Tensor:
+        return derivative + (elements - derivative).detach() if derivative.requires_grad else elements.detach()
+
+
+@dataclass(frozen=True, eq=False)
+class FunctionCall:
+    """A ``torch.autograd.Function`` in a run: autograd's node, which has its backward pass."""
+
+    node: Any
+    output: int
+
+    name = "jacsparse.function"
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -42,11 +96,16 @@ class Facts:
     parts: Callable[..., Any] | None = None
     #: Other operators that compute its results where its weights, constants to its rule, depend on the input.
     weighted: Callable[..., Any] | None = None
+    #: Whether one of its arguments, `other`, is a factor or a term.
+    of_numbers: bool = False
 
     @property
-    def exact(self) -> bool:
-        """Whether a pattern may depend on its floating-point arguments, in any way."""
-        return self.rule is None or self.rule.reads_numbers
+    def bakes(self) -> bool:
+        """Whether what is made of a call that depends on the input holds for its numbers alone.
+
+        Its pattern may depend on them, or other operators take its place, with these numbers.
+        """
+        return self.rule is None or self.rule.reads_numbers or self.contents or self.weighted is not None
 
     @property
     def fresh(self) -> bool:
@@ -59,14 +118,17 @@ class Facts:
         return self.rule is not None and self.rule.reads_contents
 
 
-#: Those of an `Overwrite`.
-OVERWRITES = Facts(Overwrite.name, rule_of(Overwrite.name), ("tensor", "written"), ("tensor",))
+#: Those of the operators that are no overloads of ATen's.
+_OURS: dict[type, Facts] = {}
 
 # By the operator's ``id``: operators live as long as the process, and their hash is slow.
 _FACTS: dict[int, Facts] = {}
 
 
 def facts_of(overload: Any) -> Facts:
+    ours = _OURS.get(type(overload))
+    if ours is not None:
+        return ours
     facts = _FACTS.get(id(overload))
     # A rule may have been registered since, or one that was may be gone.
     if facts is None or RULES.get(facts.name) is not facts.rule_by_name:
@@ -95,6 +157,7 @@ def _new_facts(overload: Any) -> Facts:
         reshapes=torch.Tag.inplace_view in tags,
         parts=parts,
         weighted=WEIGHTED.get(overload),
+        of_numbers=overload in OF_NUMBERS,
     )
 
 
@@ -118,9 +181,13 @@ def draws(overload: Any, arguments: dict[str, Any]) -> bool:
     return all(values.get(name) for name in names & {"train", "training", "p", "dropout_p"})
 
 
-@functools.cache
 def defaults_of(overload: Any) -> Mapping[str, Any]:
     """The parameters of an operator that have defaults, with these."""
+    return {} if type(overload) in _OURS else _defaults_of(overload)
+
+
+@functools.cache
+def _defaults_of(overload: Any) -> Mapping[str, Any]:
     return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}
 
 
@@ -146,13 +213,19 @@ def _as_strided_scatter(
     x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
     """What a forward-mode derivative of a write to a view writes, in graphs without writes."""
-    return Overwrite(extent_of(x), (torch.Size(size), tuple(stride), offset))(x, source)
+    contents = Contents(x.untyped_storage().nbytes() // x.element_size())
+    contents.write(extent_of(x), 0)
+    contents.write((torch.Size(size), tuple(stride), offset), 1)
+    pieces = contents.read(extent_of(x))
+    if isinstance(pieces, int):
+        return source.reshape(x.shape)
+    return Gather(pieces.which, pieces.places)(*((x, source)[value] for value in pieces.values))
 
 
 def operator_name(overload: Any) -> str:
     """The name of an operator, as in ``aten.add``; ``aten.add_``, which writes in place, has the same one."""
     # Of these, which know places of elements, no cache keeps any.
-    return Overwrite.name if isinstance(overload, Overwrite) else _name_of(overload)
+    return overload.name if type(overload) in _OURS else _name_of(overload)
 
 
 @functools.cache
@@ -196,11 +269,30 @@ def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -
     return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
 
 
-def number_types(overload: Any, name: str, first: Any, free: bool) -> tuple[type, ...]:
-    """What a number among the arguments of a call may be in other runs; empty where it is a part of the graph."""
-    if not free:
-        return ()
-    if overload in OF_NUMBERS and name == "other":
+def number_types(facts: Facts, name: str, first: Any) -> tuple[type, ...]:
+    """What a number among the arguments of a call may be in other runs; empty where it is none that may change."""
+    if facts.of_numbers and name == "other":
         floats = isinstance(first, torch.Tensor) and first.is_floating_point()
         return (int, float) if floats else (int,)
     return (float,)
+
+
+def operand_names(overload: Any, count: int) -> tuple[str, ...]:
+    """The names of the arguments of an operator that is no overload of ATen's."""
+    return ("elements", "derivative") if isinstance(overload, Rewrite) else tuple(f"tensors.{n}" for n in range(count))
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors that a value is, or that it holds in lists and tuples."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [tensor for part in value for tensor in tensors_in(part)] if isinstance(value, (list, tuple)) else []
+
+
+def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a call returned, and then the others that it wrote to."""
+    returned = tensors_in(result)
+    return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
+
+
+_OURS |= {kind: Facts(kind.name, rule_of(kind.name), (), ()) for kind in (Gather, Rewrite, FunctionCall)}

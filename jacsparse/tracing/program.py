@@ -16,8 +16,7 @@ import torch
 
 from ..patterns import CONSTANT, WHOLE, Call, Layout, MixedSamplesError, Rule, UnsupportedOperatorError, Use, rule_of
 from .graph import Node, Operand, Value, results_of
-from .operators import defaults_of, operator_name
-from .overwrite import Overwrite
+from .operators import Gather, Rewrite, defaults_of, operator_name
 from .traces import Trace
 
 _SAME = torch.ops.aten.alias.default
@@ -31,7 +30,7 @@ class Operation:
     node: Node
     #: The place of the value among the call's results.
     number: int
-    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or an Overwrite.
+    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, or a `Gather`.
     overload: Any
     #: The arguments through which a derivative passes, and their values.
     operands: dict[str, int]
@@ -56,7 +55,8 @@ class Operation:
     @functools.cached_property
     def referenced(self) -> Mapping[str, Any]:
         """The arguments of the call by name, with references to tensors and numbers of runs."""
-        return {"self": Value(*self.operands.values())} if self.node.changes_unseen else self.node.arguments
+        rewrites = isinstance(self.node.overload, Rewrite)
+        return {"self": Value(*self.operands.values())} if rewrites else self.node.arguments
 
     @functools.cached_property
     def random(self) -> bool:
@@ -119,7 +119,7 @@ class Program:
             if self.layouts.get(value) == self.layouts[0]
             and self.shapes[value][:1] == (1,)
             and value not in self.uncut
-            and not isinstance(self.operations[value].overload, Overwrite)
+            and not isinstance(self.operations[value].node.overload, (Gather, Rewrite))
         ]
         return [0, *inner, self.output]
 
@@ -253,17 +253,16 @@ def _operation(
 ) -> Operation:
     """The operation that computes a value."""
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
-    defaults = {} if isinstance(overload, Overwrite) else defaults_of(overload)
-    arguments = {**defaults, **{name: trace.read(argument) for name, argument in node.arguments.items()}}
-    if node.changes_unseen:
+    arguments = {**defaults_of(overload), **{name: trace.read(argument) for name, argument in node.arguments.items()}}
+    rewrites = isinstance(overload, Rewrite)
+    if rewrites:
         # The derivative is that of what was written to.
-        written = [operand for operand in operands if node.writes_to(operand.name)]
         overload, number = _SAME, 0
-        operands = [operand._replace(name="self") for operand in written]
-        arguments = {"self": trace.elements(operands[0].value)} if operands else {}
+        operands = [operand._replace(name="self") for operand in operands]
+        arguments = {"self": trace.tensor(operands[0].value)} if operands else {}
     active = {operand.name: operand.value for operand in operands}
     name, where = operator_name(overload), node.path
-    dependent = frozenset(active) if node.changes_unseen else frozenset(operand.name for operand in node.operands)
+    dependent = frozenset(active) if rewrites else frozenset(operand.name for operand in node.operands)
     coupling = Operation(value, node, number, overload, active)
     if not program.layouts.keys() >= set(active.values()):
         return coupling

@@ -6,6 +6,7 @@ import contextlib
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,11 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import has_tangent, is_transformed, transform_under_way, without_compiling
-from .callers import is_users
-from .graph import Graph, tensors_in
+from .callers import Callers, is_users
+from .capture import Recorder, capture
+from .graphs import GRAPHS, new_trace
 from .modules import name_of, tensors_of
-from .operators import operator_name
-from .tracer import Tracer
+from .operators import operator_name, tensors_in
 from .traces import Trace, observing
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
@@ -43,8 +44,8 @@ def random_tensor(shape: tuple[int, ...], like: torch.Tensor, generator: torch.G
 def traced(
     module: nn.Module,
     x: torch.Tensor,
-    graphs: Sequence[Graph] = (),
     *,
+    cached: bool = False,
     readable: bool = True,
     hidden: Sequence[torch.Tensor] = (),
 ) -> Trace:
@@ -56,8 +57,8 @@ def traced(
         It runs once.
     x : Tensor, (batch, *input_shape)
         The module gets a copy, which it may overwrite.
-    graphs : sequence of Graph
-        Graphs that the run may have, the most probable first. The trace has one of them where it makes the same calls.
+    cached : bool
+        Whether the graph may be that of an earlier run that made the same calls.
     readable : bool
         Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
     hidden : sequence of Tensor
@@ -70,25 +71,20 @@ def traced(
     UnsupportedOperatorError
         Where a derivative is not that of the operators, or where elements are read although `readable` is False.
     """
+    callers, reads = Callers(module), None if readable else partial(Unreadable, hidden=hidden)
+    # Functions given to torch.compile run as they are written, operator by operator.
+    as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with torch.enable_grad():
-            # No leaf, so that the module may write to it.
-            copy = x.detach().requires_grad_().clone()
-            tracer = Tracer(Trace(module, copy), graphs, readable)
-            # Functions given to torch.compile run as they are written, operator by operator.
-            as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()
-            unreadable = contextlib.nullcontext() if readable else _Unreadable(tracer, hidden)
-            with observing(), tracer, as_written, unreadable:
-                output = module(copy)
-            trace = tracer.finished(output)
+        with observing(), as_written:
+            run = capture(module, x, callers, reads)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         for name, tensor in (*module.named_parameters(), *module.named_buffers()):
             _check_alike(module, name, tensor, x, error)
-        raise _in_users_words(module, x, error) from error
-    check_outside_transforms(module, trace.tensors)
-    return trace
+        raise _in_users_words(module, x, callers, error) from error
+    check_outside_transforms(module, run.tensors)
+    return GRAPHS.trace_of(module, run) if cached else new_trace(module, run)
 
 
 def check_outside_transforms(f: Any, tensors: Iterable[Any]) -> None:
@@ -103,7 +99,7 @@ def check_outside_transforms(f: Any, tensors: Iterable[Any]) -> None:
         raise TypeError(f"{name}: a tensor has a tangent of forward mode, which would be lost; {remedy}")
 
 
-class _Unreadable(TorchFunctionMode):
+class Unreadable(TorchFunctionMode):
     """Raises where Python reads elements, without a call of an operator, that may be others in another call.
 
     These are all but those that the run computes of constants alone. ``.data`` calls no operator either: its result is
@@ -116,15 +112,14 @@ class _Unreadable(TorchFunctionMode):
     MAKES = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.sparse_coo_tensor))
     DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-    def __init__(self, tracer: Tracer, hidden: Sequence[torch.Tensor]) -> None:
+    def __init__(self, recorder: Recorder, hidden: Sequence[torch.Tensor]) -> None:
         super().__init__()
-        self.tracer, self.hidden = tracer, hidden
+        self.recorder, self.hidden = recorder, hidden
 
     def _may_not_be_read(self, tensor: torch.Tensor) -> bool:
-        if self.tracer.depends_on_input(tensor) or any(tensor is each for each in self.hidden):
+        if self.recorder.depends_on_input(tensor) or any(tensor is each for each in self.hidden):
             return True
-        graph, number = self.tracer.trace.graph, self.tracer.numbers.get(id(tensor))
-        return number is None or graph.made_of(number, graph.captures)
+        return self.recorder.run.is_of_captures(self.recorder.numbers.get(id(tensor)))
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read: Sequence[Any] = ()
@@ -135,10 +130,10 @@ class _Unreadable(TorchFunctionMode):
             lists = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, (list, tuple))]
             read = [each for each in _pytree.tree_leaves(lists) if isinstance(each, torch.Tensor)]
         if any(map(self._may_not_be_read, read)):
-            raise self.tracer.derivatives.read_error(None, as_text=is_text)
+            raise self.recorder.callers.read_error(as_text=is_text)
         result = function(*args, **(kwargs or {}))
-        if function is self.DATA and self.tracer.depends_on_input(args[0]):
-            self.tracer.alias(result, args[0])
+        if function is self.DATA and self.recorder.depends_on_input(args[0]):
+            self.recorder.alias(result, args[0])
         return result
 
 
@@ -153,22 +148,16 @@ def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Te
         raise TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them") from error
 
 
-def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exception:
+def _in_users_words(module: nn.Module, x: torch.Tensor, callers: Callers, error: Exception) -> Exception:
     """An error that names the innermost module and the operator at which a run ended, and what these got."""
-    paths = {id(part): name for name, part in module.named_modules()}
     arguments = getattr(module, "arguments", None)
     call = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"
-    where, part, operator, tensors = name_of(module), module, "", list[torch.Tensor]()
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        names = frame.f_locals
-        if frame.f_code is nn.Module._call_impl.__code__:
-            inner, args = names["self"], names["args"]
-            if id(inner) in paths and args and isinstance(args[0], torch.Tensor):
-                where, part = paths[id(inner)] or name_of(inner), inner
-                call = f"an input of shape {tuple(args[0].shape[1:])}"
-        elif frame.f_code is Tracer.__torch_dispatch__.__code__:
-            operator = operator_name(names["overload"])
-            tensors = tensors_in((*names["args"], *(names["kwargs"] or {}).values()))
+    where, part = name_of(module), module
+    if callers.failed is not None:
+        where, part, args = callers.failed
+        if args and isinstance(args[0], torch.Tensor):
+            call = f"an input of shape {tuple(args[0].shape[1:])}"
+    operator, args = callers.call or (None, ())
     source = _source_of(error)
     if str(error).startswith("derivative for aten::"):
         # Within the run, as for a Hessian.
@@ -179,10 +168,10 @@ def _in_users_words(module: nn.Module, x: torch.Tensor, error: Exception) -> Exc
             f"{where}: a function of functions, as torch.cond, is no operator{source}; write it with Python's if and "
             "loops, or torch.where"
         )
-    dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors if tensor.is_floating_point()))
+    dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point()))
     if len(dtypes) > 1 and "type" in str(error):
         return TypeError(
-            f"{where}: {operator} gets tensors of {' and '.join(dtypes)}{source}; convert them to one dtype, as by "
+            f"{where}: {operator_name(operator)} gets tensors of {' and '.join(dtypes)}{source}; convert them to one dtype, as by "
             f".to({dtypes[0]}): {error}"
         )
     what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)

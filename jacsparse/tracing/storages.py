@@ -10,13 +10,14 @@ derivatives as they were: from then on a storage knows both apart.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from .overwrite import Extent, extent_of
-from .traces import base_of
+#: Size, stride and offset of a tensor: where its elements are in memory.
+Extent = tuple[torch.Size, tuple[int, ...], int]
 
 #: For an element that no value of the run has.
 OUTSIDE = -1
@@ -83,6 +84,20 @@ class Contents:
         return self._owners, self._places
 
 
+def extent_of(tensor: torch.Tensor) -> Extent:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+def memory_of(tensor: torch.Tensor) -> int:
+    """The memory that a tensor lies in; 0 for a sparse tensor, which has several."""
+    return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor that autograd knows `tensor` as a view of; `tensor` itself where it is no view."""
+    return tensor._base if tensor._base is not None else tensor
+
+
 def numbered(shape: torch.Size) -> np.ndarray:
     """The places of a tensor's elements in C order, in its shape."""
     return np.arange(shape.numel()).reshape(shape)
@@ -143,3 +158,88 @@ class WrittenStorage:
     def family(self, tensor: torch.Tensor) -> int:
         """The number of the tensors that autograd takes for views of the same one."""
         return self._families.setdefault(base_of(tensor)._cdata, len(self._families))
+
+
+class Storages:
+    """The storages that a run writes to, or looks at under another name; `tensors` are its values."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = tensors
+        self._storages: dict[int, WrittenStorage] = {}
+        #: By a tensor's id, how many of the writes to its storage its value has.
+        self._known: dict[int, int] = {}
+        #: By storage, the values on it; and of how many values that is known.
+        self._values_on: dict[int, list[int]] = {}
+        self._placed = 0
+
+    def __len__(self) -> int:
+        return len(self._storages)
+
+    def get(self, tensor: torch.Tensor) -> WrittenStorage | None:
+        """The storage of a tensor, if it is one of these."""
+        return self._storages.get(memory_of(tensor))
+
+    def values_on(self, tensor: torch.Tensor) -> list[int]:
+        """The values on a tensor's storage that nobody has overwritten."""
+        for value in range(self._placed, len(self._tensors)):
+            self._values_on.setdefault(memory_of(self._tensors[value]), []).append(value)
+        self._placed = len(self._tensors)
+        return self._values_on.get(memory_of(tensor), [])
+
+    def overwrite(self, tensor: torch.Tensor) -> list[int]:
+        """The values on a tensor's storage, which it is about to overwrite."""
+        values = self.values_on(tensor)
+        self._values_on.pop(memory_of(tensor), None)
+        return values
+
+    def look_at(self, tensor: torch.Tensor) -> WrittenStorage | None:
+        """The storage of a tensor, from now on known element by element; None for a sparse one."""
+        memory = memory_of(tensor)
+        if not memory or memory in self._storages:
+            return self._storages.get(memory)
+        storage = self._storages[memory] = WrittenStorage(len(self._storages), tensor)
+        # The last values of whole tensors are enough: others are views of these.
+        for value in self.values_on(tensor):
+            known = self._tensors[value]
+            if known._base is None and known.element_size() == storage.itemsize:
+                storage.begin(known, value)
+        return storage
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor's value is what it holds now."""
+        storage = self.get(tensor)
+        if storage is not None:
+            self._known[id(tensor)] = storage.writes
+
+    def note_as(self, result: torch.Tensor, tensor: torch.Tensor) -> None:
+        """Note that a tensor's value is that of another one."""
+        if id(tensor) in self._known:
+            self._known[id(result)] = self._known[id(tensor)]
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor has no value any more."""
+        self._known.pop(id(tensor), None)
+
+    def is_noted(self, tensor: torch.Tensor, storage: WrittenStorage) -> bool:
+        """Whether a tensor's value has all writes to its storage."""
+        return self._known.get(id(tensor), 0) == storage.writes
+
+
+def replaces(tensor: torch.Tensor, other: Any) -> bool:
+    """Whether a copy makes a tensor another one of its form, of which only the elements count."""
+    return (
+        isinstance(other, torch.Tensor)
+        and tensor.layout == other.layout == torch.strided
+        and (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
+        and not (tensor.is_conj() or tensor.is_neg() or other.is_conj() or other.is_neg())
+    )
+
+
+def are_alike(view: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether a view has elements of a tensor as they are."""
+    return (
+        view.layout == torch.strided
+        and view.dtype == tensor.dtype
+        and view.is_conj() == tensor.is_conj()
+        and view.is_neg() == tensor.is_neg()
+    )

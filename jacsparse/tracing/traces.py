@@ -12,8 +12,10 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
-from .graph import Graph, Node, Value, form_of, referred
+from .captured_run import CapturedRun
+from .graph import Graph, Node, Value, referred
 from .saved_tensors import version_of
+from .storages import memory_of
 
 
 class Trace:
@@ -22,14 +24,14 @@ class Trace:
     A tensor that was overwritten during the run is computed anew where its elements are asked for.
     """
 
-    def __init__(self, module: nn.Module, x: torch.Tensor) -> None:
-        self.module, self.graph, self.input = module, Graph(form_of(x)), x
+    def __init__(self, module: nn.Module, graph: Graph, x: torch.Tensor) -> None:
+        self.module, self.graph, self.input = module, graph, x
         self.output = x
         #: By value, as the run left them; None for values that the run did not compute.
         self.tensors: list[torch.Tensor | None] = [x]
-        #: Their versions when they were computed.
+        #: Their versions when the run ended; -1 of those that it had overwritten by then.
         self.versions = [version_of(x)]
-        #: The elements of values that were overwritten later; in a replay, of all that were computed.
+        #: The elements of values that were overwritten; in a replay, of all that were computed.
         self.copies: dict[int, torch.Tensor] = {}
         self.scalars: list[Any] = []
         #: By call, the number of the node that autograd made last when it began.
@@ -41,6 +43,29 @@ class Trace:
         self._hooks = RemovableHandle.next_id
 
     @classmethod
+    def of_run(cls, module: nn.Module, graph: Graph, run: CapturedRun) -> Trace:
+        """The trace of a run that has this graph."""
+        trace, count = cls(module, graph, run.tensors[0]), len(graph.infos)
+        trace.tensors, trace.versions = [None] * count, [0] * count
+        # Backwards: an operator may return an argument, whose value that is.
+        for number in range(len(run.tensors) - 1, -1, -1):
+            trace.place(graph.numbers[number], number, run)
+        trace.copies |= graph.constants
+        trace.scalars, trace.saved_by_hooks = run.scalars, run.saved_by_hooks
+        trace.sequences = [call.sequence for call in run.calls]
+        trace.output = run.tensors[run.output]
+        return trace
+
+    def place(self, value: int, number: int, run: CapturedRun) -> None:
+        """Take a tensor of a run, by its number there, for a value."""
+        tensor = self.tensors[value] = run.tensors[number]
+        self.versions[value] = -1 if number in run.overwritten else version_of(tensor)
+        if number in run.copies:
+            self.copies[value] = run.copies[number]
+        if number in run.gradient_edges:
+            self.gradient_edges[value] = run.gradient_edges[number]
+
+    @classmethod
     def replayed(
         cls,
         graph: Graph,
@@ -50,25 +75,21 @@ class Trace:
         scalars: Sequence[Any],
     ) -> Trace:
         """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
-        trace = cls(module, x)
-        trace.graph, trace.scalars = graph, list(scalars)
-        trace.extend()
+        trace = cls(module, graph, x)
+        trace.scalars, missing = list(scalars), len(graph.infos) - 1
+        trace.tensors += [None] * missing
+        trace.versions += [0] * missing
+        trace.copies |= graph.constants
         for value, tensor in captures.items():
             trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
         return trace
 
     def without_elements(self) -> Trace:
         """A trace of the same run whose tensors have no elements, unless they are sparse."""
-        trace = Trace(self.module, _without_elements(self.input))
-        trace.graph, trace.scalars, trace.versions = self.graph, self.scalars, list(self.versions)
+        trace = Trace(self.module, self.graph, _without_elements(self.input))
+        trace.scalars, trace.versions = self.scalars, list(self.versions)
         trace.tensors = [None if tensor is None else _without_elements(tensor) for tensor in self.tensors]
         return trace
-
-    def extend(self) -> None:
-        """Make room for all values of the graph."""
-        missing = len(self.graph.infos) - len(self.tensors)
-        self.tensors += [None] * missing
-        self.versions += [0] * missing
 
     @property
     def may_have_hooks(self) -> bool:
@@ -148,16 +169,12 @@ class Trace:
 
     def gradient_edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
-        # A write gives a tensor another node.
         if value not in self.gradient_edges and self.is_intact(value):
-            self.note_gradient_edge(value)
+            # A write gives a tensor another node.
+            tensor = self.tensors[value]
+            if tensor is not None and tensor.grad_fn is not None:
+                self.gradient_edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
         return self.gradient_edges.get(value)
-
-    def note_gradient_edge(self, value: int) -> None:
-        """Note where autograd computes the gradient of a value now, unless that is known."""
-        tensor = self.tensors[value]
-        if value not in self.gradient_edges and tensor is not None and tensor.grad_fn is not None:
-            self.gradient_edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
 
 
 def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
@@ -185,13 +202,3 @@ def observing() -> Iterator[None]:
         yield
     finally:
         _STATE.depth -= 1
-
-
-def memory_of(tensor: torch.Tensor) -> int:
-    """The memory that a tensor lies in; 0 for a sparse tensor, which has several."""
-    return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
-
-
-def base_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that autograd knows `tensor` as a view of; `tensor` itself where it is no view."""
-    return tensor._base if tensor._base is not None else tensor

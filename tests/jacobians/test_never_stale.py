@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.tracing import traced
+from jacsparse.tracing import GRAPHS, traced
+from jacsparse.tracing.graphs import MOST_KEYS
 from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 from tests.patterns.operators import Apply
 
@@ -424,21 +425,19 @@ def test_sizes_that_take_turns_have_a_graph_each() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return x[(x.detach() > 0).nonzero()[:, 0]] ** 2
 
-    caches = importlib.import_module("jacsparse.stages.chain_cache")
     for number in range(8):
         x = -drawn(6).abs() - 1
         x[: 3 + number % 2] *= -1
         assert_equal(jacsparse.jacobian(f, x), dense(f, x, batched=False))
-    assert len(caches.recent_chains(f)._graphs) == 2
+    assert len(GRAPHS) == 2
 
 
-def test_functions_in_use_are_remembered() -> None:
-    caches = importlib.import_module("jacsparse.stages.chain_cache")
-    networks = [nn.ReLU() for _ in range(caches._MOST_OWNERS + 1)]
-    first = caches.recent_chains(networks[0])
-    for network in networks[1:]:
-        caches.recent_chains(network)
-        assert caches.recent_chains(networks[0]) is first
+def test_graphs_in_use_are_remembered() -> None:
+    first = traced(nn.ReLU(), torch.ones(1, 1), cached=True).graph
+    for size in range(2, MOST_KEYS + 3):
+        traced(nn.ReLU(), torch.ones(1, size), cached=True)
+        assert traced(nn.ReLU(), torch.ones(1, 1), cached=True).graph is first
+    assert len(GRAPHS) == MOST_KEYS
 
 
 def test_places_of_writes_end_with_their_graphs() -> None:
@@ -448,10 +447,10 @@ def test_places_of_writes_end_with_their_graphs() -> None:
             y[number] = x[number] ** 2
         return y
 
-    before = count_of("Overwrite")
+    before = count_of("Gather")
     jacsparse.jacobian(f, drawn(5))
-    importlib.import_module("jacsparse.stages.chain_cache")._RECENT.clear()
-    assert count_of("Overwrite") == before
+    GRAPHS.clear()
+    assert count_of("Gather") == before
 
 
 def count_of(kind: str) -> int:

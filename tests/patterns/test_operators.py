@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.stages import ChainCache, Edge, Record, pull_back_all
+from jacsparse.stages import Edge, Record, forward_pass, pull_back_all
 from tests.helpers import autograd_jacobian
 from tests.patterns.operators import OPERATORS, Apply, adaptive_pools, average_pools, convolutions, linears, max_pools
 
@@ -91,7 +91,7 @@ def pulled_back(records: list[Record], batch: int, outputs: int) -> torch.Tensor
 def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
     """All that is asked of an operator's Jacobian, and of its transpose, at each sample."""
     jacobian = jacsparse.jacobian(module, x)
-    chain, (_, records) = ChainCache().of(module, x if len(x) else x.new_zeros((1, *x.shape[1:])))
+    chain, (_, records) = forward_pass(module, x if len(x) else x.new_zeros((1, *x.shape[1:])))
     pattern = jacsparse.jacobian_pattern(module, x.shape[1:])
     assert jacobian.pattern == pattern and jacobian.batch in (1, len(x))
     rows = pulled_back(records, max(1, len(x)), pattern.shape[0])

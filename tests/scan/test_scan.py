@@ -216,7 +216,7 @@ def test_calls_for_a_module_share_its_chain(monkeypatch: pytest.MonkeyPatch) -> 
         chains.append(chain_of(trace, **options))
         return chains[-1]
 
-    monkeypatch.setattr("jacsparse.stages.chain_cache.chain_of", counted)
+    monkeypatch.setattr("jacsparse.stages.forward_passes.chain_of", counted)
     module, x = small().double(), torch.randn(3, 2, 9, 9, dtype=torch.float64)
     prune.l1_unstructured(module[0], "weight", amount=0.5)
     for _ in range(3):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from jacsparse.scan import Scanner
 from jacsparse.scan.stage_ranks import RankedScanner
-from jacsparse.stages import ChainCache
+from jacsparse.stages import forward_pass
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ from jacsparse.stages import ChainCache
 )
 def test_exchange_of_stages(costs: list[tuple[int, int, int]], expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 2)), torch.ones(5, 4)
-    chain, run = ChainCache().of(module, x)
+    chain, run = forward_pass(module, x)
     monkeypatch.setattr(dist, "get_backend", lambda group: "gloo")
     told: list[tuple[int, ...]] = []
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.stages import ChainCache, matrices
+from jacsparse.stages import forward_pass, matrices
 from jacsparse.stages.order import Order, best_order
 from tests.helpers import autograd_jacobian
 
@@ -71,7 +71,7 @@ def test_every_order_is_right(
 def test_every_way_through_a_chain_is_right(seed: int) -> None:
     """Orders that no cost would choose: each way to take each interval, drawn."""
     module, x = network(seed % 2 == 0), torch.randn(2, 2, 4, 4, dtype=torch.float64)
-    chain, (_, records) = ChainCache().of(module, x)
+    chain, (_, records) = forward_pass(module, x)
     draw = np.random.default_rng(seed)
 
     def order(first: int, last: int) -> Order:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from jacsparse import UnsupportedOperatorError
-from jacsparse.tracing.capture import CapturedRun, FunctionCall, Gather, Rewrite, capture
-from jacsparse.tracing.graph import Value, with_written
-from jacsparse.tracing.operators import facts_of, written_tensors
+from jacsparse.tracing.capture import capture
+from jacsparse.tracing.captured_run import CapturedRun
+from jacsparse.tracing.graph import Scalar, Value
+from jacsparse.tracing.operators import FunctionCall, Gather, Rewrite, facts_of, with_written, written_tensors
 from tests.helpers import Straight
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -24,9 +25,9 @@ class _OfNode(torch.autograd.Function):
     """What a Function returned in a run, with the backward pass of its node."""
 
     @staticmethod
-    def forward(ctx: Any, call: FunctionCall, *operands: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, call: FunctionCall, result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
         ctx.call = call
-        return call.result.clone()
+        return result.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -36,28 +37,29 @@ class _OfNode(torch.autograd.Function):
         with torch.no_grad():
             passed = node.apply(*gradients)
         passed = passed if isinstance(passed, tuple) else (passed,)
-        return None, *(g for g, (behind, _) in zip(passed, node.next_functions, strict=True) if behind is not None)
-
-
-def referred(argument: Any, values: dict[int, torch.Tensor], active: frozenset[int]) -> Any:
-    """An argument of a call, of which operands have a derivative where they are active."""
-    if isinstance(argument, Value):
-        return values[argument.number] if argument.number in active else values[argument.number].detach()
-    if isinstance(argument, (list, tuple)):
-        return type(argument)(referred(each, values, active) for each in argument)
-    return argument
+        pairs = zip(passed, node.next_functions, strict=True)
+        return None, None, *(g for g, (behind, _) in pairs if behind is not None)
 
 
 def computed(run: CapturedRun, x: torch.Tensor) -> torch.Tensor:
     """What a run returns for its own input, by its calls alone, with the derivatives that it says."""
     values = {0: x, **{value: run.copies.get(value, run.tensors[value]) for value in run.captures}}
     for call in run.calls:
-        args = [referred(each, values, call.active) for each in call.args]
-        kwargs = {name: referred(each, values, call.active) for name, each in call.kwargs.items()}
+        active = iter(call.active or [False] * len(call.kinds))
+
+        def referred(argument: Any, active: Iterator[bool] = active) -> Any:
+            if isinstance(argument, Value):
+                return values[argument.number] if next(active) else values[argument.number].detach()
+            if isinstance(argument, (list, tuple)):
+                return type(argument)(map(referred, argument))
+            return run.scalars[argument.place] if isinstance(argument, Scalar) else argument
+
+        args, kwargs = [*map(referred, call.args)], {name: referred(each) for name, each in call.kwargs.items()}
         if isinstance(call.overload, (Gather, Rewrite)):
             results = [call.overload(*args)]
         elif isinstance(call.overload, FunctionCall):
-            results = [_OfNode.apply(call.overload, *args)]
+            (value,) = call.results
+            results = [_OfNode.apply(call.overload, run.copies.get(value, run.tensors[value]).detach(), *args)]
         else:
             facts = facts_of(call.overload)
             for place, name in enumerate(facts.names[: len(args)]):

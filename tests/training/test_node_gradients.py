@@ -8,7 +8,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from jacsparse.stages import ChainCache, pull_back
+from jacsparse.stages import forward_pass, pull_back
 from jacsparse.training.node_gradients import pull_back_by_copies, pull_back_by_nodes
 from tests.patterns.operators import OPERATORS
 from tests.patterns.test_operators import fits
@@ -21,7 +21,7 @@ def test_stages_of_each_operator(name: str, data: st.DataObject, seed: int) -> N
     module, shape = data.draw(OPERATORS[name])
     assume(fits(module, shape, 3))
     torch.manual_seed(seed)
-    _, run = ChainCache().of(module, torch.randn(3, *shape, dtype=torch.float64))
+    _, run = forward_pass(module, torch.randn(3, *shape, dtype=torch.float64))
     for record in run.records:
         gradient, places = torch.randn_like(record.output), sorted(record.externals)
         (expected,), of_externals = pull_back([record], gradient, [record], places, ())
@@ -42,7 +42,7 @@ class SolvedByInverse(nn.Module):
 
 def test_copies_of_a_decomposed_call_have_its_elements() -> None:
     """The operators that have the derivative of an inverse compute its negative."""
-    _, run = ChainCache().of(SolvedByInverse(), torch.randn(3, 2, 3, dtype=torch.float64))
+    _, run = forward_pass(SolvedByInverse(), torch.randn(3, 2, 3, dtype=torch.float64))
     for record in run.records:
         gradient = torch.randn_like(record.output)
         (expected,), _ = pull_back([record], gradient, [record], (), ())

@@ -1,0 +1,92 @@
+"""Forward passes as chains: a run's chain is that which an earlier run of its graph has made."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ..tracing import Graph, Trace, saves_objects, traced, without_autocast, without_saving_hooks
+from .chains import Chain, chain_of, refuse_other_derivatives
+from .checks import check_shape
+from .record import Record
+
+
+class Run(NamedTuple):
+    """A forward pass, and the record of each stage of a chain."""
+
+    trace: Trace
+    records: list[Record]
+
+
+#: The chains of graphs, by whether pruned weights are left out, and whether stages may couple samples.
+_Chains = weakref.WeakKeyDictionary[Graph, dict[tuple[bool, bool], Chain]]
+#: By whose weights they are: a module's, or those that a function reads, by its code.
+_CHAINS: weakref.WeakKeyDictionary[Any, _Chains] = weakref.WeakKeyDictionary()
+_LOCK = threading.RLock()
+
+
+def chain_of_trace(
+    trace: Trace, owner: Any = None, *, pruned: bool = True, couples: bool = False
+) -> tuple[Chain, list[Record]]:
+    """The chain of a trace's graph, and each stage's record.
+
+    Its patterns omit elements that are zero in the weights of this run. Some more may be zero than in the run that it
+    was made of, which was one of the same module or function, or of the same other owner.
+    """
+    owner, key = _owner_of(trace.module if owner is None else owner), (pruned, couples)
+    with _LOCK, without_autocast(trace.input.device):
+        chains = _CHAINS.setdefault(owner, weakref.WeakKeyDictionary()).setdefault(trace.graph, {})
+        chain = chains[key] if key in chains else chain_of(trace, pruned=pruned, couples=couples)
+        # Weights that were zero when the patterns were made may have changed since.
+        chain = chains[key] = chain.adapted(trace)
+        return chain, chain.records(trace)
+
+
+def _owner_of(f: Any) -> Any:
+    """A module, the code of a function or method, or the class of another callable; another owner itself."""
+    while isinstance(f, functools.partial):
+        f = f.func
+    f = getattr(f, "__func__", f)
+    return f if isinstance(f, (nn.Module, Owner)) else getattr(f, "__code__", type(f))
+
+
+class Owner:
+    """Whose chains some are, where a module has several, as those of before and after a reset."""
+
+
+def trace_of_call(module: nn.Module, x: torch.Tensor) -> Trace:
+    """The trace of a module's run at a batch, whose graph an earlier run may have made."""
+    # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which is
+    # to be as much where the chain is found as where it is made.
+    with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
+        return traced(module, x, cached=True)
+
+
+def forward_pass(
+    module: nn.Module,
+    x: torch.Tensor,
+    owner: Any = None,
+    *,
+    pruned: bool = True,
+    couples: bool = False,
+    by_autograd: bool = True,
+) -> tuple[Chain, Run]:
+    """The chain of the calls that a module makes for a checked batch, and that forward pass.
+
+    UnsupportedOperatorError is raised where autograd would take other derivatives in it than registered ones, unless it
+    takes none.
+    """
+    check_shape(x.shape[1:])
+    trace = trace_of_call(module, x)
+    with without_saving_hooks():
+        chain, records = chain_of_trace(trace, owner, pruned=pruned, couples=couples)
+    if by_autograd and chain.registered_values:
+        with without_autocast(x.device):
+            refuse_other_derivatives(records, "a product by autograd")
+    return chain, Run(trace, records)

@@ -1,0 +1,98 @@
+"""What autograd's graph of a run says: whether its derivatives are those of the operators that were seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.autograd.function import BackwardCFunction
+
+from ..patterns import UnsupportedOperatorError
+from .autograd_nodes import is_of_hooks
+from .graph import Node
+from .operators import FunctionCall
+from .traces import Trace
+
+
+def check_derivatives(trace: Trace) -> None:
+    """Look at autograd's nodes of the values that calls used; nodes that stand for hooks mark their calls.
+
+    Raises
+    ------
+    UnsupportedOperatorError
+        Where one is not that of the operator which made the value, as that of a ``torch.autograd.Function``.
+    """
+    infos = trace.graph.infos
+    for node in trace.graph.differentiated:
+        if isinstance(node.overload, FunctionCall) and any(operand.active for operand in node.operands):
+            raise _of_function(node)
+        for operand in node.operands:
+            maker = infos[operand.value].maker
+            # An operator copies a lazy negative, without autograd.
+            if maker is not None and maker.name == "aten.clone" and not operand.active and _copies_negative(trace, maker):
+                what = "a negative is not computed before an operator works on it, as a conjugate's imaginary part"
+                raise _unsupported(maker, what, "take real and imaginary parts before the conjugate")
+    for value, edge in trace.gradient_edges.items():
+        maker = infos[value].maker
+        if maker is None or not infos[value].dependent:
+            continue
+        if is_of_hooks(edge.node):
+            maker.hooked = True
+        elif not isinstance(edge.node, BackwardCFunction):
+            _examine(trace, edge.node, maker)
+
+
+def _copies_negative(trace: Trace, maker: Node) -> bool:
+    return any(operand.active and trace.tensor(operand.value).is_neg() for operand in maker.operands)
+
+
+def _examine(trace: Trace, node: Any, maker: Node) -> None:
+    """Raise where autograd's node of a value is not that of the call that made it; note how its number is shifted."""
+    number = node._sequence_nr()
+    begun = None if maker.shift is None else trace.sequences[maker.place] + maker.shift
+    if begun == number + 1 and maker.writes:
+        # Autograd made this node first, and then that of a copy of the overwritten tensor.
+        maker.shift, begun = -1, number
+    elif begun is not None and number < begun and _is_of_operand(trace, begun, maker):
+        maker.shift, begun = number - trace.sequences[maker.place], number
+    if not any(operand.active for operand in maker.operands) and not any(maker.differentiable):
+        # No operator was seen that made its operand, as where that is a lazy conjugate.
+        what, remedy = "what depends on the input", "write it with operators, or make it a custom operator with a rule"
+        if "DifferentiableGraph" in node.name():
+            remedy = "call the function that torch.jit has compiled"
+        elif node.name() == "AliasBackward0":
+            remedy = "take as_subclass(torch.Tensor) of a tensor of another class"
+        raise _unsupported(maker, f"{node.name()} works on {what} by no operator of PyTorch's", remedy)
+    if begun not in (None, number):
+        is_view = node.name() == "AsStridedBackward0"
+        remedy = "take the view after the write" if is_view else "write it with operators"
+        if number in trace.sequences:
+            # Of an earlier call, whose result was computed again for a derivative.
+            remedy = "leave out the checkpoint, or the hooks of saved tensors"
+        raise _unsupported(maker, f"autograd's {node.name()} is not the derivative of {maker.name}", remedy)
+
+
+def _is_of_operand(trace: Trace, number: int, maker: Node) -> bool:
+    """Whether an operand has the node of this number: that of a view is made anew at its use after a write."""
+    for operand in maker.operands:
+        edge, tensor = trace.gradient_edges.get(operand.value), trace.tensors[operand.value]
+        if operand.active and edge is not None and tensor is not None and tensor._is_view():
+            if edge.node._sequence_nr() == number:  # type: ignore[attr-defined]
+                return True
+    return False
+
+
+def _of_function(node: Node) -> UnsupportedOperatorError:
+    """The error where a ``torch.autograd.Function`` works on what depends on the input."""
+    function = type(node.overload.node)._forward_cls
+    remedy = "write it with operators, as x + (f(x) - x).detach(), or make it a custom operator with a rule"
+    if function.__module__ == "torch.utils.checkpoint":
+        remedy = "pass use_reentrant=False to checkpoint"
+    what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
+    if function.__module__.startswith("jacsparse.jacobians"):
+        what = "values of a Jacobian are not differentiated by rules"
+        remedy = "take jacsparse.hessian of a scalar function, or torch.autograd's Jacobian of the values"
+    return _unsupported(node, what, remedy)
+
+
+def _unsupported(node: Node, what: str, remedy: str) -> UnsupportedOperatorError:
+    return UnsupportedOperatorError(f"{node.path}: {what}{node.source}; {remedy}")

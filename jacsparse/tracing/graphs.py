@@ -1,0 +1,270 @@
+"""The graph of a captured run: what is known of its calls in every run of its key.
+
+A graph is made once for a key, and for the elements of the indices and masks on which patterns depend. Operators
+without a rule are made of others here, by their decompositions.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..decompositions import is_sparse, operator_on_elements, selection
+from ..patterns import REGISTERED
+from .callers import Callers
+from .capture import Recorder
+from .captured_run import CapturedCall, CapturedRun
+from .derivatives import check_derivatives
+from .graph import Graph, Info, Node, Operand, Value
+from .modules import without_autocast
+from .operators import draws, facts_of, operand_names, tensors_in
+from .storages import memory_of
+from .traces import Trace
+
+_LIFTED = torch.ops.aten.lift_fresh.default
+_CROSS = torch.ops.aten.linalg_cross.default
+
+#: The most keys whose graphs are kept, and the most graphs of one, for other indices and masks.
+MOST_KEYS, MOST_GRAPHS = 64, 8
+
+
+class GraphCache:
+    """The graphs of recent runs, the last one last."""
+
+    def __init__(self) -> None:
+        self._graphs: OrderedDict[Hashable, list[Graph]] = OrderedDict()
+        self._lock = threading.RLock()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def trace_of(self, module: nn.Module, run: CapturedRun) -> Trace:
+        """The trace of a run, with the graph that an earlier one of its key and its indices has made, or a new one."""
+        # A rule may be another one by now.
+        key = run.key, len(REGISTERED)
+        with self._lock:
+            known = list(self._graphs.get(key, ()))
+        for graph in known:
+            trace = Trace.of_run(module, graph, run)
+            if all(torch.equal(trace.elements(value), each) for value, each in graph.contents.items()):
+                self._keep(key, graph)
+                return trace
+        trace = new_trace(module, run)
+        self._keep(key, trace.graph)
+        return trace
+
+    def _keep(self, key: Hashable, graph: Graph) -> None:
+        """Let a graph be the one that was used last."""
+        with self._lock:
+            others = self._graphs.pop(key, [])
+            self._graphs[key] = [graph, *(each for each in others if each is not graph)][:MOST_GRAPHS]
+            while len(self._graphs) > MOST_KEYS:
+                self._graphs.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget all graphs."""
+        with self._lock:
+            self._graphs.clear()
+
+
+#: Those of all modules and functions.
+GRAPHS = GraphCache()
+
+
+def new_trace(module: nn.Module, run: CapturedRun) -> Trace:
+    """The trace of a run, with a graph of its own.
+
+    UnsupportedOperatorError is raised where a derivative is not that of the operators.
+    """
+    return _Analysis(module, run).trace
+
+
+class _Analysis:
+    """Makes the graph of a run call by call, and with it the run's trace, which has the values so far."""
+
+    def __init__(self, module: nn.Module, run: CapturedRun) -> None:
+        self.graph = graph = Graph()
+        self.trace = trace = Trace(module, graph, run.tensors[0])
+        trace.tensors, trace.versions = [], []
+        trace.scalars, trace.saved_by_hooks = run.scalars, run.saved_by_hooks
+        trace.sequences = [call.sequence for call in run.calls]
+        #: The memory that the run has made.
+        self._inside = {memory_of(run.tensors[0])}
+        graph.numbers.append(self._new_value(Info(None, dependent=True), run, 0))
+        with torch.no_grad(), without_autocast(trace.input.device):
+            for call in run.calls:
+                self._take_captures(run, call.results.start)
+                graph.nodes.append(self._node(call, run, graph.numbers))
+        self._take_captures(run, len(run.tensors))
+        trace.output, graph.output = run.tensors[run.output], graph.numbers[run.output]
+        if graph.infos[graph.output].dependent:
+            graph.last = Operand("", graph.output, run.active)
+        check_derivatives(trace)
+
+    # Values.
+
+    def _new_value(self, info: Info, run: CapturedRun, number: int) -> int:
+        """A new value, of one of a run's tensors."""
+        value = len(self.graph.infos)
+        self.graph.infos.append(info)
+        self.trace.tensors.append(None)
+        self.trace.versions.append(0)
+        self.trace.place(value, number, run)
+        return value
+
+    def _take_captures(self, run: CapturedRun, stop: int) -> None:
+        """Give the tensors from elsewhere, of those before a number, their values."""
+        graph = self.graph
+        for number in range(len(graph.numbers), stop):
+            value, (form, has_gradient) = self._new_value(Info(None), run, number), run.captures[number]
+            graph.numbers.append(value)
+            graph.captures[value] = form, has_gradient
+            if has_gradient:
+                graph.infos[value].externals = frozenset((len(graph.externals),))
+                graph.externals.append(value)
+
+    # Calls.
+
+    def _node(self, call: CapturedCall, run: CapturedRun, numbers: list[int], *, in_parts: bool = False) -> Node:
+        """The node of a call, whose results get their values; `numbers` are those of a run's values so far."""
+        graph, trace, facts = self.graph, self.trace, facts_of(call.overload)
+
+        def here(argument: Any) -> Any:
+            if isinstance(argument, (list, tuple)):
+                parts = [here(part) for part in argument]
+                return parts if any(type(part) is Value for part in parts) else tuple(parts)
+            return Value(numbers[argument.number]) if type(argument) is Value else argument
+
+        args, kwargs = tuple(map(here, call.args)), {name: here(each) for name, each in call.kwargs.items()}
+        names = facts.names or operand_names(call.overload, len(args))
+        arguments: dict[str, Any] = {}
+        for name, value in (*zip(names, args, strict=False), *kwargs.items()):
+            parts = {f"{name}.{n}": part for n, part in enumerate(value)} if type(value) is list else {name: value}
+            arguments |= parts
+        differentiable = tuple([kind is not None for kind in call.kinds])
+        node = Node(call.overload, facts, args, kwargs, arguments, (), differentiable, call.seen)
+        node.place, node.path, node.frames = len(graph.nodes), call.path, call.frames
+        values = [value for _, value in node.tensors]
+        if not facts.of_shape:
+            pairs = zip(node.tensors, call.active or (False,) * len(values), strict=True)
+            dependent = ((*each, active) for each, active in pairs if graph.infos[each[1]].dependent)
+            node.operands = tuple(itertools.starmap(Operand, dependent))
+        if facts.contents:
+            infos = {name: graph.infos[value] for name, value in node.tensors}
+            node.contents = {
+                name: trace.elements(value).detach().clone()
+                for name, value in node.tensors
+                if not (trace.tensor(value).is_floating_point() or infos[name].fixed or infos[name].dependent)
+            }
+        if facts.random:
+            node.draws = draws(call.overload, {name: trace.read(argument) for name, argument in arguments.items()})
+        memories = {memory_of(trace.tensor(value)) for value in values}
+        results = [run.tensors[number] for number in call.results]
+        node.writes = call.writes
+        node.writes_outside = call.writes and not memories & self._inside
+        if in_parts or call.sequence < 0 or (call.writes and any(tensor._is_view() for tensor in results)):
+            # Autograd's node of a write to a view is that of its base.
+            node.shift = None
+        self._inside |= {memory_of(tensor) for tensor in results} - (memories if node.overload is not _LIFTED else {0})
+        self._add_results(node, call, run, numbers, in_parts=in_parts)
+        return node
+
+    def _add_results(
+        self, node: Node, call: CapturedCall, run: CapturedRun, numbers: list[int], *, in_parts: bool
+    ) -> None:
+        """Give the results of a call their values: those that other operators have, if these take its place."""
+        graph, begin, known = self.graph, len(self.graph.infos), list[int]()
+        dependent = bool(node.operands)
+        if dependent and (in_parts or any(operand.active for operand in node.operands)):
+            parts = self._parts_of(node)
+            # Complex results are refused under the operator's own name.
+            if parts is not None and not any(run.tensors[number].is_complex() for number in call.results):
+                known, dependent = self._decomposed(node, parts, in_parts=in_parts), False
+        results = list[int]()
+        for place, number in enumerate(call.results):
+            value = known[place] if place < len(known) else -1
+            if value < 0 or not graph.infos[value].dependent:
+                value = self._new_value(self._info(node, dependent), run, number)
+            elif value >= begin:
+                graph.infos[value].whole = node
+                self.trace.place(value, number, run)
+            numbers.append(value)
+            results.append(value)
+        node.results = tuple(results)
+
+    def _info(self, node: Node, dependent: bool) -> Info:
+        """What is known of a result of a call."""
+        info = self.graph.info(node, dependent)
+        if node.writes:
+            written = (value for name, value in node.tensors if node.writes_to(name))
+            info.externals = info.externals.union(*(self.graph.infos[value].externals for value in written))
+        return info
+
+    # Operators that are made of others.
+
+    def _parts_of(self, node: Node) -> Callable[..., Any] | None:
+        """Other operators that have the derivative of a call, if it needs such."""
+        facts, tensors = node.facts, {name: self.trace.tensor(value) for name, value in node.tensors}
+        if any(map(is_sparse, tensors.values())):
+            return operator_on_elements(node.overload, [self._given(each) for each in node.args])
+        if facts.contents and any(not tensors[operand.name].is_floating_point() for operand in node.operands):
+            return selection(node.overload, node.args)
+        if facts.weighted is not None and any(o.active and o.name in ("weight", "bias") for o in node.operands):
+            return facts.weighted
+        return facts.parts
+
+    def _given(self, argument: Any) -> Any:
+        """What an argument of a call was."""
+        if isinstance(argument, list):
+            return [self._given(part) for part in argument]
+        return self.trace.read(argument)
+
+    def _decomposed(self, node: Node, parts: Callable[..., Any], *, in_parts: bool) -> list[int]:
+        """Make the nodes of the operators that take a call's place, and return the values of their results."""
+        graph, active = self.graph, {operand.name: operand.active for operand in node.operands}
+        recorder, numbers = Recorder(Callers(self.trace.module, node.path), in_parts=True), list[int]()
+        names = iter([name for name, _ in node.tensors])
+
+        def given(argument: Any) -> Any:
+            if isinstance(argument, list):
+                return [given(part) for part in argument]
+            if type(argument) is not Value:
+                return self.trace.read(argument)
+            name, tensor = next(names), self.trace.elements(argument.number).detach()
+            tensor = tensor.clone() if node.writes_to(name) else tensor
+            numbers.append(argument.number)
+            # A derivative passes within parts wherever one may.
+            is_active = active.get(name, False)
+            recorder.begin(tensor, dependent=graph.infos[argument.number].dependent, active=is_active)
+            return tensor
+
+        args, kwargs = [given(each) for each in node.args], {name: given(each) for name, each in node.kwargs.items()}
+        with recorder:
+            results = tensors_in(parts(*args, **kwargs))
+        returned, inner, made = [recorder.read(result) for result in results], recorder.run, list[Node]()
+        for call in inner.calls:
+            self._take_constants(inner, numbers, call.results.start)
+            part = self._node(call, inner, numbers, in_parts=True)
+            made += part.parts
+            # Of a part that has parts itself, these are enough.
+            if not part.parts or not {*part.results} <= {value for each in part.parts for value in each.results}:
+                made.append(part)
+            part.parts = ()
+        self._take_constants(inner, numbers, len(inner.tensors))
+        node.parts = tuple(made)
+        # The derivative of a cross product is not elementwise.
+        node.by_parts = node.overload is _CROSS or any(is_sparse(self.trace.tensor(value)) for _, value in node.tensors)
+        return [numbers[number] for number in returned]
+
+    def _take_constants(self, inner: CapturedRun, numbers: list[int], stop: int) -> None:
+        """Give the tensors that parts have from elsewhere, of those before a number, their values."""
+        for number in range(len(numbers), stop):
+            value = self._new_value(Info(None, fixed=True), inner, number)
+            self.graph.constants[value] = inner.copies.get(number, inner.tensors[number])
+            numbers.append(value)
