@@ -314,8 +314,13 @@ def _run(
     """A run that may be replayed; no elements of the input, and of hidden tensors, may be read."""
     function = FlatFunction(f, arguments, options.has_aux)
     check_module(function)
+    def beside() -> list[torch.Tensor]:
+        """The tensors that the function returned beside its result."""
+        leaves = _pytree.tree_leaves(function.returned and function.returned.aux)
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
     with undisturbed(function, arguments.tensors[0].device):
-        trace = traced(function, arguments.flat(), readable=False, hidden=hidden or ())
+        trace = traced(function, arguments.flat(), readable=False, hidden=hidden or (), beside=beside)
         returned = function.returned
         assert returned is not None
         registered = registered_in(trace) if isinstance(f, Gradient) or options.pattern is not None else None
@@ -328,12 +333,8 @@ def _run(
                 f"registered and may be others{registered.source}; {remedy}"
             )
         _check_replays(trace, f)
-    numbers = {id(tensor): value for value, tensor in enumerate(trace.tensors)}
-
-    def valued(tensor: torch.Tensor) -> Any:
-        return Value(numbers[id(tensor)]) if id(tensor) in numbers else tensor.detach()
-
-    return trace, replace(returned, aux=_pytree.tree_map_only(torch.Tensor, valued, returned.aux))
+    values = map(Value, trace.beside)
+    return trace, replace(returned, aux=_pytree.tree_map_only(torch.Tensor, lambda _: next(values), returned.aux))
 
 
 def contents_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -31,11 +31,9 @@ from .threads import SIMD, KernelRun, KernelSequence, RowWork, on_this_thread, r
 from .torch_versions import (
     DispatchMode,
     destroy_process_groups,
-    frames_of,
     grid_sampler_is_differentiable_twice,
     is_exporting,
     parts_of_program,
-    traceback_of_caller,
     without_compiling,
 )
 from .tracers import has_tangent, is_batched, is_traced, is_transformed, transform_under_way
@@ -76,7 +74,6 @@ __all__ = [
     "destroy_process_groups",
     "flattened",
     "flushing",
-    "frames_of",
     "frozen",
     "gpu_extra",
     "grid_sampler_is_differentiable_twice",
@@ -106,7 +103,6 @@ __all__ = [
     "split",
     "symbolic_limit",
     "thread_count",
-    "traceback_of_caller",
     "transform_under_way",
     "uncompiled",
     "unsigned",

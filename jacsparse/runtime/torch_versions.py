@@ -73,19 +73,6 @@ def _one() -> int:
     return 1
 
 
-#: The frames of Python from the caller outwards, for `frames_of`: it looks at nothing that they hold, and takes half a
-#: microsecond.
-traceback_of_caller: Callable[[], Any] = functools.partial(
-    torch._C._profiler.gather_traceback, python=True, script=False, cpp=False
-)
-
-
-def frames_of(traceback: Any) -> list[tuple[str, str, int]]:
-    """The names, files and lines of a traceback's frames, the innermost first."""
-    (frames,) = torch._C._profiler.symbolize_tracebacks([traceback])
-    return [(frame["name"], frame["filename"], frame["line"]) for frame in frames]
-
-
 #: The number of this thread's dispatch modes.
 _dispatch_modes: Callable[[], int] = _one
 with contextlib.suppress(ImportError):

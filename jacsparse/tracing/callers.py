@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
+import itertools
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import frames_of, traceback_of_caller
 from .modules import name_of
 
+_CALL = nn.Module._call_impl.__code__
 _LIBRARY = sys.modules[__name__.partition(".")[0]]
 #: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout; and the file
 #: of contexts that decorate its functions.
@@ -35,14 +39,24 @@ def is_users(filename: str) -> bool:
     return not any(Path(filename).is_relative_to(folder) for folder in _FOREIGN)
 
 
-def source_of(traceback: Any) -> str:
-    """The line of the user's code that made a call within its module, as in `` at net.py, line 7``."""
-    for name, file, line in frames_of(traceback):
-        if name == nn.Module._call_impl.__name__ and not is_users(file):
+def source() -> str:
+    """The line of the user's code that runs, within the module that does, as in `` at net.py, line 7``."""
+    for frame, line in traceback.walk_stack(None):
+        code = frame.f_code
+        if code is _CALL:
             break
-        if is_users(file):
-            return f" at {file}, line {line}"
+        if is_users(code.co_filename):
+            return f" at {code.co_filename}, line {line}"
     return ""
+
+
+#: The numbers of hooks that this file registers.
+_OURS = itertools.count()
+
+
+def hooks_so_far() -> int:
+    """How many hooks of any kind have been registered, but for those here."""
+    return RemovableHandle.next_id - 2 * next(copy.copy(_OURS))
 
 
 class Callers:
@@ -54,6 +68,10 @@ class Callers:
         The path of the innermost one in the function, if that is a module; the name of any other one, or of a function.
     failed : tuple of str, Module and tuple, or None
         The innermost module whose forward pass raised: its path, itself and its arguments.
+    count : int
+        How many calls of operators there have been.
+    spans : list of tuple of int
+        Of each module that has returned, how many calls there had been before it, and after its own.
     call : tuple of OpOverload and tuple, or None
         The last call of an operator, and its positional arguments.
     """
@@ -63,12 +81,14 @@ class Callers:
         self.path = path or name_of(function)
         self.failed: tuple[str, nn.Module, tuple[Any, ...]] | None = None
         self.call: tuple[Any, Any] | None = None
-        self._outer: list[str] = []
+        self.count, self.spans = 0, list[tuple[int, int]]()
+        self._outer: list[tuple[str, int]] = []
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Callers:
         # The hooks are the process's.
+        next(_OURS)
         self._handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -81,14 +101,15 @@ class Callers:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._outer.append(self.path)
+            self._outer.append((self.path, self.count))
             self.path, self.failed = self._paths.get(id(module)) or name_of(module), None
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and self._outer:
             if result is None and self.failed is None:
                 self.failed = self.path, module, args
-            self.path = self._outer.pop()
+            self.path, begin = self._outer.pop()
+            self.spans.append((begin, self.count))
 
     @functools.cached_property
     def _paths(self) -> dict[int, str]:
@@ -96,14 +117,9 @@ class Callers:
         named = root.named_modules() if isinstance(root, nn.Module) else ()
         return {id(part): name for name, part in reversed(list(named))}
 
-    @property
-    def source(self) -> str:
-        """The line that runs."""
-        return source_of(traceback_of_caller())
-
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the module or function that runs, and the line of its code."""
-        return UnsupportedOperatorError(f"{self.path}: {what}{self.source}; {remedy}")
+        return UnsupportedOperatorError(f"{self.path}: {what}{source()}; {remedy}")
 
     def read_error(self, overload: Any = None, *, as_text: bool = False) -> UnsupportedOperatorError:
         """The error where elements are read that may not be, by a call of an operator or, as for a text, without."""

@@ -19,9 +19,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import DispatchMode, a_type, traceback_of_caller
+from ..runtime import DispatchMode, a_type
 from .autograd_nodes import is_of_hooks, is_of_operator, leads_to, next_node, node_of
-from .callers import Callers
+from .callers import Callers, hooks_so_far, source
 from .captured_run import CapturedCall, CapturedRun
 from .graph import Scalar, Value, captured_form, form_of
 from .modules import name_of
@@ -61,10 +61,12 @@ def capture(
     x: torch.Tensor,
     callers: Callers | None = None,
     reads: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
+    beside: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> CapturedRun:
     """A run of a function at a copy of an input.
 
     Errors name `callers`; where Python may not read what depends on the input, `reads` is a context that refuses it.
+    What the function has returned beside its output, `beside` tells.
     """
     callers = Callers(function) if callers is None else callers
     with torch.enable_grad():
@@ -72,9 +74,10 @@ def capture(
         copy = x.detach().requires_grad_().clone()
         recorder = Recorder(callers, readable=reads is None)
         recorder.begin(copy)
+        recorder.run.hooks = hooks_so_far()
         with callers, recorder, contextlib.nullcontext() if reads is None else reads(recorder):
             output = function(copy)
-        return recorder.finished(output)
+        return recorder.finished(output, beside())
 
 
 class Recorder(DispatchMode):
@@ -114,6 +117,7 @@ class Recorder(DispatchMode):
         self._operands: list[int] = []
         self._kinds: list[type | None] = []
         self._sequence = -1
+        self._has_hooks = False
 
     def begin(self, x: torch.Tensor, *, dependent: bool = True, active: bool = True) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
@@ -161,8 +165,8 @@ class Recorder(DispatchMode):
             return self._replaced(*args)
         return self._record(overload, facts, args, kwargs)
 
-    def finished(self, output: Any) -> CapturedRun:
-        """The run, after the function has returned its output."""
+    def finished(self, output: Any, beside: Sequence[torch.Tensor] = ()) -> CapturedRun:
+        """The run, after the function has returned its output, and other tensors beside it."""
         run = self.run
         if not isinstance(output, torch.Tensor):
             raise UnsupportedOperatorError(
@@ -171,9 +175,12 @@ class Recorder(DispatchMode):
             )
         run.output = self.read(output)
         run.active = self._kinds.pop() not in _NO_GRADIENT and self.active[run.output]
+        run.beside = [self.read(tensor) for tensor in beside]
         if self.problem is not None:
             raise self.problem
-        run.key = (*self.key, run.output, run.active)
+        if self._has_hooks:
+            run.hooked_spans = self.callers.spans
+        run.key = (*self.key, run.output, run.active, *run.hooked_spans)
         return run
 
     # Values.
@@ -220,9 +227,13 @@ class Recorder(DispatchMode):
             node = node_of(tensor)
             kind = type(node)
             if node is not None:
-                if isinstance(node, BackwardCFunction) and not is_of_hooks(node) and not is_of_operator(node):
-                    number = self._of_function(tensor, node)
-                if number not in self.run.gradient_edges:
+                if isinstance(node, BackwardCFunction):
+                    if is_of_hooks(node):
+                        self._has_hooks = True
+                    elif not is_of_operator(node):
+                        number = self._of_function(tensor, node)
+                # Another tensor with the same elements may be a view of this one.
+                if number not in self.run.gradient_edges and self.run.tensors[number] is tensor:
                     self.run.gradient_edges[number] = GradientEdge(node, tensor.output_nr)
         self._kinds.append(kind)
         self._operands.append(number)
@@ -240,8 +251,10 @@ class Recorder(DispatchMode):
         """A new value from elsewhere."""
         start = self.run.gradient_edges.get(0)
         if tensor.grad_fn is not None and start is not None and leads_to(tensor.grad_fn, {start.node}):
-            what = f"{tensor.grad_fn.name()} works on what depends on the input by no operator that was seen"
-            self.refuse(what, "write it with operators of PyTorch's, in the thread that calls")
+            what, remedy = "what another thread computes of the input", "compute it in the thread that calls"
+            if "DifferentiableGraph" in tensor.grad_fn.name():
+                what, remedy = "what torch.jit has compiled", "call the function that it was compiled from"
+            self.refuse(f"{what} is no call of this run", remedy)
         form = captured_form(tensor)
         self.key.append(form)
         number = self.bind(tensor, dependent=False, active=False, differentiable=tensor.requires_grad)
@@ -261,7 +274,9 @@ class Recorder(DispatchMode):
         if tensor.element_size() != storage.itemsize or tensor.is_conj() or tensor.is_neg():
             raise self.callers.unsupported("a tensor is written to as numbers of another kind", "compute new ones")
         number = self._held(tensor, storage.contents)
-        if tensor.requires_grad:
+        edge = self.run.gradient_edges.get(number)
+        # What autograd saved is another tensor with the same node.
+        if tensor.requires_grad and (edge is None or edge[:2] != (node_of(tensor), tensor.output_nr)):
             derivative = self._held(tensor, storage.derivatives(tensor))
             if derivative != number:
                 number = self._append(Rewrite(), (number, derivative), tensor, (False, True))
@@ -297,7 +312,7 @@ class Recorder(DispatchMode):
         base = base_of(tensor)
         if seen and any(self._kinds) and (tensor.dtype != base.dtype or tensor.is_conj()):
             # Autograd makes the view again under a lock, which a look at its node within that call waits for.
-            what = "a part, or a conjugate, of a complex tensor is written to"
+            what = "it writes to a part, or a conjugate, of a complex tensor"
             raise self.callers.unsupported(what, "compute new parts, and take torch.complex of these")
         if base.requires_grad and base.is_leaf and id(base) not in self.numbers:
             self._captured(base)
@@ -316,7 +331,8 @@ class Recorder(DispatchMode):
             return
         storage.write(tensor, value, seen=seen)
         self.numbers[id(tensor)] = value
-        self._storages.note(tensor)
+        if seen:
+            self._storages.note(tensor)
         # Views of a written storage are no calls, and a value may lie at several places.
         self.key.append((storage.number, value, extent_of(tensor), seen, storage.family(tensor)))
 
@@ -350,7 +366,8 @@ class Recorder(DispatchMode):
             active = tuple([kind not in _NO_GRADIENT and self.active[value] for value, kind in zipped])
         if depends and facts.reads and not self.readable:
             self._check_reads(overload, operands)
-        if not (depends and facts.bakes) and (kwargs or facts.of_numbers or float in map(type, args)):
+        bakes = self.in_parts or (depends and facts.bakes)
+        if not bakes and (kwargs or facts.of_numbers or float in map(type, args)):
             first = args[0] if args else None
             pairs = [self._freed(facts, *each, first) for each in zip(facts.names, args, pairs, strict=False)]
             named = {name: self._freed(facts, name, kwargs[name], pair, first) for name, pair in named.items()}
@@ -368,7 +385,7 @@ class Recorder(DispatchMode):
         numbers, path = range(first_result, len(self.run.tensors)), self.callers.path
         if facts.fresh or facts.random:
             self._irreplaceable.update(numbers)
-        self.run.calls.append(
+        self._add(
             CapturedCall(
                 overload,
                 tuple([reference for reference, _ in pairs]),
@@ -380,13 +397,17 @@ class Recorder(DispatchMode):
                 bool(written),
                 self._sequence,
                 path,
-                traceback_of_caller(),
+                source(),
             )
         )
         keys = tuple([key for _, key in pairs]), tuple([(name, key) for name, (_, key) in named.items()])
         sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic else len(results)
         self.key.append((id(overload), seen, keys, kinds, sizes, path))
         return result
+
+    def _add(self, call: CapturedCall) -> None:
+        self.run.calls.append(call)
+        self.callers.count += 1
 
     def _append(
         self, operator: Any, operands: Sequence[int], result: torch.Tensor, passes: Sequence[bool] | None = None
@@ -402,9 +423,9 @@ class Recorder(DispatchMode):
         dependent, is_active = any([self.dependent[value] for value in operands]), any(active)
         number = self.bind(result, dependent=dependent, active=is_active, differentiable=any(kinds))
         results, path = range(number, number + 1), self.callers.path
-        args, frames = tuple(map(Value, operands)), traceback_of_caller()
-        call = CapturedCall(operator, args, {}, kinds, active, True, results, path=path, frames=frames)
-        self.run.calls.append(call)
+        args = tuple(map(Value, operands))
+        call = CapturedCall(operator, args, {}, kinds, active, True, results, path=path, source=source())
+        self._add(call)
         kind = type(operator.node) if isinstance(operator, FunctionCall) else type(operator)
         self.key.append((id(kind), args, kinds, active, path, extent_of(result)))
         return number

@@ -34,9 +34,9 @@ class CapturedCall:
     writes: bool = False
     #: The number of the node that autograd made last when it began.
     sequence: int = -1
-    #: The path of the module that made it, and the frames from there on, for messages.
+    #: The path of the module that made it, and the line of the user's code in it, for messages.
     path: str = ""
-    frames: Any = None
+    source: str = ""
 
     @property
     def values(self) -> list[int]:
@@ -63,10 +63,16 @@ class CapturedRun:
     gradient_edges: dict[int, GradientEdge] = field(default_factory=dict)
     #: Whether what its operators saved passed through hooks, as those of a checkpoint within the function.
     saved_by_hooks: bool = False
+    #: If there are backward hooks of modules: the calls within each module that returned, from one to another.
+    hooked_spans: list[tuple[int, int]] = field(default_factory=list)
+    #: How many hooks had been registered when it began.
+    hooks: int = 0
     key: tuple[Hashable, ...] = ()
     output: int = -1
     #: Whether a derivative passes through the output.
     active: bool = False
+    #: The values of what the function returned beside it.
+    beside: list[int] = field(default_factory=list)
 
     def is_of_captures(self, value: int | None) -> bool:
         """Whether a value was computed from tensors from elsewhere, or is none of the run."""

@@ -17,7 +17,6 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
-from .callers import source_of
 from .operators import RUNNING, Facts, FunctionCall, Gather, Rewrite, is_written, operator_name, with_written
 
 
@@ -114,19 +113,14 @@ class Node:
     draws: bool = False
     #: Whether it stands for a module's backward hooks.
     hooked: bool = False
-    #: The path of the module that made the call, and the frames from there on, for messages.
+    #: The path of the module that made the call, and the line of the user's code in it, for messages.
     path: str = ""
-    frames: Any = None
+    source: str = ""
 
     @property
     def name(self) -> str:
         """The name of the operator, as in ``aten.add``."""
         return operator_name(self.overload)
-
-    @property
-    def source(self) -> str:
-        """The line of the user's code, as in `` at net.py, line 7``."""
-        return "" if self.frames is None else source_of(self.frames)
 
     def computed(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The results for other arguments, by their names, of which numbers may be tensors without axes."""
@@ -185,6 +179,8 @@ class Graph:
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     #: The value here of each of a run's values.
     numbers: list[int] = field(default_factory=list)
+    #: If there are backward hooks of modules: the calls within each module, from one to another.
+    hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: The output as an operand; None where it does not depend on the input.
     last: Operand | None = None
     #: The value of the output.

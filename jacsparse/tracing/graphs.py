@@ -92,7 +92,7 @@ class _Analysis:
         self.graph = graph = Graph()
         self.trace = trace = Trace(module, graph, run.tensors[0])
         trace.tensors, trace.versions = [], []
-        trace.scalars, trace.saved_by_hooks = run.scalars, run.saved_by_hooks
+        trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
         trace.sequences = [call.sequence for call in run.calls]
         #: The memory that the run has made.
         self._inside = {memory_of(run.tensors[0])}
@@ -103,6 +103,8 @@ class _Analysis:
                 graph.nodes.append(self._node(call, run, graph.numbers))
         self._take_captures(run, len(run.tensors))
         trace.output, graph.output = run.tensors[run.output], graph.numbers[run.output]
+        graph.hooked_spans = run.hooked_spans
+        trace.beside = [graph.numbers[number] for number in run.beside]
         if graph.infos[graph.output].dependent:
             graph.last = Operand("", graph.output, run.active)
         check_derivatives(trace)
@@ -149,7 +151,7 @@ class _Analysis:
             arguments |= parts
         differentiable = tuple([kind is not None for kind in call.kinds])
         node = Node(call.overload, facts, args, kwargs, arguments, (), differentiable, call.seen)
-        node.place, node.path, node.frames = len(graph.nodes), call.path, call.frames
+        node.place, node.path, node.source = len(graph.nodes), call.path, call.source
         values = [value for _, value in node.tensors]
         if not facts.of_shape:
             pairs = zip(node.tensors, call.active or (False,) * len(values), strict=True)

@@ -211,15 +211,13 @@ def _viewed(trace: Trace, value: int) -> int | None:
 
 def _between_hooks(trace: Trace) -> set[int]:
     """The values from the call of a module's hooks on its input to their call on its output."""
-    begun: dict[str, int] = {}
+    hooked = [node for node in trace.graph.nodes if node.hooked]
     values: set[int] = set()
-    for node in trace.graph.differentiated:
-        if node.hooked:
-            start, (first, *_) = begun.pop(node.path, None), node.results
-            if start is None:
-                begun[node.path] = first
-            else:
-                values.update(range(start, first))
+    for begin, end in trace.graph.hooked_spans if hooked else ():
+        # Hooks are called before the module's first call, and after its last one.
+        ends = [next((node.results[0] for node in hooked if node.place >= place), None) for place in (begin, end)]
+        if ends[0] is not None and ends[1] is not None:
+            values.update(range(*ends))
     return values
 
 

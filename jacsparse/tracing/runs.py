@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,6 +48,7 @@ def traced(
     cached: bool = False,
     readable: bool = True,
     hidden: Sequence[torch.Tensor] = (),
+    beside: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> Trace:
     """The trace of a run of a module, with all that it changes and draws.
 
@@ -63,6 +64,8 @@ def traced(
         Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
     hidden : sequence of Tensor
         Tensors from elsewhere that Python may not read either, unless it may all.
+    beside : callable
+        What the module has returned beside its output, of which the trace has the values.
 
     Raises
     ------
@@ -76,7 +79,7 @@ def traced(
     as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
         with observing(), as_written:
-            run = capture(module, x, callers, reads)
+            run = capture(module, x, callers, reads, beside)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

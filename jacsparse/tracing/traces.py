@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.utils.hooks import RemovableHandle
 
+from .callers import hooks_so_far
 from .captured_run import CapturedRun
 from .graph import Graph, Node, Value, referred
 from .saved_tensors import version_of
@@ -40,7 +40,10 @@ class Trace:
         self.gradient_edges: dict[int, GradientEdge] = {}
         #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
         self.saved_by_hooks = False
-        self._hooks = RemovableHandle.next_id
+        #: The values of what the function returned beside its output.
+        self.beside: list[int] = []
+        #: How many hooks had been registered when it began.
+        self.hooks = hooks_so_far()
 
     @classmethod
     def of_run(cls, module: nn.Module, graph: Graph, run: CapturedRun) -> Trace:
@@ -51,7 +54,7 @@ class Trace:
         for number in range(len(run.tensors) - 1, -1, -1):
             trace.place(graph.numbers[number], number, run)
         trace.copies |= graph.constants
-        trace.scalars, trace.saved_by_hooks = run.scalars, run.saved_by_hooks
+        trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
         trace.sequences = [call.sequence for call in run.calls]
         trace.output = run.tensors[run.output]
         return trace
@@ -94,7 +97,7 @@ class Trace:
     @property
     def may_have_hooks(self) -> bool:
         """Whether any hook was registered anywhere since the run began; if not, no tensor of the run has one."""
-        return self._hooks != RemovableHandle.next_id
+        return self.hooks != hooks_so_far()
 
     @property
     def externals(self) -> list[torch.Tensor]:
