@@ -199,7 +199,7 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
             if chain.trained_zeros(trace):
                 chain, records = chain_of_trace(trace, f, pruned=False)
             check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
-        jacobian = _PLANS.of(chain).jacobian(trace, records, x)
+        jacobian = PLANS.of(chain).jacobian(trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
             every = chain_of_trace(trace, f, pruned=False)[0] if chain.pruned_weights else chain
@@ -305,5 +305,10 @@ class _Plans:
                 self._plans.popitem(last=False)
             return plan
 
+    def clear(self) -> None:
+        """Forget all plans."""
+        with self._lock:
+            self._plans.clear()
 
-_PLANS = _Plans()
+
+PLANS = _Plans()
