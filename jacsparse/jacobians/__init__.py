@@ -5,9 +5,9 @@
 
 ``jacobian(f, x)``
     `options` and `arguments` check what was passed, `flat_function` makes `f` a module of one flat tensor, unless it is
-    a module of one batch, and `unprepared` runs it. `ChainCache.of_run` finds the run's graph, with its chain of local
-    Jacobians, or makes both. The graph's `JacobianPlan` has the chain multiplied in the first runs; then it looks for a
-    cheaper way (`choice`), whose `Evaluator.values` are those of later runs.
+    a module of one batch, and `unprepared` runs it. `trace_of_call` captures the run, and finds its graph by key;
+    `chain_of_trace` has the chain of local Jacobians of that. The chain's `JacobianPlan` has it multiplied in the first
+    runs; then it looks for a cheaper way (`choice`), whose `Evaluator.values` are those of later runs.
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
@@ -53,11 +53,12 @@ an evaluator (`evaluator_of` says which one)
 ``jacobian_pattern(f, x)``, ``verify(f, x)``
     `sparsity`; `verification`, on `edge_matrices`.
 
-**What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and differ from the run that a
-graph was made in at the first call that is another one (`Followed`). Calls of a prepared Jacobian do not run `f`,
-unless a number or an object among the arguments makes a program of its own. They read its parameters and buffers by
-their names, and of other tensors those that `f` read when it was prepared; tensors of floats with the elements of now.
-All else is constant; what of that has changed since, only `PreparedJacobian.check` finds.
+**What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and take from earlier runs what is
+made of their key alone (`jacsparse.tracing`). Calls of a prepared Jacobian do not run `f`, unless a number or an object
+among the arguments makes a program of its own. They read its parameters and buffers by their names, and of other tensors
+those that `f` read when it was prepared; tensors of floats with the elements of now. All else is constant; what of that
+has changed since, only `PreparedJacobian.check` finds. Writes that no operator makes, as NumPy's to a tensor that `f` has
+made, and ``.data =``, are the caller's: neither looks at them.
 
 ======================================  ==============================================  ================================
 what may differ                         in a run                                        in a prepared call
@@ -65,13 +66,12 @@ what may differ                         in a run                                
 elements that were overwritten          `Trace.elements` computes them anew, or raises  nothing: a replay does not write
 weights that were zero                  `Chain.adapted`                                 `PreparedProgram._check_weights`
 masks of ``torch.where``                `Chain.adapted`                                 `PreparedProgram._captures`
-other indices, masks and integers       `Followed`, where patterns depend on them       `PreparedProgram._captures`
+other indices, masks and integers       `Graph.contents`                                `PreparedProgram._captures`
 numbers                                 `JacobianPlan._by_chosen`                       `PreparedJacobian._program`
-shapes, dtypes, autocast                `Tracer` of the input, `Followed` of the rest   `Arguments.form`; `_captures`
-other arguments                         `Followed`                                      `PreparedJacobian._program`
+shapes, dtypes, autocast                `CapturedRun.key`                               `Arguments.form`; `_captures`
+other arguments                         `CapturedRun.key`                               `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
-rules that were registered since        `ChainCache.of_run` drops its graphs            nothing
-writes by NumPy, and to ``.data``       `Followed`, by `Node.fixed`                     nothing
+rules that were registered since        `GraphCache.trace_of`                           nothing
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in
@@ -80,8 +80,8 @@ writes by NumPy, and to ``.data``       `Followed`, by `Node.fixed`             
 memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by
 samples and strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An
 evaluator is not taken beyond `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS`
-(`products`). Kept for later calls: `ChainCache.most_graphs`, with their plans, for each of the options of
-`_MOST_OWNERS` modules or functions; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at;
+(`products`). Kept for later calls: the graphs of `MOST_KEYS`, `MOST_GRAPHS` of each (`graphs` of `tracing`), with their
+chains; as many plans of these; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at;
 `MOST_SCRATCH` (`fused_values`) of a call's own memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and
 `LIMIT`, in MiB, of `disk_cache`, of symbolic results. Bounded by nothing are what PyTorch's operators take in the run,
 what loops take within a call, seeds, a backward pass's weights of all colours, patterns while they are made, what a

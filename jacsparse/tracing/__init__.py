@@ -1,10 +1,14 @@
-"""Traces of forward passes as ATen calls, and the programs that they run.
+"""Runs of functions captured as ATen calls, and the programs that they are.
 
 **The words**, here and in what uses them:
 
+`CapturedRun`
+    What a function did at an input: its calls and their tensors, by `capture`, under the one dispatch mode. A record of
+    a run has no writes: `storages` knows which value each element of a written storage holds.
 `Graph`
-    ATen calls, each a `Node`, on numbered tensors, each a `Value`, and on numbers, each a `Scalar`. All runs that make
-    these calls have this graph. What a call reads that no call made is a capture. A write makes a new value.
+    ATen calls, each a `Node`, on numbered tensors, each a `Value`, and on numbers, each a `Scalar`. All runs of one key
+    have it, if they have the same elements in the indices and masks on which patterns depend (`Graph.contents`). What a
+    call reads that no call made is a capture. `graphs` makes a graph of a run, and keeps the last ones.
 `Trace`
     The tensors and numbers of one run of a graph, or of a replay. `Trace.tensor` is for a value's form alone: it may
     have been overwritten since, where `Trace.elements` are those of the run. A `GradientEdge` is a place in autograd's
@@ -12,23 +16,12 @@
 `Program`
     The calls of a graph through which a derivative passes, each an `Operation`, as one sample sees them.
 
-**When a cached graph is another run's.** A graph is never marked as invalid. The `Tracer` takes those of the input's
-form and of the default dtype, and sees each call of a run. `Followed` compares it with the next one of a graph:
-
-- the operator, the grad mode and literal arguments; of numbers, a float may be another one, unless one of both is 0 or
-  1, it is in a list, or the call depends on the input and has no rule, has parts, or has a rule that reads numbers
-  (`Facts.exact`); an integer may be, as a factor or term (`OF_NUMBERS`);
-- which values the tensors are, the form of captures and whether they have gradients, and the class of autograd's nodes;
-- that neither NumPy nor ``.data`` changed a tensor that is the same in each run (`Node.fixed`);
-- the elements of indices and masks on which patterns depend (`Node.contents`), but for the masks of ``torch.where``;
-- the captures behind what a Function computed (`Node.behind`);
-- sizes that depend on elements (`Tracer.repeat`), and at the end the output (`Followed.ends_at`).
-
-At the first other call another cached graph goes on that begins with the same calls, or a copy of this beginning. Who
-makes something of a graph looks at the rest, which differs between its runs; the head of `jacsparse.jacobians` lists
-what looks at what. Graphs are let go of by `ChainCache` in `jacsparse.stages`: all where a rule is registered, the one
-used longest ago where there are too many, of a module or function or of these themselves, and with their module, or the
-function's code.
+**What decides a graph** is in `CapturedRun.key`: for each call the operator, whether autograd recorded it, literal
+arguments, which values its tensors are, the classes of autograd's nodes of these, the sizes that depend on elements, and
+the path of the module; of captures the form, and whether they have gradients; where writes go; the form of the input and
+the default dtype. A float is no part of it, unless it is 0 or 1, in a list, or the call depends on the input and has no
+rule, has parts, or has a rule that reads numbers or contents (`Facts.bakes`); nor is an integer that is a factor or term.
+Nothing of an earlier run is taken for this one's: tensors, numbers and autograd's nodes are the run's own.
 """
 
 from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import itertools
+import inspect
 import sys
 import threading
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
@@ -39,24 +37,35 @@ def is_users(filename: str) -> bool:
     return not any(Path(filename).is_relative_to(folder) for folder in _FOREIGN)
 
 
-def source() -> str:
-    """The line of the user's code that runs, within the module that does, as in `` at net.py, line 7``."""
-    for frame, line in traceback.walk_stack(None):
+#: The file and the line of a call.
+Place = tuple[str, int]
+
+
+def place() -> Place | None:
+    """The line of the user's code that runs, within the module that does: for messages alone."""
+    frame = inspect.currentframe().f_back.f_back.f_back  # type: ignore[union-attr]
+    while frame is not None:
         code = frame.f_code
         if code is _CALL:
             break
         if is_users(code.co_filename):
-            return f" at {code.co_filename}, line {line}"
-    return ""
+            return code.co_filename, frame.f_lineno
+        frame = frame.f_back
+    return None
 
 
-#: The numbers of hooks that this file registers.
-_OURS = itertools.count()
+def source_of(place: Place | None) -> str:
+    """A line as messages have it, as in `` at net.py, line 7``."""
+    return "" if place is None else f" at {place[0]}, line {place[1]}"
+
+
+#: How many hooks this file has registered.
+_OURS = [0]
 
 
 def hooks_so_far() -> int:
     """How many hooks of any kind have been registered, but for those here."""
-    return RemovableHandle.next_id - 2 * next(copy.copy(_OURS))
+    return RemovableHandle.next_id - _OURS[0]
 
 
 class Callers:
@@ -68,8 +77,6 @@ class Callers:
         The path of the innermost one in the function, if that is a module; the name of any other one, or of a function.
     failed : tuple of str, Module and tuple, or None
         The innermost module whose forward pass raised: its path, itself and its arguments.
-    count : int
-        How many calls of operators there have been.
     spans : list of tuple of int
         Of each module that has returned, how many calls there had been before it, and after its own.
     call : tuple of OpOverload and tuple, or None
@@ -81,14 +88,16 @@ class Callers:
         self.path = path or name_of(function)
         self.failed: tuple[str, nn.Module, tuple[Any, ...]] | None = None
         self.call: tuple[Any, Any] | None = None
-        self.count, self.spans = 0, list[tuple[int, int]]()
+        self.spans: list[tuple[int, int]] = []
+        #: The calls of operators so far.
+        self.calls: Sized = ()
         self._outer: list[tuple[str, int]] = []
         self._thread = threading.get_ident()
         self._handles: list[Any] = []
 
     def __enter__(self) -> Callers:
         # The hooks are the process's.
-        next(_OURS)
+        _OURS[0] += 2
         self._handles = [
             register_module_forward_pre_hook(self._begin),
             register_module_forward_hook(self._end, always_call=True),
@@ -101,7 +110,7 @@ class Callers:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._outer.append((self.path, self.count))
+            self._outer.append((self.path, len(self.calls)))
             self.path, self.failed = self._paths.get(id(module)) or name_of(module), None
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
@@ -109,7 +118,7 @@ class Callers:
             if result is None and self.failed is None:
                 self.failed = self.path, module, args
             self.path, begin = self._outer.pop()
-            self.spans.append((begin, self.count))
+            self.spans.append((begin, len(self.calls)))
 
     @functools.cached_property
     def _paths(self) -> dict[int, str]:
@@ -119,7 +128,7 @@ class Callers:
 
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the module or function that runs, and the line of its code."""
-        return UnsupportedOperatorError(f"{self.path}: {what}{source()}; {remedy}")
+        return UnsupportedOperatorError(f"{self.path}: {what}{source_of(place())}; {remedy}")
 
     def read_error(self, overload: Any = None, *, as_text: bool = False) -> UnsupportedOperatorError:
         """The error where elements are read that may not be, by a call of an operator or, as for a text, without."""

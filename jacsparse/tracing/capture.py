@@ -11,18 +11,19 @@ the same calls on tensors of the same forms have the same one. A number that onl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Sequence
+import functools
+import operator as operator_
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import DispatchMode, a_type
 from .autograd_nodes import is_of_hooks, is_of_operator, leads_to, next_node, node_of
-from .callers import Callers, hooks_so_far, source
-from .captured_run import CapturedCall, CapturedRun
+from .callers import Callers, hooks_so_far, place
+from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .graph import Scalar, Value, captured_form, form_of
 from .modules import name_of
 from .operators import (
@@ -35,7 +36,6 @@ from .operators import (
     number_types,
     shows,
     tensors_in,
-    with_memory,
     with_written,
     written_tensors,
 )
@@ -97,13 +97,12 @@ class Recorder(DispatchMode):
         super().__init__()
         self.callers, self.readable, self.in_parts = callers, readable, in_parts
         self.run = CapturedRun()
+        callers.calls = self.run.calls
         #: Of tensors by their ids, which live as long as the run; and of tensors that are no values themselves.
         self.numbers: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []
-        #: By value, whether it depends on the input, whether that derivative passes through it, and whether any does.
-        self.dependent: list[bool] = []
-        self.active: list[bool] = []
-        self.differentiable: list[bool] = []
+        #: By value, those of `DEPENDENT`, `ACTIVE` and `DIFFERENTIABLE` that it is.
+        self.flags = self.run.flags
         self.key: list[Hashable] = [torch.get_default_dtype()]
         #: The first call that is refused: the run goes on, since what it raises itself comes first.
         self.problem: Exception | None = None
@@ -116,16 +115,18 @@ class Recorder(DispatchMode):
         # Of the call that is recorded: its operands, and the class of autograd's node of each.
         self._operands: list[int] = []
         self._kinds: list[type | None] = []
+        self._flags = 0
+        self._has_floats = False
         self._sequence = -1
-        self._has_hooks = False
+        self._has_hooks = self._saved_by_hooks = False
 
     def begin(self, x: torch.Tensor, *, dependent: bool = True, active: bool = True) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
         self.key.append(form_of(x))
-        number = self.bind(x, dependent=dependent, active=active, differentiable=active)
+        number = self.bind(x, DEPENDENT * dependent | (ACTIVE | DIFFERENTIABLE) * active)
         self._irreplaceable.add(number)
         if x.grad_fn is not None:
-            self.run.gradient_edges[number] = GradientEdge(x.grad_fn, x.output_nr)
+            self.run.gradient_edges[number] = x.grad_fn, x.output_nr
         return number
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,12 +139,13 @@ class Recorder(DispatchMode):
             return overload(*args, **kwargs)
         # Before a look at the node of a view makes that anew.
         self._sequence = next_node() - 1
-        if not self.run.saved_by_hooks and saves_by_hooks():
-            self.run.saved_by_hooks = True
-        overload = with_memory(overload)
+        if not self._saved_by_hooks and saves_by_hooks():
+            self._saved_by_hooks = True
+        if overload is _WITHOUT_MEMORY:
+            overload = aten.zeros.default
         self.callers.call = overload, args
         facts = facts_of(overload)
-        if facts.viewed is not None and not facts.written and self._storages:
+        if facts.viewed is not None and not facts.written and self._storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
             if viewed is not None and self._storages.get(viewed) is not None:
                 result = overload(*args, **kwargs)
@@ -173,11 +175,11 @@ class Recorder(DispatchMode):
                 f"{name_of(self.callers.function)}: its output is {a_type(output)}; wrap it in a module that returns "
                 "one tensor"
             )
-        run.output = self.read(output)
-        run.active = self._kinds.pop() not in _NO_GRADIENT and self.active[run.output]
-        run.beside = [self.read(tensor) for tensor in beside]
+        run.output, *run.beside = self.values_of([output, *beside])
+        run.active = self._kinds[0] not in (None, _NONE) and bool(self.flags[run.output] & ACTIVE)
         if self.problem is not None:
             raise self.problem
+        run.saved_by_hooks = self._saved_by_hooks
         if self._has_hooks:
             run.hooked_spans = self.callers.spans
         run.key = (*self.key, run.output, run.active, *run.hooked_spans)
@@ -185,15 +187,13 @@ class Recorder(DispatchMode):
 
     # Values.
 
-    def bind(self, tensor: torch.Tensor, *, dependent: bool, active: bool, differentiable: bool) -> int:
+    def bind(self, tensor: torch.Tensor, flags: int) -> int:
         """Take a tensor for a new value."""
         number = len(self.run.tensors)
         self.run.tensors.append(tensor)
-        self.dependent.append(dependent)
-        self.active.append(active)
-        self.differentiable.append(differentiable)
+        self.flags.append(flags)
         self.numbers[id(tensor)] = number
-        if self._storages:
+        if self._storages.written:
             self._storages.note(tensor)
         return number
 
@@ -208,33 +208,38 @@ class Recorder(DispatchMode):
     def depends_on_input(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on the input."""
         number = self.numbers.get(id(tensor))
-        if self._storages:
+        if self._storages.written:
             number = self._current(tensor, number)
-        return number is not None and self.dependent[number]
+        return number is not None and bool(self.flags[number] & DEPENDENT)
+
+    def values_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
+        """The values that tensors hold after all calls."""
+        self._operands, self._kinds = [], []
+        return [self.read(tensor) for tensor in tensors]
 
     def read(self, tensor: torch.Tensor) -> int:
         """The value that a tensor holds now, an operand of the call that is recorded."""
         number = self.numbers.get(id(tensor))
-        if self._storages:
+        if self._storages.written:
             number = self._current(tensor, number)
         elif number is None:
             number = self._from_elsewhere(tensor)
         kind: type | None = None
         if self.in_parts:
-            passes = self.active[number] and id(tensor) not in self._detached
+            passes = self.flags[number] & ACTIVE and id(tensor) not in self._detached
             kind = Recorder if passes and (tensor.is_floating_point() or tensor.is_complex()) else None
         elif tensor.requires_grad:
             node = node_of(tensor)
             kind = type(node)
             if node is not None:
-                if isinstance(node, BackwardCFunction):
-                    if is_of_hooks(node):
-                        self._has_hooks = True
-                    elif not is_of_operator(node):
-                        number = self._of_function(tensor, node)
+                if kind.__base__ is BackwardCFunction:
+                    number = self._of_function(tensor, node, number)
                 # Another tensor with the same elements may be a view of this one.
-                if number not in self.run.gradient_edges and self.run.tensors[number] is tensor:
-                    self.run.gradient_edges[number] = GradientEdge(node, tensor.output_nr)
+                edges = self.run.gradient_edges
+                if number not in edges and self.run.tensors[number] is tensor:
+                    edges[number] = node, tensor.output_nr
+        flags = self.flags[number]
+        self._flags |= flags & DEPENDENT if kind is None else flags & ~ACTIVE if kind is _NONE else flags
         self._kinds.append(kind)
         self._operands.append(number)
         return number
@@ -250,14 +255,14 @@ class Recorder(DispatchMode):
     def _captured(self, tensor: torch.Tensor) -> int:
         """A new value from elsewhere."""
         start = self.run.gradient_edges.get(0)
-        if tensor.grad_fn is not None and start is not None and leads_to(tensor.grad_fn, {start.node}):
+        if tensor.grad_fn is not None and start is not None and leads_to(tensor.grad_fn, {start[0]}):
             what, remedy = "what another thread computes of the input", "compute it in the thread that calls"
             if "DifferentiableGraph" in tensor.grad_fn.name():
                 what, remedy = "what torch.jit has compiled", "call the function that it was compiled from"
             self.refuse(f"{what} is no call of this run", remedy)
         form = captured_form(tensor)
         self.key.append(form)
-        number = self.bind(tensor, dependent=False, active=False, differentiable=tensor.requires_grad)
+        number = self.bind(tensor, DIFFERENTIABLE * tensor.requires_grad)
         self.run.captures[number] = form
         self._irreplaceable.add(number)
         return number
@@ -276,7 +281,7 @@ class Recorder(DispatchMode):
         number = self._held(tensor, storage.contents)
         edge = self.run.gradient_edges.get(number)
         # What autograd saved is another tensor with the same node.
-        if tensor.requires_grad and (edge is None or edge[:2] != (node_of(tensor), tensor.output_nr)):
+        if tensor.requires_grad and edge != (node_of(tensor), tensor.output_nr):
             derivative = self._held(tensor, storage.derivatives(tensor))
             if derivative != number:
                 number = self._append(Rewrite(), (number, derivative), tensor, (False, True))
@@ -340,7 +345,8 @@ class Recorder(DispatchMode):
         """Copy a tensor onto another one, which then is the same value."""
         self._operands, self._kinds, seen = [], [], self.in_parts or torch.is_grad_enabled()
         value = self.read(other)
-        if seen and self.differentiable[value] and self._kinds[0] in _NO_GRADIENT[: 1 + self.active[value]]:
+        flags, kind = self.flags[value], self._kinds[0]
+        if seen and (flags & ACTIVE if kind is _NONE else kind is None and flags & DIFFERENTIABLE):
             # It has the elements alone.
             value = self._append(aten.alias.default, (value,), other, (False,))
         self._begin_write(tensor, seen)
@@ -355,59 +361,38 @@ class Recorder(DispatchMode):
         self, overload: Any, facts: Facts, args: Any, kwargs: dict[str, Any], run: Callable[[], Any] | None = None
     ) -> Any:
         """Run a call and record it."""
-        self._operands, self._kinds = [], []
-        pairs = [self._referred(value) for value in args]
-        named = {name: self._referred(value) for name, value in kwargs.items()}
-        operands, kinds, seen = self._operands, tuple(self._kinds), self.in_parts or torch.is_grad_enabled()
-        depends = not facts.of_shape and any([self.dependent[value] for value in operands])
-        active: tuple[bool, ...] = ()
-        if depends:
-            zipped = zip(operands, kinds, strict=True)
-            active = tuple([kind not in _NO_GRADIENT and self.active[value] for value, kind in zipped])
-        if depends and facts.reads and not self.readable:
-            self._check_reads(overload, operands)
-        bakes = self.in_parts or (depends and facts.bakes)
-        if not bakes and (kwargs or facts.of_numbers or float in map(type, args)):
-            first = args[0] if args else None
-            pairs = [self._freed(facts, *each, first) for each in zip(facts.names, args, pairs, strict=False)]
-            named = {name: self._freed(facts, name, kwargs[name], pair, first) for name, pair in named.items()}
-        written = written_tensors(facts, args, kwargs) if facts.written else []
+        self._operands, self._kinds, self._flags = [], [], 0
+        keys = self._keys_of(args)
+        if kwargs:
+            keys += (*kwargs, *self._keys_of(kwargs.values()))
+        seen, flags = self.in_parts or torch.is_grad_enabled(), self._flags
+        depends = flags & DEPENDENT and not facts.of_shape
+        if not depends:
+            flags &= DIFFERENTIABLE
+        elif facts.reads and not self.readable:
+            self._check_reads(overload)
+        scalars = ()
+        if (self._has_floats or facts.of_numbers) and not (self.in_parts or (depends and facts.bakes)):
+            scalars = self._free_numbers(facts, args, kwargs, keys)
+        self._has_floats = False
+        written = written_tensors(facts, args, kwargs) if facts.written else ()
         for tensor in written:
             self._begin_write(tensor, seen)
         result = overload(*args, **kwargs) if run is None else run()
-        results = with_written(result, written)
-        first_result, is_active = len(self.run.tensors), any(active)
-        differentiable = any(kinds)
+        results = (result,) if type(result) is torch.Tensor and not written else with_written(result, written)
+        first, count, path = len(self.run.tensors), len(results), self.callers.path
         for tensor in results:
-            number = self.bind(tensor, dependent=depends, active=is_active, differentiable=differentiable)
-            if any(tensor is each for each in written):
+            number = self.bind(tensor, flags)
+            if written and any([tensor is each for each in written]):
                 self._end_write(tensor, number, seen=seen)
-        numbers, path = range(first_result, len(self.run.tensors)), self.callers.path
-        if facts.fresh or facts.random:
-            self._irreplaceable.update(numbers)
-        self._add(
-            CapturedCall(
-                overload,
-                tuple([reference for reference, _ in pairs]),
-                {name: reference for name, (reference, _) in named.items()},
-                kinds,
-                active,
-                seen,
-                numbers,
-                bool(written),
-                self._sequence,
-                path,
-                source(),
-            )
-        )
-        keys = tuple([key for _, key in pairs]), tuple([(name, key) for name, (_, key) in named.items()])
-        sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic else len(results)
-        self.key.append((id(overload), seen, keys, kinds, sizes, path))
+        if facts.keeps:
+            self._irreplaceable.update(range(first, first + count))
+        kinds = tuple(self._kinds)
+        sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic else count
+        self.key += (id(overload), seen, *keys, kinds, sizes, path)
+        call = (overload, args, kwargs, self._operands, kinds, scalars, seen, first, count, bool(written))
+        self.run.calls.append(tuple.__new__(CapturedCall, (*call, self._sequence, path, place())))
         return result
-
-    def _add(self, call: CapturedCall) -> None:
-        self.run.calls.append(call)
-        self.callers.count += 1
 
     def _append(
         self, operator: Any, operands: Sequence[int], result: torch.Tensor, passes: Sequence[bool] | None = None
@@ -416,54 +401,63 @@ class Recorder(DispatchMode):
 
         It returns the value of its result.
         """
-        passes = [True] * len(operands) if passes is None else passes
-        pairs = [*zip(operands, passes, strict=True)]
-        kinds = tuple([FunctionCall if each and self.differentiable[value] else None for value, each in pairs])
-        active = tuple([each and self.active[value] for value, each in pairs])
-        dependent, is_active = any([self.dependent[value] for value in operands]), any(active)
-        number = self.bind(result, dependent=dependent, active=is_active, differentiable=any(kinds))
-        results, path = range(number, number + 1), self.callers.path
-        args = tuple(map(Value, operands))
-        call = CapturedCall(operator, args, {}, kinds, active, True, results, path=path, source=source())
-        self._add(call)
+        flags_of = [self.flags[value] for value in operands]
+        through = [each if passes is None or passes[place] else each & DEPENDENT for place, each in enumerate(flags_of)]
+        number, path = self.bind(result, functools.reduce(operator_.or_, through, 0)), self.callers.path
+        kinds = tuple([FunctionCall if each & DIFFERENTIABLE else None for each in through])
+        args = [result] * len(operands)
+        call = operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place()
+        self.run.calls.append(CapturedCall(*call))
         kind = type(operator.node) if isinstance(operator, FunctionCall) else type(operator)
-        self.key.append((id(kind), args, kinds, active, path, extent_of(result)))
+        self.key += (id(kind), tuple(operands), kinds, path, extent_of(result))
         return number
 
-    def _referred(self, value: Any) -> tuple[Any, Hashable]:
-        """An argument with references in the place of tensors; and what a key has of it."""
-        kind = type(value)
-        if kind is int or value is None or kind is str:
-            return value, value
-        if isinstance(value, torch.Tensor):
-            reference = Value(self.read(value))
-            return reference, reference
-        if kind in (list, tuple):
-            parts = [self._referred(part) for part in value]
-            return kind(part for part, _ in parts), tuple([key for _, key in parts])
-        # Numbers that are equal may be of several types, and zeros have signs.
-        return value, ((kind, repr(value)) if kind in (bool, float, complex) else value)
+    def _keys_of(self, values: Iterable[Any]) -> list[Hashable]:
+        """What a key has of the arguments of a call; tensors among them are its operands."""
+        keys: list[Hashable] = []
+        for value in values:
+            kind = type(value)
+            if kind in _LITERALS:
+                keys.append(value)
+            elif isinstance(value, torch.Tensor):
+                keys.append(Value.known[self.read(value)])
+            elif kind is list or kind is tuple:
+                keys.append(tuple(self._keys_of(value)))
+            else:
+                # Numbers that are equal may be of several types, and zeros have signs.
+                self._has_floats |= kind is float
+                keys.append((kind, repr(value)) if kind in (bool, float, complex) else value)
+        return keys
 
-    def _freed(
-        self, facts: Facts, name: str, value: Any, pair: tuple[Any, Hashable], first: Any
-    ) -> tuple[Any, Hashable]:
-        """An argument and what a key has of it; a number that runs of one key may have others for is a reference."""
-        types = number_types(facts, name, first) if type(value) in (float, int) else ()
-        if type(value) not in types:
-            return pair
-        scalar = Scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
-        self.run.scalars.append(value)
-        return scalar, scalar
+    def _free_numbers(
+        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable]
+    ) -> tuple[tuple[str, Scalar], ...]:
+        """The numbers that runs of one key may have others for, by the arguments' names: they are taken out of the key."""
+        scalars: list[tuple[str, Scalar]] = []
+        named = [*zip(facts.names, args, strict=False), *kwargs.items()]
+        for place, (name, value) in enumerate(named):
+            if type(value) in (float, int):
+                types = number_types(facts, name, args[0] if args else None)
+                if type(value) in types:
+                    scalar = Scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
+                    scalars.append((name, scalar))
+                    keys[place if place < len(args) else place + len(kwargs)] = types, scalar.special
+                    self.run.scalars.append(value)
+        return tuple(scalars)
 
-    def _check_reads(self, overload: Any, operands: Sequence[int]) -> None:
+    def _check_reads(self, overload: Any) -> None:
         """Raise where a call shows elements that depend on the input, or its sizes do."""
-        if shows(overload, [self.run.tensors[value].dtype for value in operands if self.dependent[value]]):
+        tensors = [self.run.tensors[value] for value in self._operands if self.flags[value] & DEPENDENT]
+        if shows(overload, [tensor.dtype for tensor in tensors]):
             raise self.callers.read_error(overload)
 
     # Functions that have backward passes of their own.
 
-    def _of_function(self, tensor: torch.Tensor, node: Any) -> int:
+    def _of_function(self, tensor: torch.Tensor, node: Any, number: int) -> int:
         """The value of what a ``torch.autograd.Function`` returned, whose elements are those of another value."""
+        if is_of_hooks(node) or is_of_operator(node):
+            self._has_hooks |= is_of_hooks(node)
+            return number
         place = node, tensor.output_nr
         if place not in self._functions:
             operands = [self._behind(*edge) for edge in node.next_functions]
@@ -481,7 +475,7 @@ class Recorder(DispatchMode):
             number = self.numbers.get(id(node.variable))
             return self._from_elsewhere(node.variable) if number is None else number
         for value, edge in self.run.gradient_edges.items():
-            if edge.node is node and edge.output_nr == output:
+            if edge == (node, output):
                 return value
         for tensor in (*self.run.tensors, *self.alive):
             if tensor.grad_fn is node and tensor.output_nr == output:
@@ -494,7 +488,10 @@ class Recorder(DispatchMode):
 
 
 _DETACH = aten.detach.default
-#: Of a tensor without a gradient, and of a leaf.
-_NO_GRADIENT = (None, type(None))
+_WITHOUT_MEMORY = aten._efficientzerotensor.default
+#: The class of a leaf's node.
+_NONE = type(None)
+#: Arguments that are what a key has of them.
+_LITERALS = frozenset((int, str, _NONE))
 #: What the profiler's calls begin with, which work on no tensor.
 _OF_PROFILER = (str, torch.ScriptObject)

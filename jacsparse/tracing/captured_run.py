@@ -2,47 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge
-from torch.utils import _pytree
 
-from .graph import Form, Value
+from .callers import Place
+from .graph import Form, Scalar
 
 
-@dataclass(eq=False, slots=True)
-class CapturedCall:
+#: A value that depends on the input; one through which its derivative passes; and one through which any passes.
+DEPENDENT, ACTIVE, DIFFERENTIABLE = 1, 2, 4
+
+
+class CapturedCall(NamedTuple):
     """A call of a run."""
 
     #: An OpOverload, a `Gather`, a `Rewrite` or a `FunctionCall`.
     overload: Any
-    #: With a `Value` in the place of each tensor, and a `Scalar` in that of each number that is no part of the key.
-    args: tuple[Any, ...]
+    #: As they were passed; of a call that the run did not make, any tensors.
+    args: Sequence[Any]
     kwargs: dict[str, Any]
-    #: For each tensor among these, the class of autograd's node; that of None for a leaf, None without a gradient.
+    #: The values of the tensors among these, in order.
+    operands: Sequence[int]
+    #: For each, the class of autograd's node; that of None for a leaf, None without a gradient.
     kinds: tuple[type | None, ...]
-    #: For each, whether a derivative passes through it; empty where none does.
-    active: tuple[bool, ...]
+    #: The numbers that are no part of the key, by the names of the arguments.
+    scalars: tuple[tuple[str, Scalar], ...]
     #: Whether autograd recorded the call.
     seen: bool
-    #: The values of what it returns, and then of what else it writes to.
-    results: range
+    #: The first value of what it returns, and then of what else it writes to; and how many these are.
+    first: int
+    count: int
     #: Whether it writes to its arguments.
-    writes: bool = False
-    #: The number of the node that autograd made last when it began.
-    sequence: int = -1
+    writes: bool
+    #: The number of the node that autograd made last when it began; -1 where the run did not make the call.
+    sequence: int
     #: The path of the module that made it, and the line of the user's code in it, for messages.
-    path: str = ""
-    source: str = ""
+    path: str
+    place: Place | None
 
     @property
-    def values(self) -> list[int]:
-        """The values of its arguments that are tensors."""
-        leaves = _pytree.tree_leaves((self.args, self.kwargs))
-        return [leaf.number for leaf in leaves if type(leaf) is Value]
+    def results(self) -> range:
+        """The values of its results."""
+        return range(self.first, self.first + self.count)
 
 
 @dataclass(eq=False)
@@ -50,6 +54,8 @@ class CapturedRun:
     """What a function did at an input."""
 
     calls: list[CapturedCall] = field(default_factory=list)
+    #: By value, those of `DEPENDENT`, `ACTIVE` and `DIFFERENTIABLE` that it is.
+    flags: list[int] = field(default_factory=list)
     #: By value, as the run left them: some have been overwritten.
     tensors: list[torch.Tensor] = field(default_factory=list)
     overwritten: set[int] = field(default_factory=set)
@@ -59,8 +65,8 @@ class CapturedRun:
     captures: dict[int, tuple[Form, bool]] = field(default_factory=dict)
     #: The numbers of calls that are no part of the key.
     scalars: list[Any] = field(default_factory=list)
-    #: Where autograd computes the gradients of values that calls used.
-    gradient_edges: dict[int, GradientEdge] = field(default_factory=dict)
+    #: Where autograd computes the gradients of values that calls used: a node, and the place among its outputs.
+    gradient_edges: dict[int, tuple[Any, int]] = field(default_factory=dict)
     #: Whether what its operators saved passed through hooks, as those of a checkpoint within the function.
     saved_by_hooks: bool = False
     #: If there are backward hooks of modules: the calls within each module that returned, from one to another.
@@ -74,6 +80,11 @@ class CapturedRun:
     #: The values of what the function returned beside it.
     beside: list[int] = field(default_factory=list)
 
+    def active_operands(self, call: CapturedCall) -> list[bool]:
+        """For each operand of a call, whether a derivative passes through it."""
+        pairs = zip(call.operands, call.kinds, strict=True)
+        return [kind not in (None, type(None)) and bool(self.flags[value] & ACTIVE) for value, kind in pairs]
+
     def is_of_captures(self, value: int | None) -> bool:
         """Whether a value was computed from tensors from elsewhere, or is none of the run."""
         makers = {number: call for call in self.calls for number in call.results}
@@ -84,5 +95,5 @@ class CapturedRun:
                 return True
             if number not in seen and number in makers:
                 seen.add(number)
-                waiting.extend(makers[number].values)
+                waiting.extend(makers[number].operands)
         return False

@@ -35,10 +35,10 @@ def check_derivatives(trace: Trace) -> None:
         maker = infos[value].maker
         if maker is None or not infos[value].dependent:
             continue
-        if is_of_hooks(edge.node):
+        if is_of_hooks(edge[0]):
             maker.hooked = True
-        elif not isinstance(edge.node, BackwardCFunction):
-            _examine(trace, edge.node, maker)
+        elif not isinstance(edge[0], BackwardCFunction):
+            _examine(trace, edge[0], maker)
 
 
 def _copies_negative(trace: Trace, maker: Node) -> bool:
@@ -76,7 +76,7 @@ def _is_of_operand(trace: Trace, number: int, maker: Node) -> bool:
     for operand in maker.operands:
         edge, tensor = trace.gradient_edges.get(operand.value), trace.tensors[operand.value]
         if operand.active and edge is not None and tensor is not None and tensor._is_view():
-            if edge.node._sequence_nr() == number:  # type: ignore[attr-defined]
+            if edge[0]._sequence_nr() == number:
                 return True
     return False
 

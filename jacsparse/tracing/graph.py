@@ -10,21 +10,41 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
+from .callers import Place, source_of
 from .operators import RUNNING, Facts, FunctionCall, Gather, Rewrite, is_written, operator_name, with_written
 
 
-@dataclass(frozen=True, slots=True)
-class Value:
-    """A reference to a value of a graph; the input has number 0."""
+class _Known(dict[int, "Value"]):
+    """The references so far, by their numbers."""
 
+    def __missing__(self, number: int) -> Value:
+        value = object.__new__(Value)
+        value.number = number
+        return self.setdefault(number, value)
+
+
+class Value:
+    """A reference to a value of a graph; the input has number 0.
+
+    There is one of each number, so that keys which have some are compared without a call.
+    """
+
+    __slots__ = ("number",)
     number: int
+    known: ClassVar = _Known()
+
+    def __new__(cls, number: int) -> Value:
+        return cls.known[number]
+
+    def __repr__(self) -> str:
+        return f"Value({self.number})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +135,17 @@ class Node:
     hooked: bool = False
     #: The path of the module that made the call, and the line of the user's code in it, for messages.
     path: str = ""
-    source: str = ""
+    line: Place | None = None
 
     @property
     def name(self) -> str:
         """The name of the operator, as in ``aten.add``."""
         return operator_name(self.overload)
+
+    @property
+    def source(self) -> str:
+        """The line of the user's code, as in `` at net.py, line 7``."""
+        return source_of(self.line)
 
     def computed(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The results for other arguments, by their names, of which numbers may be tensors without axes."""
@@ -185,6 +210,11 @@ class Graph:
     last: Operand | None = None
     #: The value of the output.
     output: int = -1
+
+    @functools.cached_property
+    def numbers_as_runs(self) -> bool:
+        """Whether its values have the numbers that runs give them."""
+        return len(self.numbers) == len(self.infos) and self.numbers == list(range(len(self.infos)))
 
     @functools.cached_property
     def differentiated(self) -> list[Node]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -35,11 +35,11 @@ MOST_KEYS, MOST_GRAPHS = 64, 8
 
 
 class GraphCache:
-    """The graphs of recent runs, the last one last."""
+    """The graphs of recent runs, by key."""
 
     def __init__(self) -> None:
-        self._graphs: OrderedDict[Hashable, list[Graph]] = OrderedDict()
-        self._lock = threading.RLock()
+        self._graphs: dict[Hashable, _OfKey] = {}
+        self._lock, self._calls = threading.RLock(), itertools.count()
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -48,29 +48,44 @@ class GraphCache:
         """The trace of a run, with the graph that an earlier one of its key and its indices has made, or a new one."""
         # A rule may be another one by now.
         key = run.key, len(REGISTERED)
-        with self._lock:
-            known = list(self._graphs.get(key, ()))
-        for graph in known:
+        known = self._graphs.get(key)
+        if known is None:
+            known = self._new(key)
+        known.last = next(self._calls)
+        for graph in known.graphs:
             trace = Trace.of_run(module, graph, run)
             if all(torch.equal(trace.elements(value), each) for value, each in graph.contents.items()):
-                self._keep(key, graph)
+                if graph is not known.graphs[0]:
+                    known.begin_with(graph)
                 return trace
         trace = new_trace(module, run)
-        self._keep(key, trace.graph)
+        known.begin_with(trace.graph)
         return trace
 
-    def _keep(self, key: Hashable, graph: Graph) -> None:
-        """Let a graph be the one that was used last."""
+    def _new(self, key: Hashable) -> _OfKey:
+        """Those of a key that has none yet; the one that was used longest ago goes."""
         with self._lock:
-            others = self._graphs.pop(key, [])
-            self._graphs[key] = [graph, *(each for each in others if each is not graph)][:MOST_GRAPHS]
+            known = self._graphs.setdefault(key, _OfKey(next(self._calls)))
             while len(self._graphs) > MOST_KEYS:
-                self._graphs.popitem(last=False)
+                del self._graphs[min(self._graphs, key=lambda each: self._graphs[each].last)]
+            return known
 
     def clear(self) -> None:
         """Forget all graphs."""
         with self._lock:
             self._graphs.clear()
+
+
+@dataclass(eq=False)
+class _OfKey:
+    """The graphs of a key, for other elements of indices and masks, and when they were used last."""
+
+    last: int
+    graphs: list[Graph] = field(default_factory=list)
+
+    def begin_with(self, graph: Graph) -> None:
+        # Other threads may go through the list meanwhile.
+        self.graphs = [graph, *(each for each in self.graphs if each is not graph)][:MOST_GRAPHS]
 
 
 #: Those of all modules and functions.
@@ -93,7 +108,7 @@ class _Analysis:
         self.trace = trace = Trace(module, graph, run.tensors[0])
         trace.tensors, trace.versions = [], []
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
-        trace.sequences = [call.sequence for call in run.calls]
+        trace.calls = run.calls
         #: The memory that the run has made.
         self._inside = {memory_of(run.tensors[0])}
         graph.numbers.append(self._new_value(Info(None, dependent=True), run, 0))
@@ -137,24 +152,29 @@ class _Analysis:
         """The node of a call, whose results get their values; `numbers` are those of a run's values so far."""
         graph, trace, facts = self.graph, self.trace, facts_of(call.overload)
 
-        def here(argument: Any) -> Any:
-            if isinstance(argument, (list, tuple)):
-                parts = [here(part) for part in argument]
-                return parts if any(type(part) is Value for part in parts) else tuple(parts)
-            return Value(numbers[argument.number]) if type(argument) is Value else argument
+        operands, scalars = iter(call.operands), dict(call.scalars)
+        names = facts.names or operand_names(call.overload, len(call.args))
 
-        args, kwargs = tuple(map(here, call.args)), {name: here(each) for name, each in call.kwargs.items()}
-        names = facts.names or operand_names(call.overload, len(args))
+        def referred(name: str, argument: Any) -> Any:
+            if isinstance(argument, torch.Tensor):
+                return Value(numbers[next(operands)])
+            if isinstance(argument, (list, tuple)):
+                parts = [referred("", part) for part in argument]
+                return parts if any(type(part) is Value for part in parts) else tuple(parts)
+            return scalars.get(name, argument)
+
+        args = tuple(itertools.starmap(referred, zip(names, call.args, strict=False)))
+        kwargs = {name: referred(name, each) for name, each in call.kwargs.items()}
         arguments: dict[str, Any] = {}
         for name, value in (*zip(names, args, strict=False), *kwargs.items()):
             parts = {f"{name}.{n}": part for n, part in enumerate(value)} if type(value) is list else {name: value}
             arguments |= parts
         differentiable = tuple([kind is not None for kind in call.kinds])
         node = Node(call.overload, facts, args, kwargs, arguments, (), differentiable, call.seen)
-        node.place, node.path, node.source = len(graph.nodes), call.path, call.source
+        node.place, node.path, node.line = len(graph.nodes), call.path, call.place
         values = [value for _, value in node.tensors]
         if not facts.of_shape:
-            pairs = zip(node.tensors, call.active or (False,) * len(values), strict=True)
+            pairs = zip(node.tensors, run.active_operands(call), strict=True)
             dependent = ((*each, active) for each, active in pairs if graph.infos[each[1]].dependent)
             node.operands = tuple(itertools.starmap(Operand, dependent))
         if facts.contents:
@@ -249,7 +269,7 @@ class _Analysis:
         args, kwargs = [given(each) for each in node.args], {name: given(each) for name, each in node.kwargs.items()}
         with recorder:
             results = tensors_in(parts(*args, **kwargs))
-        returned, inner, made = [recorder.read(result) for result in results], recorder.run, list[Node]()
+        returned, inner, made = recorder.values_of(results), recorder.run, list[Node]()
         for call in inner.calls:
             self._take_constants(inner, numbers, call.results.start)
             part = self._node(call, inner, numbers, in_parts=True)

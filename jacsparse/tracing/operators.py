@@ -98,6 +98,8 @@ class Facts:
     weighted: Callable[..., Any] | None = None
     #: Whether one of its arguments, `other`, is a factor or a term.
     of_numbers: bool = False
+    #: Whether no call computes its results again: it draws, or returns memory that holds anything.
+    keeps: bool = False
 
     @property
     def bakes(self) -> bool:
@@ -158,6 +160,7 @@ def _new_facts(overload: Any) -> Facts:
         parts=parts,
         weighted=WEIGHTED.get(overload),
         of_numbers=overload in OF_NUMBERS,
+        keeps=random or name in _FRESH,
     )
 
 

@@ -171,9 +171,8 @@ class Storages:
         #: By storage, the values on it; and of how many values that is known.
         self._values_on: dict[int, list[int]] = {}
         self._placed = 0
-
-    def __len__(self) -> int:
-        return len(self._storages)
+        #: Whether there are any.
+        self.written = False
 
     def get(self, tensor: torch.Tensor) -> WrittenStorage | None:
         """The storage of a tensor, if it is one of these."""
@@ -197,6 +196,7 @@ class Storages:
         memory = memory_of(tensor)
         if not memory or memory in self._storages:
             return self._storages.get(memory)
+        self.written = True
         storage = self._storages[memory] = WrittenStorage(len(self._storages), tensor)
         # The last values of whole tensors are enough: others are views of these.
         for value in self.values_on(tensor):

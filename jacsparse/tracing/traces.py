@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -12,9 +13,9 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 
 from .callers import hooks_so_far
-from .captured_run import CapturedRun
+from .captured_run import CapturedCall, CapturedRun
 from .graph import Graph, Node, Value, referred
-from .saved_tensors import version_of
+from .saved_tensors import version_of, versions_of
 from .storages import memory_of
 
 
@@ -34,29 +35,34 @@ class Trace:
         #: The elements of values that were overwritten; in a replay, of all that were computed.
         self.copies: dict[int, torch.Tensor] = {}
         self.scalars: list[Any] = []
-        #: By call, the number of the node that autograd made last when it began.
-        self.sequences: list[int] = []
+        #: The run's calls.
+        self.calls: Sequence[CapturedCall] = ()
         #: Where autograd computes the gradients of values, as far as that is known.
-        self.gradient_edges: dict[int, GradientEdge] = {}
+        self.gradient_edges: dict[int, GradientEdge | tuple[Any, int]] = {}
         #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
         self.saved_by_hooks = False
         #: The values of what the function returned beside its output.
         self.beside: list[int] = []
         #: How many hooks had been registered when it began.
-        self.hooks = hooks_so_far()
+        self.hooks = 0
 
     @classmethod
     def of_run(cls, module: nn.Module, graph: Graph, run: CapturedRun) -> Trace:
         """The trace of a run that has this graph."""
-        trace, count = cls(module, graph, run.tensors[0]), len(graph.infos)
-        trace.tensors, trace.versions = [None] * count, [0] * count
-        # Backwards: an operator may return an argument, whose value that is.
-        for number in range(len(run.tensors) - 1, -1, -1):
-            trace.place(graph.numbers[number], number, run)
-        trace.copies |= graph.constants
+        trace = cls(module, graph, run.tensors[0])
+        if graph.numbers_as_runs:
+            trace.tensors, trace.copies, trace.gradient_edges = [*run.tensors], run.copies, {**run.gradient_edges}
+            trace.versions = versions_of(run.tensors)
+            for number in run.overwritten:
+                trace.versions[number] = -1
+        else:
+            trace.tensors, trace.versions = [None] * len(graph.infos), [0] * len(graph.infos)
+            # Backwards: an operator may return an argument, whose value that is.
+            for number in range(len(run.tensors) - 1, -1, -1):
+                trace.place(graph.numbers[number], number, run)
+            trace.copies |= graph.constants
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
-        trace.sequences = [call.sequence for call in run.calls]
-        trace.output = run.tensors[run.output]
+        trace.calls, trace.output = run.calls, run.tensors[run.output]
         return trace
 
     def place(self, value: int, number: int, run: CapturedRun) -> None:
@@ -79,6 +85,7 @@ class Trace:
     ) -> Trace:
         """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
         trace = cls(module, graph, x)
+        trace.hooks = hooks_so_far()
         trace.scalars, missing = list(scalars), len(graph.infos) - 1
         trace.tensors += [None] * missing
         trace.versions += [0] * missing
@@ -93,6 +100,11 @@ class Trace:
         trace.scalars, trace.versions = self.scalars, list(self.versions)
         trace.tensors = [None if tensor is None else _without_elements(tensor) for tensor in self.tensors]
         return trace
+
+    @functools.cached_property
+    def sequences(self) -> list[int]:
+        """By call, the number of the node that autograd made last when it began."""
+        return [call.sequence for call in self.calls]
 
     @property
     def may_have_hooks(self) -> bool:
@@ -172,12 +184,15 @@ class Trace:
 
     def gradient_edge(self, value: int) -> GradientEdge | None:
         """Where autograd computes the gradient of a value; None where it has none."""
-        if value not in self.gradient_edges and self.is_intact(value):
+        edge = self.gradient_edges.get(value)
+        if edge is None and self.is_intact(value):
             # A write gives a tensor another node.
             tensor = self.tensors[value]
-            if tensor is not None and tensor.grad_fn is not None:
-                self.gradient_edges[value] = GradientEdge(tensor.grad_fn, tensor.output_nr)
-        return self.gradient_edges.get(value)
+            edge = None if tensor is None or tensor.grad_fn is None else (tensor.grad_fn, tensor.output_nr)
+        if edge is None or isinstance(edge, GradientEdge):
+            return edge
+        edge = self.gradient_edges[value] = GradientEdge(*edge)
+        return edge
 
 
 def _without_elements(tensor: torch.Tensor) -> torch.Tensor:

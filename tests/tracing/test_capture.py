@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from jacsparse import UnsupportedOperatorError
 from jacsparse.tracing.capture import capture
 from jacsparse.tracing.captured_run import CapturedRun
-from jacsparse.tracing.graph import Scalar, Value
 from jacsparse.tracing.operators import FunctionCall, Gather, Rewrite, facts_of, with_written, written_tensors
 from tests.helpers import Straight
 
@@ -45,22 +44,21 @@ def computed(run: CapturedRun, x: torch.Tensor) -> torch.Tensor:
     """What a run returns for its own input, by its calls alone, with the derivatives that it says."""
     values = {0: x, **{value: run.copies.get(value, run.tensors[value]) for value in run.captures}}
     for call in run.calls:
-        active = iter(call.active or [False] * len(call.kinds))
+        pairs = zip(call.operands, run.active_operands(call), strict=True)
+        operands = iter([values[value] if active else values[value].detach() for value, active in pairs])
 
-        def referred(argument: Any, active: Iterator[bool] = active) -> Any:
-            if isinstance(argument, Value):
-                return values[argument.number] if next(active) else values[argument.number].detach()
-            if isinstance(argument, (list, tuple)):
-                return type(argument)(map(referred, argument))
-            return run.scalars[argument.place] if isinstance(argument, Scalar) else argument
+        def given(argument: Any, operands: Iterator[torch.Tensor] = operands) -> Any:
+            if isinstance(argument, torch.Tensor):
+                return next(operands)
+            return type(argument)(map(given, argument)) if isinstance(argument, (list, tuple)) else argument
 
-        args, kwargs = [*map(referred, call.args)], {name: referred(each) for name, each in call.kwargs.items()}
         if isinstance(call.overload, (Gather, Rewrite)):
-            results = [call.overload(*args)]
+            results = [call.overload(*operands)]
         elif isinstance(call.overload, FunctionCall):
             (value,) = call.results
-            results = [_OfNode.apply(call.overload, run.copies.get(value, run.tensors[value]).detach(), *args)]
+            results = [_OfNode.apply(call.overload, run.copies.get(value, run.tensors[value]).detach(), *operands)]
         else:
+            args, kwargs = [*map(given, call.args)], {name: given(each) for name, each in call.kwargs.items()}
             facts = facts_of(call.overload)
             for place, name in enumerate(facts.names[: len(args)]):
                 args[place] = args[place].clone() if name in facts.written else args[place]
