@@ -120,10 +120,10 @@ class Recorder(DispatchMode):
         self._sequence = -1
         self._has_hooks = self._saved_by_hooks = False
 
-    def begin(self, x: torch.Tensor, *, dependent: bool = True, active: bool = True) -> int:
+    def begin(self, x: torch.Tensor, flags: int = DEPENDENT | ACTIVE | DIFFERENTIABLE) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
         self.key.append(form_of(x))
-        number = self.bind(x, DEPENDENT * dependent | (ACTIVE | DIFFERENTIABLE) * active)
+        number = self.bind(x, flags)
         self._irreplaceable.add(number)
         if x.grad_fn is not None:
             self.run.gradient_edges[number] = x.grad_fn, x.output_nr
@@ -226,7 +226,7 @@ class Recorder(DispatchMode):
             number = self._from_elsewhere(tensor)
         kind: type | None = None
         if self.in_parts:
-            passes = self.flags[number] & ACTIVE and id(tensor) not in self._detached
+            passes = self.flags[number] & DIFFERENTIABLE and id(tensor) not in self._detached
             kind = Recorder if passes and (tensor.is_floating_point() or tensor.is_complex()) else None
         elif tensor.requires_grad:
             node = node_of(tensor)

@@ -19,7 +19,7 @@ from ..decompositions import is_sparse, operator_on_elements, selection
 from ..patterns import REGISTERED
 from .callers import Callers
 from .capture import Recorder
-from .captured_run import CapturedCall, CapturedRun
+from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .derivatives import check_derivatives
 from .graph import Graph, Info, Node, Operand, Value
 from .modules import without_autocast
@@ -250,6 +250,7 @@ class _Analysis:
     def _decomposed(self, node: Node, parts: Callable[..., Any], *, in_parts: bool) -> list[int]:
         """Make the nodes of the operators that take a call's place, and return the values of their results."""
         graph, active = self.graph, {operand.name: operand.active for operand in node.operands}
+        differentiable = {name: each for (name, _), each in zip(node.tensors, node.differentiable, strict=True)}
         recorder, numbers = Recorder(Callers(self.trace.module, node.path), in_parts=True), list[int]()
         names = iter([name for name, _ in node.tensors])
 
@@ -262,8 +263,8 @@ class _Analysis:
             tensor = tensor.clone() if node.writes_to(name) else tensor
             numbers.append(argument.number)
             # A derivative passes within parts wherever one may.
-            is_active = active.get(name, False)
-            recorder.begin(tensor, dependent=graph.infos[argument.number].dependent, active=is_active)
+            flags = ACTIVE * active.get(name, False) | DIFFERENTIABLE * differentiable[name]
+            recorder.begin(tensor, flags | DEPENDENT * graph.infos[argument.number].dependent)
             return tensor
 
         args, kwargs = [given(each) for each in node.args], {name: given(each) for name, each in node.kwargs.items()}
