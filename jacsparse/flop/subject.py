@@ -100,7 +100,9 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
 
     def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
         with undisturbed(module):
-            records = [counted_record(record) for record in forward_pass(module, x, couples=True, by_autograd=False)[1].records]
+            records = [
+                counted_record(record) for record in forward_pass(module, x, couples=True, by_autograd=False)[1].records
+            ]
         for n in range(count):
             factors = [
                 record.stage.factor([observed_pattern(record, edge, n) for edge in record.stage.edges])

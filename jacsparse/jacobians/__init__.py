@@ -53,12 +53,12 @@ an evaluator (`evaluator_of` says which one)
 ``jacobian_pattern(f, x)``, ``verify(f, x)``
     `sparsity`; `verification`, on `edge_matrices`.
 
-**What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and take from earlier runs what is
-made of their key alone (`jacsparse.tracing`). Calls of a prepared Jacobian do not run `f`, unless a number or an object
-among the arguments makes a program of its own. They read its parameters and buffers by their names, and of other tensors
-those that `f` read when it was prepared; tensors of floats with the elements of now. All else is constant; what of that
-has changed since, only `PreparedJacobian.check` finds. Writes that no operator makes, as NumPy's to a tensor that `f` has
-made, and ``.data =``, are the caller's: neither looks at them.
+**What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and take from earlier runs what
+is made of their key alone (`jacsparse.tracing`). Calls of a prepared Jacobian do not run `f`, unless a number or an
+object among the arguments makes a program of its own. They read its parameters and buffers by their names, and of other
+tensors those that `f` read when it was prepared; tensors of floats with the elements of now. All else is constant; what
+of that has changed since, only `PreparedJacobian.check` finds. Writes that no operator makes, as NumPy's to a tensor
+that `f` has made, and ``.data =``, are the caller's: neither looks at them.
 
 ======================================  ==============================================  ================================
 what may differ                         in a run                                        in a prepared call

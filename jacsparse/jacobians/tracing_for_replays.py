@@ -314,6 +314,7 @@ def _run(
     """A run that may be replayed; no elements of the input, and of hidden tensors, may be read."""
     function = FlatFunction(f, arguments, options.has_aux)
     check_module(function)
+
     def beside() -> list[torch.Tensor]:
         """The tensors that the function returned beside its result."""
         leaves = _pytree.tree_leaves(function.returned and function.returned.aux)

@@ -300,7 +300,8 @@ class _Plans:
     def of(self, chain: Chain) -> JacobianPlan:
         """The plan of a chain."""
         with self._lock:
-            plan = self._plans[id(chain)] = self._plans.pop(id(chain), None) or JacobianPlan(chain)
+            plan = self._plans.setdefault(id(chain), JacobianPlan(chain))
+            self._plans.move_to_end(id(chain))
             while len(self._plans) > self.MOST:
                 self._plans.popitem(last=False)
             return plan

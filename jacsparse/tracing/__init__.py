@@ -17,11 +17,12 @@
     The calls of a graph through which a derivative passes, each an `Operation`, as one sample sees them.
 
 **What decides a graph** is in `CapturedRun.key`: for each call the operator, whether autograd recorded it, literal
-arguments, which values its tensors are, the classes of autograd's nodes of these, the sizes that depend on elements, and
-the path of the module; of captures the form, and whether they have gradients; where writes go; the form of the input and
-the default dtype. A float is no part of it, unless it is 0 or 1, in a list, or the call depends on the input and has no
-rule, has parts, or has a rule that reads numbers or contents (`Facts.bakes`); nor is an integer that is a factor or term.
-Nothing of an earlier run is taken for this one's: tensors, numbers and autograd's nodes are the run's own.
+arguments, which values its tensors are, the classes of autograd's nodes of these, the sizes that depend on elements,
+and the path of the module; of captures the form, and whether they have gradients; where writes go; the form of the
+input and the default dtype. A float is no part of it, unless it is 0 or 1, in a list, or the call depends on the input
+and has no rule, has parts, or has a rule that reads numbers or contents (`Facts.bakes`); nor is an integer that is a
+factor or term. Nothing of an earlier run is taken for this one's: tensors, numbers and autograd's nodes are the run's
+own.
 """
 
 from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients

@@ -371,7 +371,7 @@ class Recorder(DispatchMode):
             flags &= DIFFERENTIABLE
         elif facts.reads and not self.readable:
             self._check_reads(overload)
-        scalars = ()
+        scalars: tuple[tuple[str, Scalar], ...] = ()
         if (self._has_floats or facts.of_numbers) and not (self.in_parts or (depends and facts.bakes)):
             scalars = self._free_numbers(facts, args, kwargs, keys)
         self._has_floats = False
@@ -383,7 +383,7 @@ class Recorder(DispatchMode):
         first, count, path = len(self.run.tensors), len(results), self.callers.path
         for tensor in results:
             number = self.bind(tensor, flags)
-            if written and any([tensor is each for each in written]):
+            if written and any(tensor is each for each in written):
                 self._end_write(tensor, number, seen=seen)
         if facts.keeps:
             self._irreplaceable.update(range(first, first + count))
@@ -406,8 +406,8 @@ class Recorder(DispatchMode):
         number, path = self.bind(result, functools.reduce(operator_.or_, through, 0)), self.callers.path
         kinds = tuple([FunctionCall if each & DIFFERENTIABLE else None for each in through])
         args = [result] * len(operands)
-        call = operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place()
-        self.run.calls.append(CapturedCall(*call))
+        call = CapturedCall(operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place())
+        self.run.calls.append(call)
         kind = type(operator.node) if isinstance(operator, FunctionCall) else type(operator)
         self.key += (id(kind), tuple(operands), kinds, path, extent_of(result))
         return number
@@ -432,16 +432,16 @@ class Recorder(DispatchMode):
     def _free_numbers(
         self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable]
     ) -> tuple[tuple[str, Scalar], ...]:
-        """The numbers that runs of one key may have others for, by the arguments' names: they are taken out of the key."""
+        """Take the numbers out of a key that its runs may have others for; return them by their arguments' names."""
         scalars: list[tuple[str, Scalar]] = []
         named = [*zip(facts.names, args, strict=False), *kwargs.items()]
-        for place, (name, value) in enumerate(named):
+        for number, (name, value) in enumerate(named):
             if type(value) in (float, int):
                 types = number_types(facts, name, args[0] if args else None)
                 if type(value) in types:
                     scalar = Scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
                     scalars.append((name, scalar))
-                    keys[place if place < len(args) else place + len(kwargs)] = types, scalar.special
+                    keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
                     self.run.scalars.append(value)
         return tuple(scalars)
 

@@ -11,7 +11,6 @@ import torch
 from .callers import Place
 from .graph import Form, Scalar
 
-
 #: A value that depends on the input; one through which its derivative passes; and one through which any passes.
 DEPENDENT, ACTIVE, DIFFERENTIABLE = 1, 2, 4
 
@@ -34,7 +33,7 @@ class CapturedCall(NamedTuple):
     seen: bool
     #: The first value of what it returns, and then of what else it writes to; and how many these are.
     first: int
-    count: int
+    made: int
     #: Whether it writes to its arguments.
     writes: bool
     #: The number of the node that autograd made last when it began; -1 where the run did not make the call.
@@ -46,7 +45,7 @@ class CapturedCall(NamedTuple):
     @property
     def results(self) -> range:
         """The values of its results."""
-        return range(self.first, self.first + self.count)
+        return range(self.first, self.first + self.made)
 
 
 @dataclass(eq=False)

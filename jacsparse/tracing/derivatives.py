@@ -28,7 +28,7 @@ def check_derivatives(trace: Trace) -> None:
         for operand in node.operands:
             maker = infos[operand.value].maker
             # An operator copies a lazy negative, without autograd.
-            if maker is not None and maker.name == "aten.clone" and not operand.active and _copies_negative(trace, maker):
+            if maker is not None and not operand.active and _copies_negative(trace, maker):
                 what = "a negative is not computed before an operator works on it, as a conjugate's imaginary part"
                 raise _unsupported(maker, what, "take real and imaginary parts before the conjugate")
     for value, edge in trace.gradient_edges.items():
@@ -42,6 +42,8 @@ def check_derivatives(trace: Trace) -> None:
 
 
 def _copies_negative(trace: Trace, maker: Node) -> bool:
+    if maker.name != "aten.clone":
+        return False
     return any(operand.active and trace.tensor(operand.value).is_neg() for operand in maker.operands)
 
 
@@ -75,9 +77,9 @@ def _is_of_operand(trace: Trace, number: int, maker: Node) -> bool:
     """Whether an operand has the node of this number: that of a view is made anew at its use after a write."""
     for operand in maker.operands:
         edge, tensor = trace.gradient_edges.get(operand.value), trace.tensors[operand.value]
-        if operand.active and edge is not None and tensor is not None and tensor._is_view():
-            if edge[0]._sequence_nr() == number:
-                return True
+        is_view = operand.active and tensor is not None and tensor._is_view()
+        if is_view and edge is not None and edge[0]._sequence_nr() == number:
+            return True
     return False
 
 

@@ -215,9 +215,9 @@ def _between_hooks(trace: Trace) -> set[int]:
     values: set[int] = set()
     for begin, end in trace.graph.hooked_spans if hooked else ():
         # Hooks are called before the module's first call, and after its last one.
-        ends = [next((node.results[0] for node in hooked if node.place >= place), None) for place in (begin, end)]
-        if ends[0] is not None and ends[1] is not None:
-            values.update(range(*ends))
+        first, last = (next((node for node in hooked if node.place >= place), None) for place in (begin, end))
+        if first is not None and last is not None:
+            values.update(range(first.results[0], last.results[0]))
     return values
 
 

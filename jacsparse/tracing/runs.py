@@ -174,8 +174,8 @@ def _in_users_words(module: nn.Module, x: torch.Tensor, callers: Callers, error:
     dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point()))
     if len(dtypes) > 1 and "type" in str(error):
         return TypeError(
-            f"{where}: {operator_name(operator)} gets tensors of {' and '.join(dtypes)}{source}; convert them to one dtype, as by "
-            f".to({dtypes[0]}): {error}"
+            f"{where}: {operator_name(operator)} gets tensors of {' and '.join(dtypes)}{source}; convert them to one "
+            f"dtype, as by .to({dtypes[0]}): {error}"
         )
     what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
     return ValueError(f"{where}: {call} does not fit {what}{source}: {error}")

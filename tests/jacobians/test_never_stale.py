@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import weakref
 from collections.abc import Callable
 from typing import Any
