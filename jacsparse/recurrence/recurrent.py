@@ -27,7 +27,7 @@ from ..runtime import (
 from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
-from .cells import CELLS, Cell, cell_on, obstacle_on
+from .cells import CELLS, Cell, cell_on, check_cell, obstacle_on
 from .layer_arguments import ChosenSolvers, checked, packed_size, recurrence_names, warm_states
 from .layer_autograd import Joined, refusal_within_transforms, run_layer, run_small_layer
 from .layer_recurrences import LayerPass
@@ -109,6 +109,7 @@ class Recurrent(nn.RNNBase):
         else:
             # PyTorch makes a tanh RNN's weights; those of a cell have as many rows for each of its gates.
             super().__init__("RNN_TANH", *args, **options)
+            check_cell(self.cell, type(self).__name__)
             self.mode, rows = self.cell.mode, self.cell.gates * self.hidden_size
             for name in self._flat_weights_names:
                 parameter = getattr(self, name)
