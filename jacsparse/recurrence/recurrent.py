@@ -36,7 +36,7 @@ from .reference import recurrent_layer
 from .reports import PassOfReports, Report
 from .sequences import Sequences
 from .small_layer import SmallPass, small_layers
-from .solvers import CHUNK
+from .solvers import CHUNK, check_stages
 from .torch_kernels import OPERATORS, LeftToTorch, ours_are_faster
 
 if TYPE_CHECKING:
@@ -272,6 +272,8 @@ class Recurrent(nn.RNNBase):
         weights = self._weights()
         x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
+        if self._across is None:
+            check_stages(self._chosen.backward, steps)
         if packed is None and self._across is None and on_device(x) and not is_transformed():
             result = self._by_small_layers(x, hx, warm, weights, single)
             if result is not None:
@@ -402,6 +404,12 @@ class Recurrent(nn.RNNBase):
         than once: spectral normalisation takes a power iteration each time.
         """
         weights: Any = self._flat_weights
+        expected = self.num_layers * (2 if self.bidirectional else 1) * (4 if self.bias else 2)
+        if len(weights) != expected:
+            raise ValueError(
+                f"the layer was made with {len(weights)} weights, and num_layers={self.num_layers}, bias={self.bias}, "
+                f"bidirectional={self.bidirectional} take {expected}; make a new layer with these"
+            )
         # Whether these are the layer's parameters, one by one.
         if all(map(is_, map(self._parameters.get, self._flat_weights_names), weights)):
             return weights  # type: ignore[no-any-return]

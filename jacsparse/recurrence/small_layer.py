@@ -273,10 +273,10 @@ class SmallLayer:
     def _guess(self, warm: Any) -> torch.Tensor | None:
         """First states of chunks to begin guessing with, as kernels read them, of `Solved.boundaries`."""
         shape, states = self.shape, self.cell.states
-        if self.forward_choice.name == "sequential":
-            return None
         places = -(-shape.time // self.forward_choice.chunk)
         check_warm(warm, (places * shape.batch, states * shape.size), torch.float32, self.device)
+        if self.forward_choice.name == "sequential":
+            return None
         guess = warm.detach().unflatten(0, (places, shape.batch)).unflatten(2, (states, shape.size))
         # Numbers that are none are zeros.
         return torch.where(guess.isfinite(), guess, 0).transpose(1, 2).contiguous()

@@ -699,6 +699,9 @@ def test_a_warm_start_saves_a_sweep() -> None:
         layer(x[:50], warm=boundaries)
     with pytest.raises(ValueError, match="warm has 2 entries; expected 1"):
         layer(x, warm=boundaries * 2)
+    layer.forward_method = "sequential"
+    with pytest.raises(ValueError, match=r"the warm start holds states \(26, 8\) .* have \(2, 8\)"):
+        layer(x, warm=boundaries)
 
 
 def test_auto_says_what_it_chose() -> None:
@@ -981,6 +984,17 @@ def test_options_are_checked_whenever_they_are_set() -> None:
     assert "chunk=9" in repr(jacsparse.nn.GRU(3, 4, chunk=9)) and "schedule" not in repr(jacsparse.nn.GRU(3, 4))
 
 
+@pytest.mark.parametrize("schedule", ["auto", "sequential"])
+@pytest.mark.parametrize(
+    ("name", "value", "count"), [("num_layers", 2, 16), ("bias", False, 4), ("bidirectional", False, 4)]
+)
+def test_sizes_are_not_changed_later(name: str, value: object, count: int, schedule: str) -> None:
+    layer = jacsparse.nn.GRU(3, 4, bidirectional=True, schedule=schedule)
+    setattr(layer, name, value)
+    with pytest.raises(ValueError, match=rf"made with 8 weights, .*{name}={value}.* take {count}; make a new layer"):
+        layer(torch.randn(5, 2, 3))
+
+
 def test_reports_say_whose_they_are_and_are_of_the_last_pass() -> None:
     layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
     output = layer(torch.randn(5, 2, 3))[0].sum()
@@ -1177,6 +1191,8 @@ def bad_inputs() -> dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
         "features": (lambda run: run(torch.randn(5, 2, 4)), ValueError, r"expected \(time, batch, 3\)"),
         "no steps": (lambda run: run(torch.randn(0, 2, 3)), ValueError, "no steps; expected at least one"),
         "dtype": (lambda run: run(x.double()), TypeError, "input is torch.float64 and the weights are torch.float32"),
+        "half": (lambda run: run(x.half()), TypeError, "input is torch.float16; layers take float32 and float64"),
+        "bfloat16": (lambda run: run.bfloat16()(x), TypeError, "the weights are torch.bfloat16; layers take float32"),
         "integers": (lambda run: run(x.long()), TypeError, "input is torch.int64"),
         "device": (lambda run: run(x.to("meta")), ValueError, "input is on meta"),
         "list": (lambda run: run([1.0]), TypeError, "input is a list"),

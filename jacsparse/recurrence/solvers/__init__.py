@@ -24,6 +24,7 @@ __all__ = [
     "Recurrence",
     "Solver",
     "Work",
+    "check_stages",
     "choose",
     "parse",
     "solve",
@@ -75,6 +76,15 @@ def parse(value: object, recurrence: str = "gradients", chunk: int = CHUNK) -> C
     return SOLVERS["sequential" if name == "linear" else name].choice(number, chunk)
 
 
+def check_stages(choice: Choice, time: int) -> None:
+    """ValueError where a schedule is for another number of stages than there are steps and a first state."""
+    if choice.schedule is not None and choice.schedule.n != time + 1:
+        raise ValueError(
+            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "
+            f"one with n={time + 1}"
+        )
+
+
 def solve(problem: Problem) -> torch.Tensor:
     """Solve a problem as chosen: the last states, ``(batch, state)``.
 
@@ -90,11 +100,7 @@ def _solve_here(problem: Problem) -> torch.Tensor:
     time, choice, report = problem.sequences.time, problem.choice, problem.report
     if not time:
         return problem.initial_state
-    if choice.schedule is not None and choice.schedule.n != time + 1:
-        raise ValueError(
-            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "
-            f"one with n={time + 1}"
-        )
+    check_stages(choice, time)
     full = not problem.recurrence.diagonal
     if choice.name == "chunked" and full and not choice.asked and on_device(problem.initial_state):
         choice = choice._replace(chunk=device_chunk(time, problem.initial_state.shape[1]))
