@@ -18,7 +18,7 @@ from .cells import CELLS, CellKernels, DeviceCell, FrozenCell, cell_on
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
 from .solvers.choice import Way, Work, choose_small, way_in_chunks
-from .solvers.recurrence import check_warm
+from .solvers.recurrence import ASKED, check_warm
 from .solvers.relaxed import Relaxed
 
 Tensors = Sequence[torch.Tensor | None]
@@ -444,4 +444,6 @@ def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.de
     if name == "auto":
         work = Work(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
         return choose_small(work, WARPS)
-    return way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, WARPS)
+    way = way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, WARPS)
+    left = "" if way.name == name else f"; which leaves {name} one chunk of all steps"
+    return way._replace(reason=ASKED + left)

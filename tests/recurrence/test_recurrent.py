@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -714,6 +715,28 @@ def test_auto_says_what_it_chose() -> None:
     assert [report.methods for report in layer.reports] == [["torch.nn"]] * 8
     assert {report.layer for report in layer.reports} == {"l0", "l0_reverse", "l1", "l1_reverse"}
     assert all("4 samples of 10 steps" in report.reason for report in layer.reports)
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({"schedule": "sequential"}, ["a step is not linear in the state", "asked for$"]),
+        ({"schedule": "chunked:5", "forward": "relaxed:5"}, ["asked for$", "asked for$"]),
+        ({"schedule": jacsparse.schedule.blelloch(21), "forward": "newton:5"}, ["asked for$", "asked for$"]),
+        (
+            {"schedule": "chunked", "forward": "relaxed"},
+            [r"asked for; which leaves \w+ one chunk of all steps$"] * 2,
+        ),
+        ({"forward": "relaxed:5"}, ["asked for$", "2 samples of 20 steps on . workers: "]),
+    ],
+    ids=str,
+)
+def test_reports_say_why(options: dict[str, Any], reasons: list[str]) -> None:
+    reason, gradients = reasons
+    layer = jacsparse.nn.GRU(3, 4, **options)
+    layer(torch.randn(20, 2, 3))[0].sum().backward()
+    assert [report.recurrence for report in layer.reports] == ["forward", "backward"]
+    assert re.match(reason, layer.reports[0].reason) and re.match(gradients, layer.reports[1].reason)
 
 
 @ALL
