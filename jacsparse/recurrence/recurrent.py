@@ -65,8 +65,8 @@ class Recurrent(nn.RNNBase):
     ----------
     input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
         As `torch.nn.RNN` takes them.
-    schedule, forward, chunk
-        As `RNN` takes them.
+    schedule, forward, chunk, process_group, exchange
+        As `RNN` takes them; it has `reports` and `boundaries`, too.
 
     Notes
     -----
