@@ -122,6 +122,11 @@ class Recurrent(nn.RNNBase):
         """What a step computes."""
         return CELLS[self.mode]
 
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether PyTorch has an operator for the cell: another cell may have the mode of one."""
+        return self.mode in OPERATORS and self.cell is CELLS[self.mode]
+
     def _set_up(
         self,
         schedule: Schedule | str = "auto",
@@ -246,7 +251,7 @@ class Recurrent(nn.RNNBase):
             raise UnsupportedOperatorError(
                 f"{a_type(self)} across ranks cannot be recorded, exported or traced; make one without process_group"
             )
-        return super().forward(input, hx) if self.mode in OPERATORS else self._unrolled(input, hx)
+        return super().forward(input, hx) if self._is_torchs else self._unrolled(input, hx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = memo[id(self)] = object.__new__(type(self))
@@ -258,7 +263,7 @@ class Recurrent(nn.RNNBase):
 
     def flatten_parameters(self) -> None:
         """As `torch.nn`'s; cuDNN has nothing to do for other cells."""
-        if self.mode in OPERATORS:
+        if self._is_torchs:
             super().flatten_parameters()
 
     @uncompiled
@@ -421,7 +426,7 @@ class Recurrent(nn.RNNBase):
         self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]
     ) -> LeftToTorch | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
-        if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or self.mode not in OPERATORS:
+        if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or not self._is_torchs:
             return None
         if on_device(x):
             return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)

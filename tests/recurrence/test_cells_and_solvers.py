@@ -355,6 +355,17 @@ def test_steps_that_draw_and_train_nothing_are_taken() -> None:
         assert len(calls) == 10 + extra
 
 
+@pytest.mark.parametrize("mode", ["RNN_TANH", "GRU"])
+def test_a_cell_with_the_mode_of_another_is_itself(mode: str) -> None:
+    layer = own(lambda _, x, p, h: torch.sigmoid(x + p))
+    layer.cell.mode = mode
+    torch.manual_seed(0)
+    run, x = layer(2, 4, dtype=torch.float64), drawn(9, 3, 2)
+    initial, weights = torch.zeros(3, 4).double(), tuple(run.parameters())
+    assert close(run(x)[0], recurrent_layer(run.cell, x, initial, weights)[0])
+    assert [report.methods for report in run.reports] == [["sequential"]]
+
+
 def test_masks_are_a_vector_of_the_state() -> None:
     """The same mask for all steps, as of variational dropout; it has gradients, as what is trained outside needs."""
 
