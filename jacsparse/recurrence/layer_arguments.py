@@ -51,12 +51,13 @@ def checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
             f"{name} is on {value.device} and the weights are on {like.device}; both must be on the CPU or on "
             "one CUDA device: move them with .to()"
         )
-    if value.dtype != like.dtype:
-        if not (torch.is_autocast_enabled(device.type) and value.is_floating_point()):
-            raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
+    if value.dtype != like.dtype and torch.is_autocast_enabled(device.type) and value.is_floating_point():
         value = value.to(like.dtype)
-    if value.dtype not in _DTYPES:
-        raise TypeError(f"{name} is {value.dtype}; expected float32 or float64")
+    for what, dtype in ((f"{name} is", value.dtype), ("the weights are", like.dtype)):
+        if dtype not in _DTYPES:
+            raise TypeError(f"{what} {dtype}; layers take float32 and float64, input and weights alike")
+    if value.dtype != like.dtype:
+        raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
     check_dense(name, value)
     return value
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..runtime import is_batched, is_transformed, on_device
 from ..tracing import without_autocast
-from .cells import Saved, Weights, preceding
+from .cells import Saved, Weights, check_step, preceding
 from .layer_recurrences import LayerPass
 from .once_differentiable import alive, differentiable_once, once
 from .sequences import index, plain
@@ -38,8 +38,10 @@ def run_layer(
         As `Weights` orders them.
     """
     tensors = (x, initial, *parameters)
-    differentiated = torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors)))
-    if differentiated or is_transformed():
+    trains = torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors)))
+    differentiated = trains or is_transformed()
+    check_step(layer.cell, initial.shape[1] // layer.cell.states, x, gradients=differentiated)
+    if differentiated:
         output, end, *_ = _Layer.apply(layer, *tensors)
     else:
         with torch.no_grad():

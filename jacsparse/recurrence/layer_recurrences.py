@@ -116,6 +116,12 @@ class _Gradients(_OfCell):
         return maps.like(maps.matrices, maps.apply(added[rows].permute(2, 0, 1).double().contiguous()))
 
 
+#: What ``auto`` is for states on the host.
+_ONE_BY_ONE = Choice(
+    "sequential", reason="a step is not linear in the state, and guesses of states, on a CPU, are to be asked for"
+)
+
+
 @dataclass
 class LayerPass:
     """A pass of a layer in one direction of time: how its recurrences are solved, and how they were.
@@ -176,7 +182,7 @@ class LayerPass:
         choice, warm = self.forward, self.warm
         if choice.name == "auto":
             there = on_device(weights.hidden)
-            choice = self._chosen(choice, weights) if there else SOLVERS["sequential"].choice(None, choice.chunk)
+            choice = self._chosen(choice, weights) if there else _ONE_BY_ONE
         problem = Problem(recurrence, self.sequences, self.direction, saved.initial, choice, report, warm=warm)
         last = solve(problem)
         self.boundaries = problem.boundaries

@@ -117,6 +117,8 @@ class RNN(Recurrent, nn.RNN):
 class GRU(Recurrent, nn.GRU):
     """`torch.nn.GRU` (thesis, equations 4.3 and 4.4), with the arguments and attributes that `RNN` adds.
 
+    ``schedule``, ``forward``, ``chunk``, ``process_group``, ``exchange``, `reports` and `boundaries` are as of `RNN`.
+
     Examples
     --------
     >>> import torch
@@ -131,6 +133,8 @@ class GRU(Recurrent, nn.GRU):
 
 class LSTM(Recurrent, nn.LSTM):
     """`torch.nn.LSTM` without projections, with the arguments and attributes that `RNN` adds.
+
+    ``schedule``, ``forward``, ``chunk``, ``process_group``, ``exchange``, `reports` and `boundaries` are as of `RNN`.
 
     Examples
     --------

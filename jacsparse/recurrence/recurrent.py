@@ -27,7 +27,7 @@ from ..runtime import (
 from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
-from .cells import CELLS, Cell, cell_on, obstacle_on
+from .cells import CELLS, Cell, cell_on, check_cell, obstacle_on
 from .layer_arguments import ChosenSolvers, checked, packed_size, recurrence_names, warm_states
 from .layer_autograd import Joined, refusal_within_transforms, run_layer, run_small_layer
 from .layer_recurrences import LayerPass
@@ -36,7 +36,7 @@ from .reference import recurrent_layer
 from .reports import PassOfReports, Report
 from .sequences import Sequences
 from .small_layer import SmallPass, small_layers
-from .solvers import CHUNK
+from .solvers import CHUNK, check_stages
 from .torch_kernels import OPERATORS, LeftToTorch, ours_are_faster
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Recurrent(nn.RNNBase):
     ----------
     input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
         As `torch.nn.RNN` takes them.
-    schedule, forward, chunk
-        As `RNN` takes them.
+    schedule, forward, chunk, process_group, exchange
+        As `RNN` takes them; it has `reports` and `boundaries`, too.
 
     Notes
     -----
@@ -109,6 +109,7 @@ class Recurrent(nn.RNNBase):
         else:
             # PyTorch makes a tanh RNN's weights; those of a cell have as many rows for each of its gates.
             super().__init__("RNN_TANH", *args, **options)
+            check_cell(self.cell, type(self).__name__)
             self.mode, rows = self.cell.mode, self.cell.gates * self.hidden_size
             for name in self._flat_weights_names:
                 parameter = getattr(self, name)
@@ -120,6 +121,11 @@ class Recurrent(nn.RNNBase):
     def cell(self) -> Cell:
         """What a step computes."""
         return CELLS[self.mode]
+
+    @property
+    def _is_torchs(self) -> bool:
+        """Whether PyTorch has an operator for the cell: another cell may have the mode of one."""
+        return self.mode in OPERATORS and self.cell is CELLS[self.mode]
 
     def _set_up(
         self,
@@ -245,7 +251,7 @@ class Recurrent(nn.RNNBase):
             raise UnsupportedOperatorError(
                 f"{a_type(self)} across ranks cannot be recorded, exported or traced; make one without process_group"
             )
-        return super().forward(input, hx) if self.mode in OPERATORS else self._unrolled(input, hx)
+        return super().forward(input, hx) if self._is_torchs else self._unrolled(input, hx)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         other = memo[id(self)] = object.__new__(type(self))
@@ -257,7 +263,7 @@ class Recurrent(nn.RNNBase):
 
     def flatten_parameters(self) -> None:
         """As `torch.nn`'s; cuDNN has nothing to do for other cells."""
-        if self.mode in OPERATORS:
+        if self._is_torchs:
             super().flatten_parameters()
 
     @uncompiled
@@ -271,6 +277,8 @@ class Recurrent(nn.RNNBase):
         weights = self._weights()
         x, steps, batch, packed = self._input(input, weights[0])
         single = packed is None and input.ndim == 2
+        if self._across is None:
+            check_stages(self._chosen.backward, steps)
         if packed is None and self._across is None and on_device(x) and not is_transformed():
             result = self._by_small_layers(x, hx, warm, weights, single)
             if result is not None:
@@ -401,6 +409,12 @@ class Recurrent(nn.RNNBase):
         than once: spectral normalisation takes a power iteration each time.
         """
         weights: Any = self._flat_weights
+        expected = self.num_layers * (2 if self.bidirectional else 1) * (4 if self.bias else 2)
+        if len(weights) != expected:
+            raise ValueError(
+                f"the layer was made with {len(weights)} weights, and num_layers={self.num_layers}, bias={self.bias}, "
+                f"bidirectional={self.bidirectional} take {expected}; make a new layer with these"
+            )
         # Whether these are the layer's parameters, one by one.
         if all(map(is_, map(self._parameters.get, self._flat_weights_names), weights)):
             return weights  # type: ignore[no-any-return]
@@ -412,7 +426,7 @@ class Recurrent(nn.RNNBase):
         self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]
     ) -> LeftToTorch | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
-        if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or self.mode not in OPERATORS:
+        if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or not self._is_torchs:
             return None
         if on_device(x):
             return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)

@@ -99,7 +99,7 @@ class Report:
     fallback_samples, fallback_steps : int
         What was finished sequentially.
     reason : str
-        Why ``auto`` chose as it did.
+        Why: that it was asked for, or what ``auto`` chose by.
     tree : Schedule or None
         The schedule whose products were executed one by one.
     exchange : str

@@ -18,7 +18,7 @@ from .cells import CELLS, CellKernels, DeviceCell, FrozenCell, cell_on
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
 from .solvers.choice import Way, Work, choose_small, way_in_chunks
-from .solvers.recurrence import check_warm
+from .solvers.recurrence import ASKED, check_warm
 from .solvers.relaxed import Relaxed
 
 Tensors = Sequence[torch.Tensor | None]
@@ -273,10 +273,10 @@ class SmallLayer:
     def _guess(self, warm: Any) -> torch.Tensor | None:
         """First states of chunks to begin guessing with, as kernels read them, of `Solved.boundaries`."""
         shape, states = self.shape, self.cell.states
-        if self.forward_choice.name == "sequential":
-            return None
         places = -(-shape.time // self.forward_choice.chunk)
         check_warm(warm, (places * shape.batch, states * shape.size), torch.float32, self.device)
+        if self.forward_choice.name == "sequential":
+            return None
         guess = warm.detach().unflatten(0, (places, shape.batch)).unflatten(2, (states, shape.size))
         # Numbers that are none are zeros.
         return torch.where(guess.isfinite(), guess, 0).transpose(1, 2).contiguous()
@@ -444,4 +444,6 @@ def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.de
     if name == "auto":
         work = Work(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
         return choose_small(work, WARPS)
-    return way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, WARPS)
+    way = way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, WARPS)
+    left = "" if way.name == name else f"; which leaves {name} one chunk of all steps"
+    return way._replace(reason=ASKED + left)

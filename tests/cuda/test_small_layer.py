@@ -15,7 +15,7 @@ import jacsparse
 from jacsparse.recurrence.recurrent import Recurrent
 from jacsparse.recurrence.small_layer import MOST_BLOCKS, SmallPass, small_layers
 from jacsparse.runtime import active_backend
-from jacsparse.schedule import Schedule, blelloch
+from jacsparse.schedule import Schedule, blelloch, linear
 from tests.cuda.harness import DEVICE, emulated
 from tests.cuda.test_recurrent import KINDS
 
@@ -301,8 +301,13 @@ def test_a_warm_start_settles_in_one_sweep() -> None:
             lost = [torch.full_like(each, float("nan")) for each in boundaries]
             assert torch.equal(layer(x, warm=lost)[0], expected)
         assert layer.reports == cold
-        with emulated(), pytest.raises(ValueError, match=r"the warm start holds states \(3, 5\)"):
-            layer(x, warm=[torch.zeros(3, 5).to(DEVICE)] * 2)
+        for forward in ("relaxed:20", "sequential"):
+            layer.forward_method = forward
+            with emulated(), pytest.raises(ValueError, match=r"the warm start holds states \(3, 5\)"):
+                layer(x, warm=[torch.zeros(3, 5).to(DEVICE)] * 2)
+        layer.schedule = linear(5)
+        with emulated(), pytest.raises(ValueError, match="the schedule is for 5 stages, but 150 steps"):
+            layer(x)
 
 
 def test_last_states_of_two_layers_are_whole_tensors() -> None:

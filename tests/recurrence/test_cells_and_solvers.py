@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import io
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from jacsparse.patterns import UnsupportedOperatorError
+from torch.nn import functional
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import jacsparse
@@ -278,3 +281,118 @@ class Packing(Last):
 def test_packed_input_of_a_new_cell_is_not_recorded() -> None:
     with pytest.raises(UnsupportedOperatorError, match="a packed input of MGU cannot be recorded, exported or traced"):
         jacsparse.jacobian(Packing(), torch.randn(4, 5, 2))
+
+
+def own(step: Callable[..., Any], **attributes: Any) -> type[Recurrent]:
+    """A layer of a cell with a step of `cell, input_projection, recurrent_projection, state`."""
+    kind = type("OwnCell", (Cell,), {"mode": "OWN", "gates": 1, "step": step})
+    cell = kind()
+    vars(cell).update(attributes)
+    return type("Own", (Recurrent,), {"cell": cell})
+
+
+TRAINED, OUTSIDE = torch.nn.Parameter(torch.ones(4)), torch.ones(4, requires_grad=True)
+GENERATOR = torch.Generator()
+
+#: Steps that gradients cannot be had of; what the error says; and whether it comes without gradients too.
+BAD_STEPS: dict[str, tuple[Callable[..., Any], str, bool]] = {
+    "dropout": (lambda _, x, p, h: functional.dropout(x + p), r"draws random numbers by aten\.bernoulli", False),
+    "rand": (lambda _, x, p, h: x + p + torch.rand(h.shape), r"draws random numbers by aten\.rand\.default.*hx", False),
+    "generator": (lambda _, x, p, h: x + torch.rand(h.shape, generator=GENERATOR), r"draws .*aten\.rand", False),
+    "parameter": (lambda cell, x, p, h: (x + p) * cell.scale, "reads the attribute scale, which .*hx.*detach", False),
+    "module": (lambda cell, x, p, h: cell.linear(x + p), r"reads the attribute linear\.weight and linear\.bias", False),
+    "global": (lambda _, x, p, h: (x + p) * OUTSIDE, "reads a tensor that requires gradients", False),
+    "in place": (lambda _, x, p, h: h.mul_(2) + x, "writes to its arguments in place", False),
+    "view": (lambda _, x, p, h: x.chunk(2, 1)[0].mul_(2).repeat(1, 2), "writes to its arguments in place", False),
+    "result": (lambda _, x, p, h: (y := x.exp()) * y.mul_(2), "cannot be differentiated .*inplace", False),
+    "constant": (lambda _, x, p, h: torch.zeros_like(h), "cannot be differentiated", False),
+    "tuple": (lambda _, x, p, h: (x + p, h), r"returns a tuple for states \(2, 4\) .*; expected the states", True),
+    "width": (lambda _, x, p, h: torch.cat([x, h], 1), r"returns \(2, 8\) of torch.float32 for states \(2, 4\)", True),
+    "dtype": (lambda _, x, p, h: (x + p).double(), r"returns \(2, 4\) of torch.float64 for states", True),
+}
+
+
+@pytest.mark.parametrize("case", BAD_STEPS)
+def test_steps_that_gradients_cannot_be_had_of(case: str) -> None:
+    step, message, always = BAD_STEPS[case]
+    layer, x = own(step, scale=TRAINED, linear=torch.nn.Linear(4, 4))(3, 4), torch.randn(5, 2, 3)
+    for _ in range(2):
+        with pytest.raises(TypeError, match=f"the step of the cell OWN {message}"):
+            layer(x)
+    with torch.no_grad():
+        if always:
+            with pytest.raises(TypeError, match=message):
+                layer(x)
+            return
+        # The look at the step moves no generator on.
+        results = []
+        for _ in range(2):
+            torch.manual_seed(0)
+            GENERATOR.manual_seed(0)
+            results.append(torch.cat([layer(x)[0].flatten(), torch.rand(1)]))
+        assert results[0].equal(results[1])
+
+
+def test_steps_that_draw_and_train_nothing_are_taken() -> None:
+    """Nor does what could draw, and does not, or what is there and not read."""
+    fixed = torch.nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def step(cell: Any, x: torch.Tensor, p: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        three = [each[:, None, None] for each in (x + p, x + p, h)]
+        attention = functional.scaled_dot_product_attention(*three).flatten(1)
+        return functional.dropout(attention, training=False) + torch.tanh(x + p) * cell.fixed
+
+    calls = []
+
+    def counted(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return step(*arguments)
+
+    layer, x = own(counted, fixed=fixed, unread=TRAINED)(3, 4), torch.randn(5, 2, 3)
+    for extra in (2, 0):
+        calls.clear()
+        layer(x)[0].sum().backward()
+        assert len(calls) == 10 + extra
+
+
+@pytest.mark.parametrize("mode", ["RNN_TANH", "GRU"])
+def test_a_cell_with_the_mode_of_another_is_itself(mode: str) -> None:
+    layer = own(lambda _, x, p, h: torch.sigmoid(x + p))
+    layer.cell.mode = mode
+    torch.manual_seed(0)
+    run, x = layer(2, 4, dtype=torch.float64), drawn(9, 3, 2)
+    initial, weights = torch.zeros(3, 4).double(), tuple(run.parameters())
+    assert close(run(x)[0], recurrent_layer(run.cell, x, initial, weights)[0])
+    assert [report.methods for report in run.reports] == [["sequential"]]
+
+
+def test_masks_are_a_vector_of_the_state() -> None:
+    """The same mask for all steps, as of variational dropout; it has gradients, as what is trained outside needs."""
+
+    def step(_: Any, x: torch.Tensor, p: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        h, mask = state.chunk(2, dim=1)
+        return torch.cat([h + mask * (torch.tanh(x + p) - h), mask], dim=1)
+
+    layer = own(step)
+    layer.cell.states = 2
+    for forward in ("sequential", "relaxed:4", "newton:4"):
+        run, x, h = layer(3, 4, forward=forward, dtype=torch.float64), drawn(9, 2, 3), torch.zeros(1, 2, 4).double()
+        mask = drawn(1, 2, 4).requires_grad_()
+        assert torch.autograd.gradcheck(lambda mask, run=run, x=x, h=h: run(x, (h, mask))[0], (mask,))
+
+
+@pytest.mark.parametrize(
+    ("cell", "message"),
+    [
+        (type("Nameless", (Cell,), {"gates": 1, "step": lambda *_: None})(), "the cell Nameless of Own has no `mode`"),
+        (
+            type("Gateless", (Cell,), {"mode": "G", "step": lambda *_: None})(),
+            "the cell Gateless of Own has no `gates`",
+        ),
+        (MinimalGatedCell, "the cell of Own is the class MinimalGatedCell, not an instance"),
+        (3, "the cell of Own is an int; expected a jacsparse.recurrence.Cell"),
+    ],
+)
+def test_cells_that_lack_something(cell: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        type("Own", (Recurrent,), {"cell": cell})(3, 4)

@@ -80,7 +80,8 @@ def test_what_auto_is_on_a_device(work: Work, options: dict[str, bool], expected
     """From the first length on at which chunks are predicted to be faster."""
     choice = choose_on_device(work, **options)
     assert choice[:2] == expected
-    assert choice.reason == f"{work.batch} samples of {work.time} steps and {work.size} elements on 132 multiprocessors"
+    sizes = f"{work.batch} samples of {work.time} steps and {work.size} elements on 132 multiprocessors"
+    assert choice.reason.startswith(f"{sizes}, predicted: {choice.name} ")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,8 @@ def test_what_auto_is_on_a_device(work: Work, options: dict[str, bool], expected
     ],
 )
 def test_what_auto_is_for_small_states(time: int, batch: int, expected: tuple[Any, ...]) -> None:
-    assert choose_small(Work(time, batch, 20, 1, 132), 8)[:3] == expected
+    way = choose_small(Work(time, batch, 20, 1, 132), 8)
+    assert way[:3] == expected and f"132 multiprocessors, predicted: {way.name} " in way.reason
 
 
 @pytest.mark.parametrize(
@@ -126,23 +128,26 @@ def test_the_chunk_takes_the_least_time_of_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("time", "batch", "expected"),
+    ("time", "batch", "expected", "reason"),
     [
-        (64, 4, "relaxed"),
-        (63, 4, "sequential"),
-        (64, 24, "relaxed"),
-        (64, 25, "sequential"),
-        (64, 64, "sequential"),
-        (64, 65, "sequential"),
-        (640, 130, "sequential"),
+        (64, 4, "relaxed", "the samples alone leave some idle"),
+        (63, 4, "sequential", "fewer than 4 chunks of 16 steps"),
+        (64, 24, "relaxed", "the samples alone leave some idle"),
+        (64, 25, "sequential", "too few are idle to pay for a second sweep"),
+        (64, 64, "sequential", "too few are idle to pay for a second sweep"),
+        (64, 65, "sequential", "too few are idle to pay for a second sweep"),
+        (640, 130, "sequential", "too few are idle to pay for a second sweep"),
     ],
 )
-def test_what_auto_is_on_a_host(time: int, batch: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_auto_is_on_a_host(
+    time: int, batch: int, expected: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On 16 workers, which samples alone leave idle; in chunks of 16 steps."""
     for module in ("solvers.choice", "sequences"):
         monkeypatch.setattr(f"jacsparse.recurrence.{module}.thread_count", lambda: 16)
     choice = choose(Sequences.equal(time, batch), 8, torch.empty(0), 16, guesses=True)
     assert (choice.name, choice.chunk) == (expected, 16)
+    assert choice.reason == f"{batch} samples of {time} steps on 16 workers: {reason}"
 
 
 def test_what_a_device_says_of_guesses() -> None:

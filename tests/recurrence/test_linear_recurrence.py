@@ -360,16 +360,16 @@ def test_bad_arguments(case: str) -> None:
 
 def test_auto_picks_by_length_batch_size_and_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jacsparse.recurrence.solvers.choice.thread_count", lambda: 16)
-    for time, batch, expected, executed in (
-        (9000, 1, "chunked", "chunked:128"),
-        (100, 1, "sequential", "linear"),
-        (9000, 16, "sequential", "linear"),
+    for time, batch, expected, executed, reason in (
+        (9000, 1, "chunked", "chunked:128", "enough for chunks, which take 3 vectors through each step"),
+        (100, 1, "sequential", "linear", "fewer than 4 chunks of 128 steps for each"),
+        (9000, 16, "sequential", "linear", "too few for chunks, which take 3 vectors through each step"),
     ):
         reports: list[Report] = []
         linear_recurrence(Diagonal(torch.ones(time, batch, 3)), torch.ones(time, batch, 3), reports=reports)
         (report,) = reports
         assert report.methods == [expected]
-        assert report.reason == f"{batch} samples of {time} steps and 3 elements on 16 workers"
+        assert report.reason == f"{batch} samples of {time} steps and 3 elements on 16 workers: {reason}"
         assert report.schedule is not None and report.schedule.name == executed
 
 

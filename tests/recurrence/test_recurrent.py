@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -699,6 +700,9 @@ def test_a_warm_start_saves_a_sweep() -> None:
         layer(x[:50], warm=boundaries)
     with pytest.raises(ValueError, match="warm has 2 entries; expected 1"):
         layer(x, warm=boundaries * 2)
+    layer.forward_method = "sequential"
+    with pytest.raises(ValueError, match=r"the warm start holds states \(26, 8\) .* have \(2, 8\)"):
+        layer(x, warm=boundaries)
 
 
 def test_auto_says_what_it_chose() -> None:
@@ -711,6 +715,28 @@ def test_auto_says_what_it_chose() -> None:
     assert [report.methods for report in layer.reports] == [["torch.nn"]] * 8
     assert {report.layer for report in layer.reports} == {"l0", "l0_reverse", "l1", "l1_reverse"}
     assert all("4 samples of 10 steps" in report.reason for report in layer.reports)
+
+
+@pytest.mark.parametrize(
+    ("options", "reasons"),
+    [
+        ({"schedule": "sequential"}, ["a step is not linear in the state", "asked for$"]),
+        ({"schedule": "chunked:5", "forward": "relaxed:5"}, ["asked for$", "asked for$"]),
+        ({"schedule": jacsparse.schedule.blelloch(21), "forward": "newton:5"}, ["asked for$", "asked for$"]),
+        (
+            {"schedule": "chunked", "forward": "relaxed"},
+            [r"asked for; which leaves \w+ one chunk of all steps$"] * 2,
+        ),
+        ({"forward": "relaxed:5"}, ["asked for$", "2 samples of 20 steps on . workers: "]),
+    ],
+    ids=str,
+)
+def test_reports_say_why(options: dict[str, Any], reasons: list[str]) -> None:
+    reason, gradients = reasons
+    layer = jacsparse.nn.GRU(3, 4, **options)
+    layer(torch.randn(20, 2, 3))[0].sum().backward()
+    assert [report.recurrence for report in layer.reports] == ["forward", "backward"]
+    assert re.match(reason, layer.reports[0].reason) and re.match(gradients, layer.reports[1].reason)
 
 
 @ALL
@@ -981,6 +1007,17 @@ def test_options_are_checked_whenever_they_are_set() -> None:
     assert "chunk=9" in repr(jacsparse.nn.GRU(3, 4, chunk=9)) and "schedule" not in repr(jacsparse.nn.GRU(3, 4))
 
 
+@pytest.mark.parametrize("schedule", ["auto", "sequential"])
+@pytest.mark.parametrize(
+    ("name", "value", "count"), [("num_layers", 2, 16), ("bias", False, 4), ("bidirectional", False, 4)]
+)
+def test_sizes_are_not_changed_later(name: str, value: object, count: int, schedule: str) -> None:
+    layer = jacsparse.nn.GRU(3, 4, bidirectional=True, schedule=schedule)
+    setattr(layer, name, value)
+    with pytest.raises(ValueError, match=rf"made with 8 weights, .*{name}={value}.* take {count}; make a new layer"):
+        layer(torch.randn(5, 2, 3))
+
+
 def test_reports_say_whose_they_are_and_are_of_the_last_pass() -> None:
     layer = jacsparse.nn.GRU(3, 4, 2, bidirectional=True)
     output = layer(torch.randn(5, 2, 3))[0].sum()
@@ -1177,6 +1214,8 @@ def bad_inputs() -> dict[str, tuple[Callable[[nn.Module], Any], type[Exception],
         "features": (lambda run: run(torch.randn(5, 2, 4)), ValueError, r"expected \(time, batch, 3\)"),
         "no steps": (lambda run: run(torch.randn(0, 2, 3)), ValueError, "no steps; expected at least one"),
         "dtype": (lambda run: run(x.double()), TypeError, "input is torch.float64 and the weights are torch.float32"),
+        "half": (lambda run: run(x.half()), TypeError, "input is torch.float16; layers take float32 and float64"),
+        "bfloat16": (lambda run: run.bfloat16()(x), TypeError, "the weights are torch.bfloat16; layers take float32"),
         "integers": (lambda run: run(x.long()), TypeError, "input is torch.int64"),
         "device": (lambda run: run(x.to("meta")), ValueError, "input is on meta"),
         "list": (lambda run: run([1.0]), TypeError, "input is a list"),

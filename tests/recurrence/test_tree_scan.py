@@ -97,7 +97,10 @@ def test_layers_take_schedules_and_their_names(kind: str, plan: Schedule | str, 
 def test_a_schedule_for_other_steps() -> None:
     layer = jacsparse.nn.GRU(3, 4, schedule=schedule.blelloch(30))
     with pytest.raises(ValueError, match="the schedule is for 30 stages, but 30 steps and a first state are 31; make"):
-        layer(torch.randn(30, 2, 3))[0].sum().backward()
+        layer(torch.randn(30, 2, 3))
+    layer.schedule = schedule.linear(5)
+    with pytest.raises(ValueError, match="the schedule is for 5 stages, but 30 steps"):
+        layer(torch.randn(30, 2, 3))
 
 
 def test_linear_recurrences_take_schedules() -> None:

@@ -6,6 +6,7 @@ from .gru import GruCell
 from .lstm import LstmCell
 from .on_device import RUN_KERNELS, CellKernels, DeviceCell, cell_on, obstacle_on
 from .rnn import RnnCell
+from .step_check import check_cell, check_step
 from .step_jacobian import StepJacobian
 
 __all__ = [
@@ -20,6 +21,8 @@ __all__ = [
     "Terms",
     "Weights",
     "cell_on",
+    "check_cell",
+    "check_step",
     "obstacle_on",
     "preceding",
 ]

@@ -140,9 +140,9 @@ class Cell(ABC):
     transfers: ClassVar[bool] = False
 
     @property
-    @abstractmethod
     def mode(self) -> str:
-        """The name of the cell."""
+        """The name of the cell, which each kind sets."""
+        raise AttributeError("mode")
 
     @property
     def frozen(self) -> FrozenCell:
@@ -161,8 +161,10 @@ class Cell(ABC):
         """The state after a step, by differentiable operations.
 
         It is a function of each row alone, the same whenever it is called: a backward pass calls it again, and chunks
-        of a sequence are rows. So it draws no random numbers, counts no calls and asks no tensor what it holds, or
-        gradients are wrong; nor are attributes of the cell trained.
+        of a sequence are rows. So it counts no calls and asks no tensor what it holds, or gradients are wrong. Where
+        gradients are asked for, a layer calls it once, before its first pass, and raises TypeError where it draws
+        PyTorch's random numbers, writes to its arguments or reads an attribute that requires gradients. What is drawn
+        or trained outside enters in the input, or in `hx` as a vector of the state that the step returns as it is.
 
         On CUDA devices it runs once for the cell's attributes, without elements, and kernels are printed of it: numbers
         that it reads from elsewhere are constants there. It has kernels where it computes at each place of the vectors

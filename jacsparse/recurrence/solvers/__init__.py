@@ -9,7 +9,7 @@ from ...schedule import Names, Schedule
 from .choice import Work, choose
 from .chunked import Chunked, device_chunk
 from .newton import Newton, Parallel
-from .recurrence import CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
+from .recurrence import ASKED, CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
 from .relaxed import Relaxed
 from .sequential import Sequential
 from .tree import Planned, Tree
@@ -24,6 +24,7 @@ __all__ = [
     "Recurrence",
     "Solver",
     "Work",
+    "check_stages",
     "choose",
     "parse",
     "solve",
@@ -62,7 +63,7 @@ def parse(value: object, recurrence: str = "gradients", chunk: int = CHUNK) -> C
     """
     if isinstance(value, Schedule) and recurrence != "states":
         name = value.name.partition(":")[0]
-        like = parse(value.name, recurrence) if name in ("linear", "chunked") else Choice("blelloch", 1)
+        like = parse(value.name, recurrence) if name in ("linear", "chunked") else Choice("blelloch", 1, reason=ASKED)
         return like._replace(schedule=value)
     names = {name: solver.number for name, solver in SOLVERS.items() if recurrence in solver.solves}
     if recurrence == "states":
@@ -72,7 +73,16 @@ def parse(value: object, recurrence: str = "gradients", chunk: int = CHUNK) -> C
     if name == "auto":
         return Choice(name, chunk)
     # A chain's name for what goes step after step.
-    return SOLVERS["sequential" if name == "linear" else name].choice(number, chunk)
+    return SOLVERS["sequential" if name == "linear" else name].choice(number, chunk)._replace(reason=ASKED)
+
+
+def check_stages(choice: Choice, time: int) -> None:
+    """ValueError where a schedule is for another number of stages than there are steps and a first state."""
+    if choice.schedule is not None and choice.schedule.n != time + 1:
+        raise ValueError(
+            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "
+            f"one with n={time + 1}"
+        )
 
 
 def solve(problem: Problem) -> torch.Tensor:
@@ -90,17 +100,15 @@ def _solve_here(problem: Problem) -> torch.Tensor:
     time, choice, report = problem.sequences.time, problem.choice, problem.report
     if not time:
         return problem.initial_state
-    if choice.schedule is not None and choice.schedule.n != time + 1:
-        raise ValueError(
-            f"the schedule is for {choice.schedule.n} stages, but {time} steps and a first state are {time + 1}; make "
-            f"one with n={time + 1}"
-        )
+    check_stages(choice, time)
     full = not problem.recurrence.diagonal
     if choice.name == "chunked" and full and not choice.asked and on_device(problem.initial_state):
         choice = choice._replace(chunk=device_chunk(time, problem.initial_state.shape[1]))
         problem.choice = choice
     report.chunk = choice.chunk
-    report.reason = "; ".join(filter(None, (report.reason, choice.reason)))
     # A batch without samples has no chunks either.
     in_one = time <= choice.chunk or not problem.sequences.batch
-    return SOLVERS["sequential" if in_one else choice.name].solve(problem)
+    name = "sequential" if in_one else choice.name
+    left = f"which leaves {choice.name} one chunk of all steps" if name != choice.name else ""
+    report.reason = "; ".join(filter(None, (report.reason, choice.reason, left)))
+    return SOLVERS[name].solve(problem)

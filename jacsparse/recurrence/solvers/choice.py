@@ -8,6 +8,8 @@ before it, and a chunk that is looked after.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -40,6 +42,12 @@ class Work(NamedTuple):
     def together(self) -> int:
         """Runs that are under way at once."""
         return max(1, self.processors * RUNS // -(-self.size // 32))
+
+    def reason(self, predicted: Mapping[str, float]) -> str:
+        """Why the fastest of some ways was chosen, by the microseconds that each is predicted to take."""
+        ways = ", ".join(f"{name} {time:,.0f} µs" for name, time in sorted(predicted.items(), key=itemgetter(1)))
+        sizes = f"{self.batch} samples of {self.time} steps and {self.size} elements"
+        return f"{sizes} on {self.processors} multiprocessors, predicted: {ways}"
 
     def waves(self, runs: int) -> float:
         """How many times as long a step takes where each sample has so many runs side by side."""
@@ -102,7 +110,7 @@ class Way(NamedTuple):
     swept : bool
         Whether chunks are swept by all multiprocessors, in a launch of its own, before a block looks after each sample.
     reason : str
-        Why ``auto`` chose so.
+        Why.
     """
 
     name: str
@@ -129,12 +137,11 @@ def choose_small(work: Work, warps: int, *, prices: Prices = PRICES) -> Way:
     >>> choose_small(Work(50, 16, 20, 1, 132), 8)[:3]
     ('sequential', 50, False)
     """
-    reason = f"{work.batch} samples of {work.time} steps and {work.size} elements on {work.processors} multiprocessors"
     blocks = -(-work.batch // work.processors)
     step, ways = work.step_price(prices), dict[Way, float]()
 
     def add(way: Way, nodes: int, kernels: float) -> None:
-        ways[way._replace(reason=reason)] = _overlapped(nodes, kernels, prices, captured=False)
+        ways[way] = _overlapped(nodes, kernels, prices, captured=False)
 
     add(Way("sequential", work.time), 1, work.time * work.waves(1) * step)
     for count in range(2, warps + 1):
@@ -148,7 +155,10 @@ def choose_small(work: Work, warps: int, *, prices: Prices = PRICES) -> Way:
         places = -(-work.time // chunk)
         kernels = 2 * chunk * work.waves(places) * step + prices.place_in_block * places * blocks
         add(Way("relaxed", chunk, True), 2, kernels)
-    return min(ways, key=ways.__getitem__)
+    predicted: dict[str, float] = {}
+    for way, time in ways.items():
+        predicted[way.name] = min(time, predicted.get(way.name, math.inf))
+    return min(ways, key=ways.__getitem__)._replace(reason=work.reason(predicted))
 
 
 def choose(
@@ -181,18 +191,34 @@ def choose(
         return choose_on_device(work, guesses=guesses, diagonal=diagonal)
     workers = thread_count()
     if guesses:
-        blocks = sequences.whole(1).blocks
-        # Two sweeps over chunks that fill all workers, against one over samples that may not.
-        if 2.5 * blocks < workers * math.ceil(blocks / workers) and time >= 4 * chunk:
-            return Choice("relaxed", chunk, reason=f"{batch} samples alone leave some of {workers} workers idle")
-        return Choice("sequential", chunk, reason=f"{batch} samples of {time} steps on {workers} workers")
+        sizes = f"{batch} samples of {time} steps on {workers} workers"
+        name, why = _guesses(time, sequences.whole(1).blocks, workers, chunk)
+    else:
+        sizes = f"{batch} samples of {time} steps and {size} elements on {workers} workers"
+        name, why = _chunks(time, batch, 1 if diagonal else size, workers, chunk)
+    return Choice(name, chunk, reason=f"{sizes}: {why}")
+
+
+def _guesses(time: int, blocks: int, workers: int, chunk: int) -> tuple[str, str]:
+    """The solver of so many blocks of samples on the host, where states may be guessed, and why it is that one."""
+    # Two sweeps over chunks that fill all workers, against one over samples that may not.
+    if 2.5 * blocks >= workers * math.ceil(blocks / workers):
+        return "sequential", "too few are idle to pay for a second sweep"
+    if time < 4 * chunk:
+        return "sequential", f"fewer than 4 chunks of {chunk} steps"
+    return "relaxed", "the samples alone leave some idle"
+
+
+def _chunks(time: int, batch: int, rows: int, workers: int, chunk: int) -> tuple[str, str]:
+    """As `_guesses`, where chunks are composed, whose matrices have so many rows."""
     # Of each chunk, n unit vectors, a zero vector and finally one state are propagated. Handing this to several workers
     # has a cost, which a clear gain has to cover.
-    rows = 1 if diagonal else size
     linearly, in_chunks = math.ceil(batch / workers), batch * (rows + 2) / workers
-    reason = f"{batch} samples of {time} steps and {size} elements on {workers} workers"
-    name = "chunked" if 2 * in_chunks < linearly and time >= 4 * workers * chunk else "sequential"
-    return Choice(name, chunk, reason=reason)
+    if 2 * in_chunks >= linearly:
+        return "sequential", f"too few for chunks, which take {rows + 2} vectors through each step"
+    if time < 4 * workers * chunk:
+        return "sequential", f"fewer than 4 chunks of {chunk} steps for each"
+    return "chunked", f"enough for chunks, which take {rows + 2} vectors through each step"
 
 
 def choose_on_device(
@@ -214,7 +240,6 @@ def choose_on_device(
     chunk = work.chunk(method, prices)
     steps = {method: chunk, "sequential": work.time}
     predicted = {name: work.microseconds(name, each, nodes, prices, captured=captured) for name, each in steps.items()}
-    reason = f"{work.batch} samples of {work.time} steps and {work.size} elements on {work.processors} multiprocessors"
-    if predicted[method] >= predicted["sequential"]:
-        return Choice("sequential", chunk, reason=reason)
-    return Choice("relaxed" if guesses else "chunked", chunk, reason=reason)
+    name = "relaxed" if guesses else "chunked"
+    reason = work.reason({name: predicted[method], "sequential": predicted["sequential"]})
+    return Choice("sequential" if predicted[method] >= predicted["sequential"] else name, chunk, reason=reason)

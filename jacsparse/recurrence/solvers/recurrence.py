@@ -16,6 +16,8 @@ from ..sequences import Chunks, DeviceRuns, Runs, Sequences, index
 
 #: Steps of a chunk, by default.
 CHUNK = 128
+#: Why a way was taken that was named.
+ASKED = "asked for"
 
 
 class Choice(NamedTuple):
@@ -32,7 +34,7 @@ class Choice(NamedTuple):
     schedule : Schedule or None
         The products to execute.
     reason : str
-        Why ``auto`` chose so.
+        Why: as ``auto`` chose, or because it was asked for.
     asked : bool
         Whether this number of steps was asked for.
     """

@@ -9,7 +9,7 @@ from ...runtime import on_device
 from ..boundaries_cuda import unfinished
 from ..reports import Pending
 from ..sequences import Chunks, index
-from .recurrence import Problem, Solver
+from .recurrence import Problem, Solver, check_warm
 
 
 class Sequential(Solver):
@@ -19,10 +19,13 @@ class Sequential(Solver):
     solves = frozenset({"linear", "gradients", "states"})
 
     def solve(self, problem: Problem) -> torch.Tensor:
-        report, sequences = problem.report, problem.sequences
+        report, sequences, first = problem.report, problem.sequences, problem.initial_state
+        if problem.warm is not None:
+            # Each sample is one chunk, whose first state is not guessed.
+            check_warm(problem.warm, tuple(first.shape), first.dtype, first.device)
         report.methods.append(self.name)
         report.chunk, report.sweeps = sequences.time, 1
-        return problem.recurrence.run(sequences.whole(problem.direction), problem.initial_state)
+        return problem.recurrence.run(sequences.whole(problem.direction), first)
 
 
 def run_chunks(problem: Problem, chunks: Chunks, starts: torch.Tensor) -> torch.Tensor:
