@@ -222,7 +222,7 @@ def test_products_too_large_for_memory_are_left_out(context: Context, monkeypatc
 
 def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
     """The counts, which no other work on the machine changes."""
-    rows = HostPath(times=(10, 30_000), batches=(16,)).run(context)
+    rows = HostPath(times=(10, 10_000), batches=(16,)).run(context)
     counted = [row for row in rows if row.data.get("layer") in ("", "two directions")]
     assert len(counted) == 36
     for row in counted:

@@ -98,7 +98,7 @@ def test_all_phases_on_a_made_up_device(gpu: Device, tmp_path: Path) -> None:
     tests, folder = tmp_path / "test_kernels.py", tmp_path / "out"
     tests.write_text(KERNEL_TESTS)
     folder.mkdir()
-    short: dict[str, Any] = {"function": 1e-6}
+    short: dict[str, Any] = {"function": 1e-9}
     exact = GruBreakdown(sets=(("L", 7, 2),), batches=(2,), schedules=("chunked",))
     sensitivity = RnnSensitivity(times=(5,), batches=(), others=(), scheduled=(5,), schedules=("relaxed:2",))
     planned = [

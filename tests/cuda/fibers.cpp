@@ -10,6 +10,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -69,6 +70,8 @@ enum class State { ready, at_block, at_warp, done };
 struct Fiber {
   FiberThread seen;
   State state = State::done;
+  // Whether it has run no block of this launch before, and runs none after.
+  bool first = true, last = true;
   unsigned mask = 0;
   const char* what = "";
   std::uint64_t bits = 0, gathered[32] = {};
@@ -128,9 +131,9 @@ void entry() {
     if (!scheduler_bottom) scheduler_bottom = bottom, scheduler_size = size;
   }
   for (;;) {
-    if (__tsan_acquire) __tsan_acquire(&start_token);
+    if (__tsan_acquire && current->first) __tsan_acquire(&start_token);
     running_body(running_arguments);
-    if (__tsan_release) __tsan_release(&end_token);
+    if (__tsan_release && current->last) __tsan_release(&end_token);
     current->state = State::done;
     go(*current, scheduler);
   }
@@ -179,10 +182,12 @@ void* shared_memory(std::size_t size) {
   return memory;
 }
 
-// The next of a pool of twice a block's threads: two blocks in a row never share a fiber, so nothing orders them.
-Fiber* next(std::size_t threads) {
-  while (pool.size() < 2 * threads) pool.push_back(made());
-  Fiber* fiber = pool[taken++ % (2 * threads)];
+// The next of a pool of a block's threads, or of twice as many where there are more blocks: two in a row never share a
+// fiber, so nothing orders them. Fibers are few, for to ThreadSanitizer a barrier of n of them takes n² steps.
+Fiber* next(std::size_t threads, std::size_t blocks) {
+  std::size_t size = std::min<std::size_t>(blocks, 2) * threads;
+  while (pool.size() < size) pool.push_back(made());
+  Fiber* fiber = pool[taken++ % size];
   return fiber;
 }
 
@@ -362,7 +367,9 @@ const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid,
   if (grid[1] > 65535 || grid[2] > 65535)
     failure = "the grid is " + std::to_string(grid[1]) + " by " + std::to_string(grid[2]) + " in y and z";
   if (shared > 232448) failure = "a block asks for " + std::to_string(shared) + " bytes of shared memory";
-  for (std::size_t number : order.of(static_cast<std::size_t>(grid[0]) * grid[1] * grid[2])) {
+  std::size_t blocks = static_cast<std::size_t>(grid[0]) * grid[1] * grid[2];
+  std::size_t begun = 0;
+  for (std::size_t number : order.of(blocks)) {
     if (!failure.empty()) break;
     {
       Unseen unseen;
@@ -372,8 +379,9 @@ const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid,
     if (shared) dynamic_memory = static_cast<char*>(shared_memory(shared));
     dim3 place = within(number, grid);
     for (unsigned i = 0; i < threads; ++i) {
-      Fiber* fiber = next(threads);
+      Fiber* fiber = next(threads, blocks);
       fiber->state = State::ready;
+      fiber->first = begun < 2, fiber->last = begun + 2 >= blocks;
       fiber->seen = {within(i, size),
                      place,
                      {size[0], size[1], size[2]},
@@ -383,6 +391,7 @@ const char* fiber_launch(FiberBody body, void** arguments, const unsigned* grid,
       block.push_back(fiber);
     }
     run_block(order);
+    ++begun;
   }
   dynamic_memory = nullptr;
   if (__tsan_acquire) __tsan_acquire(&end_token);

@@ -4,7 +4,6 @@
 // template instance.
 #pragma once
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -145,9 +144,16 @@ using std::copysign;
 using std::exp;
 using std::fabs;
 using std::fma;
-using std::max;
-using std::min;
 using std::tanh;
+// Not those of <algorithm>, half of what a small file of kernels takes to compile.
+template <class T>
+constexpr const T& max(const T& one, const T& other) {
+  return one < other ? other : one;
+}
+template <class T>
+constexpr const T& min(const T& one, const T& other) {
+  return other < one ? other : one;
+}
 
 template <class... Parameters, std::size_t... Place>
 void fiber_call(void (*kernel)(Parameters...), void** arguments, std::index_sequence<Place...>) {

@@ -8,6 +8,7 @@ threads and blocks run: 0 ascending, 1 descending, other numbers shuffled.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import hashlib
 import os
@@ -63,8 +64,20 @@ def _built(name: str, suffix: str, code: str, flags: Sequence[str], objects: Seq
     path = folder / f"{name}-{digest.hexdigest()}{suffix}"
     if path.exists():
         return path
-    work = folder / f"{path.stem}-{os.getpid()}"
-    work.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = folder / f"{path.stem}.lock"
+    with lock.open("w") as file:
+        # Of several processes that need it at once, one compiles.
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if not path.exists():
+            _compile(name, path, code, flags, objects)
+        lock.unlink(missing_ok=True)
+    return path
+
+
+def _compile(name: str, path: Path, code: str, flags: Sequence[str], objects: Sequence[Path]) -> None:
+    work = path.with_name(f"{path.stem}-{os.getpid()}")
+    work.mkdir(exist_ok=True)
     try:
         (work / "code.cpp").write_text(code, encoding="utf-8")
         # A sanitizer's library, preloaded, would be loaded into the compiler too.
@@ -76,7 +89,6 @@ def _built(name: str, suffix: str, code: str, flags: Sequence[str], objects: Seq
         raise KernelError(f"{name} does not compile:\n{error.stderr}") from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    return path
 
 
 _BOUNDED = re.compile(r"(template <[^>]*>)\s*__global__ void\s+__launch_bounds__\(([^()]*),\s*\d+\)\s*(\w+)")
@@ -144,7 +156,8 @@ def sanitized(kind: str, arguments: Sequence[str], **environment: str) -> subpro
         "FIBER_SANITIZER": kind,
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "UBSAN_OPTIONS": "print_stacktrace=1",
-        "TSAN_OPTIONS": "report_signal_unsafe=0:halt_on_error=1",
+        # At its end it would wait a second for other threads.
+        "TSAN_OPTIONS": "report_signal_unsafe=0:halt_on_error=1:atexit_sleep_ms=0",
         "PYTHONPATH": str(HERE.parent.parent),
         # Their threads are no business of the kernels'.
         "OMP_NUM_THREADS": "1",

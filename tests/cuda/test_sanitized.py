@@ -14,6 +14,12 @@ from tests.cuda.harness import emulated
 from tests.cuda.replay import replay
 from tests.cuda.sets import LONG, SETS
 
+#: Sets whose launches are replayed by one process: those of the same files of kernels, which are compiled once for all.
+TOGETHER = (("values", "products", "selections"), ("recurrent", "small layers"), ("chunks", "linear", "levels"))
+REPLAYED = [
+    *(pytest.param(names, id=", ".join(names)) for names in TOGETHER),
+    *(pytest.param((name,), id=name, marks=pytest.mark.full) for name in LONG),
+]
 NAMES = [*SETS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)]
 
 
@@ -33,10 +39,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return record
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_sanitizers_get_every_set() -> None:
+    assert sorted(name for names in TOGETHER for name in names) == sorted(SETS)
+
+
+@pytest.mark.parametrize("names", REPLAYED)
 @pytest.mark.parametrize("kind", ["address", "thread"])
-def test_sanitizers_find_nothing(kind: str, name: str, recorded: Callable[[str], Path]) -> None:
-    result = sanitized(kind, ["-m", "tests.cuda.replay", str(recorded(name))])
+def test_sanitizers_find_nothing(kind: str, names: tuple[str, ...], recorded: Callable[[str], Path]) -> None:
+    result = sanitized(kind, ["-m", "tests.cuda.replay", *(str(recorded(name)) for name in names)])
     assert result.returncode == 0 and "replayed" in result.stdout, result.stdout[-4000:]
 
 

@@ -31,7 +31,8 @@ def equal():
         group = dist.new_group(list(range(modules)))
         if dist.get_rank() >= modules:
             continue
-        for build, data in ((model_of, batches(20)), (convolutional, images(10))):
+        # Of the first, half are more than are under way at once: 2 · modules - 2.
+        for build, data in ((model_of, batches(4 * modules)), (convolutional, images(max(4, 2 * modules)))):
             for optimizer in (SGD, ADAM):
                 compare(modules, optimizer, build, data, group)
     dist.barrier()
