@@ -30,12 +30,12 @@ from .traces import Trace
 _LIFTED = torch.ops.aten.lift_fresh.default
 _CROSS = torch.ops.aten.linalg_cross.default
 
-#: The most keys whose graphs are kept, and the most graphs of one, for other indices and masks.
-MOST_KEYS, MOST_GRAPHS = 64, 8
-
 
 class GraphCache:
     """The graphs of recent runs, by key."""
+
+    #: The most keys, and the most graphs of one, for other indices and masks.
+    MOST_KEYS, MOST_GRAPHS = 64, 8
 
     def __init__(self) -> None:
         self._graphs: dict[Hashable, _OfKey] = {}
@@ -56,17 +56,21 @@ class GraphCache:
             trace = Trace.of_run(module, graph, run)
             if all(torch.equal(trace.elements(value), each) for value, each in graph.contents.items()):
                 if graph is not known.graphs[0]:
-                    known.begin_with(graph)
+                    self._put_first(graph, known)
                 return trace
         trace = new_trace(module, run)
-        known.begin_with(trace.graph)
+        self._put_first(trace.graph, known)
         return trace
+
+    def _put_first(self, graph: Graph, known: _OfKey) -> None:
+        # Other threads may go through the list meanwhile.
+        known.graphs = [graph, *(each for each in known.graphs if each is not graph)][: self.MOST_GRAPHS]
 
     def _new(self, key: Hashable) -> _OfKey:
         """Those of a key that has none yet; the one that was used longest ago goes."""
         with self._lock:
             known = self._graphs.setdefault(key, _OfKey(next(self._calls)))
-            while len(self._graphs) > MOST_KEYS:
+            while len(self._graphs) > self.MOST_KEYS:
                 del self._graphs[min(self._graphs, key=lambda each: self._graphs[each].last)]
             return known
 
@@ -82,10 +86,6 @@ class _OfKey:
 
     last: int
     graphs: list[Graph] = field(default_factory=list)
-
-    def begin_with(self, graph: Graph) -> None:
-        # Other threads may go through the list meanwhile.
-        self.graphs = [graph, *(each for each in self.graphs if each is not graph)][:MOST_GRAPHS]
 
 
 #: Those of all modules and functions.

@@ -17,7 +17,6 @@ from torch import nn
 import jacsparse
 from jacsparse.jacobians.unprepared import PLANS
 from jacsparse.tracing import GRAPHS, traced
-from jacsparse.tracing.graphs import MOST_KEYS
 from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 from tests.patterns.operators import Apply
 
@@ -414,10 +413,10 @@ def test_sizes_that_take_turns_have_a_graph_each() -> None:
 
 def test_graphs_in_use_are_remembered() -> None:
     first = traced(nn.ReLU(), torch.ones(1, 1), cached=True).graph
-    for size in range(2, MOST_KEYS + 3):
+    for size in range(2, GRAPHS.MOST_KEYS + 3):
         traced(nn.ReLU(), torch.ones(1, size), cached=True)
         assert traced(nn.ReLU(), torch.ones(1, 1), cached=True).graph is first
-    assert len(GRAPHS) == MOST_KEYS
+    assert len(GRAPHS) == GRAPHS.MOST_KEYS
 
 
 def test_places_of_writes_end_with_their_graphs() -> None:
