@@ -23,6 +23,7 @@ from ..decompositions import indices_of, is_sparse
 from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..stages import agree, chain_of, refuse_hooks
 from ..tracing import (
+    FunctionCall,
     Node,
     Trace,
     Value,
@@ -97,6 +98,8 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         if not tensor.is_floating_point() or tensor.layout != torch.strided
     }
     _check_indices(trace)
+    if options.create_graph:
+        _check_gradients(trace)
     returned_values = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
     floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
     varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
@@ -362,6 +365,8 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
     for node in graph.nodes:
         values = [value for _, value in node.tensors]
         memories = {value: memory_of(trace.tensor(value)) for value in values}
+        if isinstance(node.overload, FunctionCall) and node.arguments["elements"].number in graph.captures:
+            raise refusal(node, f"{node.overload.function.__name__} computes by no operator of PyTorch's", again)
         if any(isinstance(value, torch.UntypedStorage) for value in node.arguments.values()):
             raise refusal(node, f"{node.name} takes the memory of a tensor", again)
         if node.draws:
@@ -403,3 +408,14 @@ def _check_indices(trace: Trace) -> None:
                     f"{node.name}: its indices are computed from what a tensor holds, so that no pattern holds for all "
                     f"inputs{node.source}; call jacsparse.jacobian, which follows each run"
                 )
+
+
+def _check_gradients(trace: Trace) -> None:
+    """Raise where a replay's gradients by what the function reads would not be the function's."""
+    for node in trace.graph.nodes:
+        if isinstance(node.overload, FunctionCall) and any(node.differentiable):
+            raise UnsupportedOperatorError(
+                f"{node.path}: {node.overload.function.__name__} is a torch.autograd.Function{node.source}, and values "
+                "of a prepared Jacobian have gradients by operators alone; write it with operators, or call "
+                "jacsparse.jacobian(..., create_graph=True)"
+            )

@@ -45,7 +45,7 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
-from .operators import Rewrite, facts_of, shows
+from .operators import FunctionCall, Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, mask_of
 from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
@@ -57,6 +57,7 @@ __all__ = [
     "GRAPHS",
     "SAMPLES",
     "Form",
+    "FunctionCall",
     "Graph",
     "Node",
     "Operand",

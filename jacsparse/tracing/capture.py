@@ -408,7 +408,7 @@ class Recorder(DispatchMode):
         args = [result] * len(operands)
         call = CapturedCall(operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place())
         self.run.calls.append(call)
-        kind = type(operator.node) if isinstance(operator, FunctionCall) else type(operator)
+        kind = operator.function if isinstance(operator, FunctionCall) else type(operator)
         self.key += (id(kind), tuple(operands), kinds, path, extent_of(result))
         return number
 
@@ -462,8 +462,9 @@ class Recorder(DispatchMode):
         if place not in self._functions:
             operands = [self._behind(*edge) for edge in node.next_functions]
             known = [value for value in operands if value is not None]
-            self._functions[place] = self._append(FunctionCall(node, tensor.output_nr), known, tensor)
-            self._irreplaceable.add(self._functions[place])
+            function = FunctionCall(type(node)._forward_cls, tensor.output_nr)
+            passes = [False, *[True] * len(known)]
+            self._functions[place] = self._append(function, [number, *known], tensor, passes)
         self.numbers[id(tensor)] = self._functions[place]
         return self._functions[place]
 

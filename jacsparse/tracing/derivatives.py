@@ -85,7 +85,7 @@ def _is_of_operand(trace: Trace, number: int, maker: Node) -> bool:
 
 def _of_function(node: Node) -> UnsupportedOperatorError:
     """The error where a ``torch.autograd.Function`` works on what depends on the input."""
-    function = type(node.overload.node)._forward_cls
+    function = node.overload.function
     remedy = "write it with operators, as x + (f(x) - x).detach(), or make it a custom operator with a rule"
     if function.__module__ == "torch.utils.checkpoint":
         remedy = "pass use_reentrant=False to checkpoint"

@@ -260,7 +260,7 @@ class Graph:
             each = waiting.pop()
             if each not in needed and not known(each):
                 node = self.infos[each].replayed
-                if node is None or node.draws or isinstance(node.overload, FunctionCall):
+                if node is None or node.draws:
                     raise LookupError
                 needed[each] = node
                 waiting.extend(operand for _, operand in node.tensors)
@@ -288,7 +288,7 @@ class Graph:
 
 def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
-    if isinstance(overload, (Gather, Rewrite)):
+    if isinstance(overload, (Gather, Rewrite, FunctionCall)):
         return [overload(*arguments.values())]
     if overload is torch.ops.aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
         # A number may be a tensor without axes.

@@ -60,12 +60,16 @@ class Rewrite:
 
 @dataclass(frozen=True, eq=False)
 class FunctionCall:
-    """A ``torch.autograd.Function`` in a run: autograd's node, which has its backward pass."""
+    """An operator: what a ``torch.autograd.Function`` returned, whose backward pass has the derivative."""
 
-    node: Any
+    function: type
+    #: Which one of its results it is.
     output: int
 
     name = "jacsparse.function"
+
+    def __call__(self, elements: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        return elements.detach()
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -282,7 +286,10 @@ def number_types(facts: Facts, name: str, first: Any) -> tuple[type, ...]:
 
 def operand_names(overload: Any, count: int) -> tuple[str, ...]:
     """The names of the arguments of an operator that is no overload of ATen's."""
-    return ("elements", "derivative") if isinstance(overload, Rewrite) else tuple(f"tensors.{n}" for n in range(count))
+    tensors = tuple(f"tensors.{n}" for n in range(count))
+    if isinstance(overload, Rewrite):
+        return "elements", "derivative"
+    return tensors if isinstance(overload, Gather) else ("elements", *tensors[1:])
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:

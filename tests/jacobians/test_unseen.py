@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import math
 import pickle
 import threading
@@ -16,6 +17,7 @@ import pytest
 import torch
 from jacsparse.patterns import Full, Pattern
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 
 from jacsparse import (
@@ -27,7 +29,7 @@ from jacsparse import (
     prepare_hessian,
     prepare_jacobian,
 )
-from tests.helpers import FLOAT, assert_equal, dense, drawn
+from tests.helpers import FLOAT, Straight, assert_equal, dense, drawn
 
 
 def in_thread(f: Callable[..., Any], *args: Any) -> Any:
@@ -348,3 +350,27 @@ def test_a_file_of_another_mask_is_refused(tmp_path: Path) -> None:
     PreparedJacobian.load(file, f(mask), x)
     with pytest.raises(ValueError, match="not of this function"):
         PreparedJacobian.load(file, f(~mask), x)
+
+
+def test_functions_of_parameters_alone() -> None:
+    """As weights that are rounded for a network's forward pass."""
+    weight = drawn(4).requires_grad_()
+    f = lambda x: x**2 * Straight.apply(3 * weight)  # noqa: E731
+    prepared = prepare_jacobian(f, drawn(4))
+    for seed in range(1, 3):
+        x = drawn(4, seed=seed)
+        with torch.no_grad():
+            weight.add_(1)
+        for J in (jacobian(f, x), prepared(x)):
+            assert torch.equal(J.values[:, 0], (2 * x * (3 * weight).round()).detach())
+    of_values = jacobian(f, x, create_graph=True).values.sum()
+    assert torch.allclose(torch.autograd.grad(of_values, weight)[0], 6 * x)
+    with pytest.raises(UnsupportedOperatorError, match=r"Straight is a torch.autograd.Function .*, line \d+"):
+        prepare_jacobian(f, drawn(4), create_graph=True)
+
+
+def test_graphs_hold_no_nodes_of_autograd() -> None:
+    weight = drawn(4).requires_grad_()
+    jacobian(lambda x: x * Straight.apply(3 * weight), drawn(4))
+    gc.collect()
+    assert not [each for each in gc.get_objects() if isinstance(each, BackwardCFunction)]

@@ -24,20 +24,20 @@ class _OfNode(torch.autograd.Function):
     """What a Function returned in a run, with the backward pass of its node."""
 
     @staticmethod
-    def forward(ctx: Any, call: FunctionCall, result: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
-        ctx.call = call
-        return result.clone()
+    def forward(ctx: Any, node: Any, output: int, elements: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        ctx.node, ctx.output = node, output
+        return elements.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        node = ctx.call.node
+        node = ctx.node
         gradients = [torch.zeros(each.shape, dtype=each.dtype) for each in node._input_metadata]
-        gradients[ctx.call.output] = gradient
+        gradients[ctx.output] = gradient
         with torch.no_grad():
             passed = node.apply(*gradients)
         passed = passed if isinstance(passed, tuple) else (passed,)
         pairs = zip(passed, node.next_functions, strict=True)
-        return None, None, *(g for g, (behind, _) in pairs if behind is not None)
+        return None, None, None, *(g for g, (behind, _) in pairs if behind is not None)
 
 
 def computed(run: CapturedRun, x: torch.Tensor) -> torch.Tensor:
@@ -55,8 +55,7 @@ def computed(run: CapturedRun, x: torch.Tensor) -> torch.Tensor:
         if isinstance(call.overload, (Gather, Rewrite)):
             results = [call.overload(*operands)]
         elif isinstance(call.overload, FunctionCall):
-            (value,) = call.results
-            results = [_OfNode.apply(call.overload, run.copies.get(value, run.tensors[value]).detach(), *operands)]
+            results = [_OfNode.apply(run.gradient_edges[call.first][0], call.overload.output, *operands)]
         else:
             args, kwargs = [*map(given, call.args)], {name: given(each) for name, each in call.kwargs.items()}
             facts = facts_of(call.overload)
