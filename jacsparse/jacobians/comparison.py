@@ -17,6 +17,7 @@ from ..tracing import check_module, name_of, undisturbed, without_autocast
 from .arguments import Arguments
 from .edge_matrices import times
 from .flat_function import FlatFunction, module_and_batch, run_once
+from .gradients import owner_of
 from .options import Options
 from .unprepared import jacobian_and_returned
 from .verification import MOST_ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
@@ -117,7 +118,7 @@ def _rounding_of_product(f: Callable[..., Any], arguments: Arguments, g: torch.T
     with undisturbed(check_module(module), x.device):
         try:
             trace = trace_of_call(module, x)
-            _, records = chain_of_trace(trace, f, pruned=False)
+            _, records = chain_of_trace(trace, owner_of(f), pruned=False)
         except UnsupportedOperatorError:
             # With a pattern of one's own, an operator needs no rule.
             return 0.0

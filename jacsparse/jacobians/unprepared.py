@@ -16,14 +16,14 @@ from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, Record, agree, chain_of_trace, refuse_hooks, trace_of_call
-from ..tracing import Trace, check_module, saved_buffers, undisturbed, without_autocast, without_saving_hooks
+from ..stages import Chain, Record, agree, chain_of_trace, refuse_hooks
+from ..tracing import Trace, check_module, saved_buffers, traced, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
 from .differentiable import check_second_derivatives, connected_to, with_gradients
 from .evaluator import Evaluator
 from .flat_function import FlatFunction, Returned, module_and_batch
-from .gradients import Gradient
+from .gradients import Gradient, owner_of
 from .options import Keywords, Options, with_parts
 from .products import ChainProducts
 from .traced_function import TracedFunction, same_numbers
@@ -191,18 +191,18 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
         if create_graph:
             contexts.enter_context(saved_buffers(function))
             x = requiring_gradient(x)
-        trace = trace_of_call(function, x)
-        chain, records = chain_of_trace(trace, f, pruned=pruned)
+        trace = traced(function, x, cached=True)
+        chain, records = chain_of_trace(trace, owner_of(f), pruned=pruned)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
         if create_graph:
             if chain.trained_zeros(trace):
-                chain, records = chain_of_trace(trace, f, pruned=False)
+                chain, records = chain_of_trace(trace, owner_of(f), pruned=False)
             check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
         jacobian = PLANS.of(chain).jacobian(trace, records, x)
         if create_graph:
             # All entries, those of pruned weights too.
-            every = chain_of_trace(trace, f, pruned=False)[0] if chain.pruned_weights else chain
+            every = chain_of_trace(trace, owner_of(f), pruned=False)[0] if chain.pruned_weights else chain
             jacobian = with_gradients(jacobian, trace, x, every.pattern)
         # A module returned the output itself.
         returned = function.returned if isinstance(function, FlatFunction) else None

@@ -19,6 +19,7 @@ from ..tracing import check_module, name_of, undisturbed, without_autocast, with
 from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
 from .flat_function import module_and_batch, run_once
+from .gradients import owner_of
 
 if TYPE_CHECKING:
     from torch import nn
@@ -173,7 +174,7 @@ def verify(
     check_module(module)
     with _seeded(x), undisturbed(module):
         trace = trace_of_call(module, x)
-        chain, records = chain_of_trace(trace, f, pruned=pruned)
+        chain, records = chain_of_trace(trace, owner_of(f), pruned=pruned)
         run = Run(trace, records)
         refuse_hooks(run.records)
         if tolerance is None:

@@ -139,8 +139,7 @@ class Recorder(DispatchMode):
             return overload(*args, **kwargs)
         # Before a look at the node of a view makes that anew.
         self._sequence = next_node() - 1
-        if not self._saved_by_hooks and saves_by_hooks():
-            self._saved_by_hooks = True
+        self._saved_by_hooks = self._saved_by_hooks or saves_by_hooks()
         if overload is _WITHOUT_MEMORY:
             overload = aten.zeros.default
         self.callers.call = overload, args
@@ -439,7 +438,7 @@ class Recorder(DispatchMode):
             if type(value) in (float, int):
                 types = number_types(facts, name, args[0] if args else None)
                 if type(value) in types:
-                    scalar = Scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
+                    scalar = _scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
                     scalars.append((name, scalar))
                     keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
                     self.run.scalars.append(value)
@@ -488,6 +487,8 @@ class Recorder(DispatchMode):
         self.problem = self.problem or self.callers.unsupported(what, remedy)
 
 
+#: A reference to a number, of which there are few.
+_scalar = functools.lru_cache(maxsize=1024)(Scalar)
 _DETACH = aten.detach.default
 _WITHOUT_MEMORY = aten._efficientzerotensor.default
 #: The class of a leaf's node.

@@ -22,7 +22,7 @@ from .capture import Recorder, capture
 from .graphs import GRAPHS, new_trace
 from .modules import name_of, tensors_of
 from .operators import operator_name, tensors_in
-from .traces import Trace, observing
+from .traces import Observing, Trace
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
 SAMPLES = 3
@@ -78,7 +78,7 @@ def traced(
     # Functions given to torch.compile run as they are written, operator by operator.
     as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with observing(), as_written:
+        with Observing(), as_written:
             run = capture(module, x, callers, reads, beside)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise

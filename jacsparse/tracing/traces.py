@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -212,11 +211,11 @@ def is_recording() -> bool:
     return getattr(_STATE, "depth", 0) > 0
 
 
-@contextlib.contextmanager
-def observing() -> Iterator[None]:
+class Observing:
     """A context in which the calls of a function are observed: what replaces them steps aside."""
-    _STATE.depth = getattr(_STATE, "depth", 0) + 1
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> None:
+        _STATE.depth = getattr(_STATE, "depth", 0) + 1
+
+    def __exit__(self, *error: object) -> None:
         _STATE.depth -= 1
