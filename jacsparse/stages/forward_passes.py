@@ -6,6 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +33,7 @@ _LOCK = threading.RLock()
 
 
 def chain_of_trace(
-    trace: Trace, owner: Any = None, *, pruned: bool = True, couples: bool = False
+    trace: Trace, owner: Callable[..., Any] | Owner | None = None, *, pruned: bool = True, couples: bool = False
 ) -> tuple[Chain, list[Record]]:
     """The chain of a trace's graph, and each stage's record.
 
@@ -71,7 +72,7 @@ def trace_of_call(module: nn.Module, x: torch.Tensor) -> Trace:
 def forward_pass(
     module: nn.Module,
     x: torch.Tensor,
-    owner: Any = None,
+    owner: Callable[..., Any] | Owner | None = None,
     *,
     pruned: bool = True,
     couples: bool = False,

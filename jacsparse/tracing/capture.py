@@ -36,6 +36,7 @@ from .operators import (
     number_types,
     shows,
     tensors_in,
+    with_memory,
     with_written,
     written_tensors,
 )
@@ -140,8 +141,7 @@ class Recorder(DispatchMode):
         # Before a look at the node of a view makes that anew.
         self._sequence = next_node() - 1
         self._saved_by_hooks = self._saved_by_hooks or saves_by_hooks()
-        if overload is _WITHOUT_MEMORY:
-            overload = aten.zeros.default
+        overload = with_memory(overload)
         self.callers.call = overload, args
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self._storages.written:
@@ -301,7 +301,6 @@ class Recorder(DispatchMode):
             # What no value had is as it was before the run.
             place = values.index(OUTSIDE)
             values[place] = self._captured(tensor.detach().clone())
-            self.alive.append(self.run.tensors[values[place]])
             pieces.places[pieces.which == place] = numbered(tensor.shape)[pieces.which == place]
         return self._append(Gather(pieces.which, pieces.places), values, tensor)
 
@@ -490,7 +489,6 @@ class Recorder(DispatchMode):
 #: A reference to a number, of which there are few.
 _scalar = functools.lru_cache(maxsize=1024)(Scalar)
 _DETACH = aten.detach.default
-_WITHOUT_MEMORY = aten._efficientzerotensor.default
 #: The class of a leaf's node.
 _NONE = type(None)
 #: Arguments that are what a key has of them.

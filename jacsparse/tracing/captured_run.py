@@ -33,7 +33,7 @@ class CapturedCall(NamedTuple):
     seen: bool
     #: The first value of what it returns, and then of what else it writes to; and how many these are.
     first: int
-    made: int
+    result_count: int
     #: Whether it writes to its arguments.
     writes: bool
     #: The number of the node that autograd made last when it began; -1 where the run did not make the call.
@@ -45,7 +45,7 @@ class CapturedCall(NamedTuple):
     @property
     def results(self) -> range:
         """The values of its results."""
-        return range(self.first, self.first + self.made)
+        return range(self.first, self.first + self.result_count)
 
 
 @dataclass(eq=False)

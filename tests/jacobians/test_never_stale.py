@@ -412,18 +412,18 @@ def test_sizes_that_take_turns_have_a_graph_each() -> None:
 
 
 def test_later_calls_make_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[object] = []
+    chains: list[object] = []
     chain_of = jacsparse.stages.forward_passes.chain_of
     monkeypatch.setattr(
         "jacsparse.stages.forward_passes.chain_of",
-        lambda *args, **options: made.append(args) or chain_of(*args, **options),
+        lambda *args, **options: chains.append(args) or chain_of(*args, **options),
     )
     for ask in (jacsparse.jacobian, jacsparse.hessian):
         f = (lambda x: (x**3).sum()) if ask is jacsparse.hessian else (lambda x: x**3 * x.roll(1))
         for seed in range(6):
             ask(f, drawn(4, seed=seed))
-        assert len(made) == 1
-        made.clear()
+        assert len(chains) == 1
+        chains.clear()
 
 
 def test_graphs_in_use_are_remembered() -> None:
