@@ -56,11 +56,9 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _without_recent_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Tests whose functions have one code would share programs, and the trials to make them.
+def _without_recent_programs() -> None:
+    # Tests whose functions have one code would share programs.
     importlib.import_module("jacsparse.tracing").GRAPHS.clear()
-    # So that few calls of a function take all ways to its Jacobian.
-    monkeypatch.setattr("jacsparse.jacobians.unprepared.BEFORE", 1)
 
 
 # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.

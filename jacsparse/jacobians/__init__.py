@@ -6,8 +6,8 @@
 ``jacobian(f, x)``
     `options` and `arguments` check what was passed, `flat_function` makes `f` a module of one flat tensor, unless it is
     a module of one batch, and `unprepared` runs it. `trace_of_call` captures the run, and finds its graph by key;
-    `chain_of_trace` has the chain of local Jacobians of that. The chain's `JacobianPlan` has it multiplied in the first
-    runs; then it looks for a cheaper way (`choice`), whose `Evaluator.values` are those of later runs.
+    `chain_of_trace` has the chain of local Jacobians of that. The chain's `JacobianPlan` has the way to the values,
+    which the first run chose (`choice`): `Evaluator.values` computes them of the tensors of the run.
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
@@ -27,7 +27,7 @@
        `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.
 
     Values that are not finite as products are those of backward passes, by `Evaluator.mended`, unless they were
-    registered; in the first runs of `jacobian`, not those that all samples share.
+    registered.
 an evaluator (`evaluator_of` says which one)
     `FoldedProducts` (`products`): sums of `terms`, by `folding`. `GroupedProducts` and `ChainProducts` (`products`):
     products of operators' matrices, by groups of rows that have entries in the same columns, or in `Chain.order`.
@@ -67,7 +67,7 @@ elements that were overwritten          `Trace.elements` computes them anew, or 
 weights that were zero                  `Chain.adapted`                                 `PreparedProgram._check_weights`
 masks of ``torch.where``                `Chain.adapted`                                 `PreparedProgram._captures`
 other indices, masks and integers       `Graph.contents`                                `PreparedProgram._captures`
-numbers                                 `JacobianPlan._by_chosen`                       `PreparedJacobian._program`
+numbers                                 `JacobianPlan._constants`                       `PreparedJacobian._program`
 shapes, dtypes, autocast                `CapturedRun.key`                               `Arguments.form`; `_captures`
 other arguments                         `CapturedRun.key`                               `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
@@ -76,7 +76,7 @@ rules that were registered since        `GraphCache.trace_of`                   
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in
 `verify` its `memory_limit`, and `MATRIX_BYTES` (`edge_matrices`) of a part of what is larger; in `stages`
-`GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `Chain._check_size`, which refuses to multiply a chain to what no
+`GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `Chain.check_size`, which refuses to multiply a chain to what no
 memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by
 samples and strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An
 evaluator is not taken beyond `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS`

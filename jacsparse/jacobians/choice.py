@@ -17,7 +17,7 @@ from .compressed import Compressed
 from .evaluator import Evaluator
 from .folding import Folding
 from .products import ChainProducts, FoldedProducts, GroupedProducts
-from .products_with_vectors import NOT_COMPRESSED, WRONG_TANGENTS
+from .products_with_vectors import WRONG_TANGENTS, may_be_compressed
 from .terms import NotFoldableError
 from .traced_function import TracedFunction
 
@@ -48,14 +48,14 @@ def evaluator_of(
     1. `ChainProducts`, where values of an operator were registered: the other ways take PyTorch's derivatives.
     2. `Compressed`, where ``compressed`` or a pattern of one's own was asked for.
     3. `FoldedProducts` without elements of weights, whatever other ways cost; `ChainProducts` where there is no entry.
-    4. For ``products``, or with an operator of `NOT_COMPRESSED`, the one of the least cost of `FoldedProducts` with
+    4. For ``products``, or where it may not be compressed, the one of the least cost of `FoldedProducts` with
        elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
     5. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
     the check finds wrong tangents. On a GPU there are `ChainProducts` and `Compressed` alone. What is chosen is logged
     at the level DEBUG, and in 5. the costs of products and of colours. `PreparedJacobian.prepare` asks for ``products``
-    where a `Compressed` of 5. does not agree with autograd, and `JacobianPlan` stays with the chain.
+    where a `Compressed` of 5. does not agree with autograd, and `JacobianPlan` takes `ChainProducts`.
 
     A new way is a subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
     `saved_programs`. `PreparedJacobian` and `PreparedHessian` ask whether the name is ``compressed``.
@@ -68,6 +68,7 @@ def evaluator_of(
 def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Callable[[Pattern], Coloring]) -> Evaluator:
     """The way of `evaluator_of`."""
     folding = Folding(function)
+    function.chain.check_size(function.x)
 
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, compile=compile)
@@ -116,7 +117,7 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     grouped = GroupedProducts.of(function, cost)
     if grouped is not None:
         cost, products = grouped.cost, grouped
-    if method == "products" or any(node.overload in NOT_COMPRESSED for node in function.nodes):
+    if method == "products" or not may_be_compressed(function):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
     cost_of_colors = _cost_of_colors(function, colors, compile and grouped is None)

@@ -20,7 +20,7 @@ from .flat_function import FlatFunction, module_and_batch, run_once
 from .gradients import owner_of
 from .options import Options
 from .unprepared import jacobian_and_returned
-from .verification import MOST_ROUNDINGS, VerificationError, difference_of, largest_finite, magnitude
+from .verification import MOST_ROUNDINGS, VerificationError, error_of_product, largest_finite
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,7 +53,7 @@ def compared(
         of_run, *_ = jacobian_and_returned(f, arguments, Options(has_aux=options.has_aux))
         expected = of_run.vjp(g).reshape(x.shape)
     rounding = partial(_rounding_of_product, f, arguments, g, options.has_aux)
-    error = _error_of_product(jacobian, x, g, expected, limit, rounding)
+    error = error_of_product(jacobian, g, expected, limit, rounding)
     if error <= limit:
         return error
     if not agree(run_once(function, x).detach(), y.detach()):
@@ -90,26 +90,6 @@ def _random_gradient(function: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor
             if "is not implemented" not in str(error):
                 raise
             return y, g.to(x.dtype), None
-
-
-def _error_of_product(
-    jacobian: SparseJacobian,
-    x: torch.Tensor,
-    g: torch.Tensor,
-    expected: torch.Tensor,
-    limit: float,
-    rounding: Callable[[], float],
-) -> float:
-    """The largest difference of ``gᵀ J`` from what is expected, as a share of the largest sum of absolute terms.
-
-    Where all elements are zero but for rounding, as those of a sum of a softmax, that share would be no measure: beyond
-    the limit, it is of what takes the rounding error to the limit.
-    """
-    scale = largest_finite(SparseJacobian(jacobian.pattern, jacobian.values.abs()).vjp(g.abs()))
-    difference = magnitude(difference_of(jacobian.vjp(g).reshape(x.shape), expected))
-    if limit and not difference <= limit * scale:
-        scale = max(scale, rounding() / limit)
-    return difference / (scale or 1.0)
 
 
 def _rounding_of_product(f: Callable[..., Any], arguments: Arguments, g: torch.Tensor, has_aux: bool) -> float:

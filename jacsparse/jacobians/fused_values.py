@@ -91,7 +91,7 @@ class FusedValues:
         self._begin = {
             place: source
             for place, source in enumerate(calls.sources, len(others))
-            if (inputs[place].is_floating_point() if function.replays else source >= 0 or function.numbers_vary)
+            if not function.replays or inputs[place].is_floating_point()
         }
         try:
             fusion = self._fused(inputs, entries, pattern, leaves=False, compile=compile)

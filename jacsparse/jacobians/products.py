@@ -50,13 +50,14 @@ class FoldedProducts(Evaluator):
 
     def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
         self.function, self.pattern, dtype = function, folded.pattern, function.x.dtype
-        self._constants = torch.from_numpy(folded.constants).to(dtype)
         #: The numbers of local derivatives, and of products and sums of them; and of operations of these.
         first, last = folded.steps[0].first, folded.steps[-1].first
         self._counts = first, last - first, sum(len(s.left) * (2 if s.right is None else 3) for s in folded.steps)
         if folded.derivatives is not None and self.pattern.nnz:
             entries = partial(_entries, folded, 1 if function.shared else function.batch, dtype)
             self.fused = FusedValues(folded.derivatives, function, entries, self.pattern, compile=compile)
+        #: Where nothing varies.
+        self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(dtype)
 
     @property
     def details(self) -> str:
@@ -126,9 +127,7 @@ class ChainProducts(Evaluator):
         return self.pattern.index_nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
-        # Who replays a graph has looked at the pruned weights.
-        records = (self.chain if self.function.replays else self.chain.adapted(trace)).records(trace)
-        return trace.in_own_memory(self.chain.products(records, trace.input.detach()).values)
+        return trace.in_own_memory(self.chain.products(self.chain.records(trace), trace.input.detach()).values)
 
 
 class GroupedProducts(Evaluator):
@@ -194,8 +193,7 @@ class GroupedProducts(Evaluator):
             return None
         for stage in reversed(function.chain.stages):
             edge = stage.operator
-            # A run tells its pruned weights, which a replay has looked at.
-            if edge is None or (edge.omissions and not function.replays):
+            if edge is None:
                 return None
             structure = edge.transposed_pattern.structure
             if isinstance(structure, Identity):

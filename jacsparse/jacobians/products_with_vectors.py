@@ -32,12 +32,21 @@ _ELEMENTWISE = (
 WRONG_TANGENTS = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten.cholesky_inverse.default)
 #: Those whose functions ``auto`` does not compress: products cost less than backward passes alone, and PyTorch's
 #: gradients of many rows at once are wrong for `cdist`.
-NOT_COMPRESSED = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten._cdist_forward.default)
+_NOT_COMPRESSED = (aten.logcumsumexp.default, aten.scatter_reduce.two, aten._cdist_forward.default)
 
 #: All have the arguments input, weight, bias, running_mean, running_var, training, momentum and one for rounding.
 _NORMALISATIONS = (aten.native_batch_norm.default, aten.cudnn_batch_norm.default)
 
 Vectors = dict[int, torch.Tensor]
+
+
+def may_be_compressed(function: TracedFunction) -> bool:
+    """Whether ``auto`` may compress a function."""
+    # PyTorch takes the statistics of groups, further results of their normalisation, for constants.
+    return not any(node.overload in _NOT_COMPRESSED for node in function.nodes) and not any(
+        edge.operation.overload is aten.native_group_norm.default and edge.target != edge.operation.node.results[0]
+        for edge in function.chain.edges
+    )
 
 
 def push_forward(function: TracedFunction, values: Values, tangents: torch.Tensor) -> torch.Tensor:

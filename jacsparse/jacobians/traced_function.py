@@ -30,9 +30,8 @@ class TracedFunction:
     given: Pattern | None = None
     #: The values that replays are to leave in their traces: what the function returns, where that is asked for.
     kept: tuple[int, ...] = ()
-    #: Whether numbers that are factors or terms may be others in later runs; else these are constants.
-    numbers_vary: bool = False
-    #: Whether later traces are replays, which begin with `inputs` alone; else they are runs, whose calls are computed.
+    #: Whether later traces are replays, which begin with `inputs` alone, and whose numbers are constants; else they are
+    #: runs, whose calls are computed, and whose factors and terms may be other numbers.
     replays: bool = False
 
     @classmethod
@@ -114,15 +113,9 @@ class TracedFunction:
             for place, number in enumerate(trace.scalars)
         ]
 
-    def fixed_scalars(self, trace: Trace) -> list[Any]:
-        """The numbers of a run that are constants of what was decided."""
-        if not self.numbers_vary:
-            return trace.scalars
-        return [number for place, number in enumerate(trace.scalars) if not self.varies(place)]
-
     def varies(self, place: int) -> bool:
         """Whether the number at a place may be another in later runs."""
-        return self.numbers_vary and place in self.scalar_dtypes
+        return not self.replays and place in self.scalar_dtypes
 
     def element_count(self, node: Node) -> int:
         """The number of elements that a call computes."""
@@ -131,7 +124,7 @@ class TracedFunction:
     def backward_pass(self, trace: Trace) -> Callable[[torch.Tensor], torch.Tensor]:
         """What takes a gradient of the output back to the input, by autograd's graph of a run or of another replay."""
         if not self.replays:
-            return pulled_by_autograd(self.chain.adapted(trace).records(trace), len(trace.input))
+            return pulled_by_autograd(self.chain.records(trace), len(trace.input))
         x = trace.input.detach().requires_grad_()
         known = {value: trace.elements(value).detach() for value in self.inputs}
         with torch.enable_grad():

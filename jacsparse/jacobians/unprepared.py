@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,26 +12,21 @@ from typing import Any, Literal, Unpack, overload
 import torch
 from torch.utils import _pytree
 
-from ..patterns import UnsupportedOperatorError, requiring_gradient
+from ..patterns import requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, Record, agree, chain_of_trace, refuse_hooks
+from ..stages import Chain, Record, chain_of_trace, refuse_hooks
 from ..tracing import Trace, check_module, saved_buffers, traced, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
+from .compressed import Compressed
 from .differentiable import check_second_derivatives, connected_to, with_gradients
 from .evaluator import Evaluator
 from .flat_function import FlatFunction, Returned, module_and_batch
 from .gradients import Gradient, owner_of
 from .options import Keywords, Options, with_parts
 from .products import ChainProducts
-from .traced_function import TracedFunction, same_numbers
-
-_LOGGER = logging.getLogger("jacsparse")
-#: The calls of a graph before a way other than by its chain is looked for; and those where the chain's products and
-#: sums move more than `LARGE_MOVED` values. Looking takes about as long as these calls do, the first one above all, so
-#: that few calls of a function cost about twice what they need, however many there will be.
-BEFORE, BEFORE_LARGE = 2, 8
-LARGE_MOVED = 2**21
+from .traced_function import TracedFunction
+from .verification import error_of_product, tolerance_for
 
 
 @overload
@@ -115,9 +108,9 @@ def jacobian(
     -----
     Thesis, section 3.4.
 
-    A call runs `f` once; without any sample, with samples of zeros, and for what it returns without any. There is no
-    choice of a method: the first calls multiply the Jacobians of operators, and later ones go another way where that
-    pays and gave the same values.
+    A call runs `f` once; without any sample, with samples of zeros, and for what it returns without any. The first call
+    of a function at arguments of these shapes chooses the way to the values that costs least, as `prepare_jacobian`
+    does.
 
     At kinks and ties, and where a derivative is infinite, entries are those of PyTorch's backward passes, which compute
     each entry that is not finite as a product of local derivatives. An entry may be a number where autograd gives NaN:
@@ -199,7 +192,7 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
             if chain.trained_zeros(trace):
                 chain, records = chain_of_trace(trace, owner_of(f), pruned=False)
             check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
-        jacobian = PLANS.of(chain).jacobian(trace, records, x)
+        jacobian = PLANS.of(chain).jacobian(trace, records)
         if create_graph:
             # All entries, those of pruned weights too.
             every = chain_of_trace(trace, owner_of(f), pruned=False)[0] if chain.pruned_weights else chain
@@ -218,72 +211,63 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
 
 
 class JacobianPlan:
-    """How the Jacobian of a graph is computed: in its first runs by its chain, later in the way of least cost.
+    """How the Jacobian of a graph is computed in its runs: in the way of least cost, which the first one chooses.
 
-    A `ProductPlan` is of one product. The patterns of the chain hold while the same weights are zero; where some are
-    left out, all runs multiply the chain.
+    The patterns of the chain hold in all of them: other zeros of weights make another chain. Factors and terms may be
+    other numbers in each run. Numbers of other kinds, as slopes, are constants of a way, so that others take another
+    way; beyond `MOST_WAYS` of these the chain is multiplied.
     """
 
+    MOST_WAYS = 4
+
     def __init__(self, chain: Chain) -> None:
-        self.chain, self._runs = chain, 0
-        #: The numbers of the first run, and whether those of another one were others.
-        self._numbers: Sequence[Any] | None = None
-        self._numbers_vary = False
-        self._chosen: Evaluator | None = None
+        self.chain = chain
+        #: By the numbers that are its constants, as a text: zeros have signs.
+        self._ways: dict[str, Evaluator] = {}
+        self._constants: list[int] | None = None
 
-    def jacobian(self, trace: Trace, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
+    def jacobian(self, trace: Trace, records: Sequence[Record]) -> SparseJacobian:
         """The Jacobian in a run, in memory of its own."""
-        with torch.no_grad(), without_autocast(x.device):
-            planned = self._by_chosen(trace)
-            if planned is not None:
-                refuse_hooks(records)
-                return planned
-        with without_autocast(x.device):
-            # Gradients of these values are not used: `with_gradients` gives them others.
-            result = self.chain.jacobian(records, x)
-            with torch.no_grad():
-                self._choose(trace, result)
-        return SparseJacobian(result.pattern, trace.in_own_memory(result.values))
+        refuse_hooks(records)
+        with torch.no_grad(), without_autocast(trace.input.device):
+            if self._constants is None:
+                varying = TracedFunction(trace, self.chain).scalar_dtypes
+                self._constants = [place for place in range(len(trace.scalars)) if place not in varying]
+            numbers = repr([trace.scalars[place] for place in self._constants]) if self._constants else ""
+            way = self._ways.get(numbers)
+            if way is None:
+                way, values = self._chosen(TracedFunction(trace, self.chain))
+                if len(self._ways) < self.MOST_WAYS:
+                    way.function.forget(module=True)
+                    # Another thread may have chosen one meanwhile, which is as good.
+                    self._ways[numbers] = way
+            else:
+                values = way.values(trace)
+            return SparseJacobian(way.pattern, values)
 
-    def _by_chosen(self, trace: Trace) -> SparseJacobian | None:
-        """The Jacobian of a run by the way that was chosen, if that holds for the run's numbers."""
-        # Other threads may replace it meanwhile.
-        evaluator = self._chosen
-        if evaluator is None:
-            return None
-        function = evaluator.function
-        if not same_numbers(*(function.fixed_scalars(each) for each in (trace, function.trace))):
-            if not function.numbers_vary:
-                self._chosen, self._runs = None, self._before
-            return None
-        return SparseJacobian(evaluator.pattern, evaluator.values(trace))
+    def _chosen(self, function: TracedFunction) -> tuple[Evaluator, torch.Tensor]:
+        """A way for a run, and for others with its numbers, and its values."""
+        trace = function.trace
+        if len(self._ways) < self.MOST_WAYS:
+            way = evaluator_of(function)
+            values = way.values(trace)
+            if not isinstance(way, Compressed) or _is_autograds(SparseJacobian(way.pattern, values), function):
+                return way, values
+        products = ChainProducts(function)
+        return products, products.values(trace)
 
-    def _choose(self, trace: Trace, expected: SparseJacobian) -> None:
-        """Count a run; after enough of them choose a way for later ones, if it pays and gives this run's Jacobian."""
-        self._runs += 1
-        self._numbers = trace.scalars if self._numbers is None else self._numbers
-        self._numbers_vary |= not same_numbers(self._numbers, trace.scalars)
-        # The chain of pruned weights changes with these.
-        if self.chain.pruned_weights or self._runs != 1 + self._before:
-            return
-        function = TracedFunction(trace, self.chain, numbers_vary=self._numbers_vary)
-        try:
-            evaluator = evaluator_of(function)
-            if isinstance(evaluator, ChainProducts) or evaluator.pattern != expected.pattern:
-                return
-            actual = evaluator.values(trace)
-        except UnsupportedOperatorError:
-            return
-        # PyTorch's derivatives of many vectors at once may be wrong.
-        if agree(actual, expected.values):
-            _LOGGER.debug("later runs: %s%s", evaluator.name, evaluator.details)
-            function.forget(module=True)
-            self._chosen = evaluator
 
-    @functools.cached_property
-    def _before(self) -> int:
-        """The runs before one in which a way is looked for."""
-        return BEFORE_LARGE if len(self.chain) > 1 and self.chain.accumulation.moved > LARGE_MOVED else BEFORE
+def _is_autograds(jacobian: SparseJacobian, function: TracedFunction) -> bool:
+    """Whether a Jacobian's product with a random vector is that of a backward pass: PyTorch's tangents may be wrong."""
+    x, generator = function.x.detach(), torch.Generator().manual_seed(0)
+    g = torch.randn((len(x), jacobian.pattern.shape[0]), generator=generator, device="cpu").to(x)
+    try:
+        expected = function.backward_pass(function.trace)(g)
+    except RuntimeError:
+        # The function has written to what its backward pass needs.
+        return False
+    limit = tolerance_for(x.dtype, function.trace.tensors)
+    return error_of_product(jacobian, g, expected, limit) <= limit
 
 
 class _Plans:

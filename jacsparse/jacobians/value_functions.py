@@ -91,8 +91,8 @@ class ValueFunction:
         self.graph.recompile()
 
     def inputs(self, trace: Trace) -> list[torch.Tensor]:
-        """What the graph takes of a run."""
-        return [tensor.detach() for tensor in self.known(trace, self.sources).values()]
+        """What the graph takes of a run, as plain tensors: those of other classes make others that no call tells of."""
+        return [tensor.detach().as_subclass(torch.Tensor) for tensor in self.known(trace, self.sources).values()]
 
     def known(self, trace: Trace, sources: Iterable[int]) -> dict[int, torch.Tensor]:
         """Some values and numbers of a run, which may have gradients."""

@@ -13,13 +13,15 @@ import numpy as np
 import torch
 
 from ..patterns import Call, gradient_of
-from ..spgemm import check_limit
+from ..spgemm import SparseJacobian, check_limit
 from ..stages import Chain, Edge, Record, Run, chain_of_trace, refuse_hooks, trace_of_call
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
 from .flat_function import module_and_batch, run_once
 from .gradients import owner_of
+from .products import ChainProducts
+from .traced_function import TracedFunction
 
 if TYPE_CHECKING:
     from torch import nn
@@ -305,13 +307,15 @@ def _entry(matrix: EdgeMatrix, call: Call, sample: int, row: int, column: int) -
 
 
 def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> _Gradients:
-    """The gradients of the input for these seeds by the result of `jacobian`; none where that is large."""
+    """The gradients of the input for these seeds by the product of all Jacobians; none where that is large."""
     edges = sum(edge.transposed_pattern.nnz for edge in chain.edges)
     size = math.prod(chain.in_shape) * math.prod(chain.out_shape)
     if max(edges, size) * len(x) > SMALL:
         return {}
-    transposed = chain.jacobian(run.records, x).T
-    return {"by jacobian, the gradient": times(transposed.pattern, transposed.values, seeds)}
+    way = ChainProducts(TracedFunction(run.trace, chain))
+    with torch.no_grad():
+        transposed = SparseJacobian(way.pattern, way.values(run.trace)).T
+    return {"by products, the gradient": times(transposed.pattern, transposed.values, seeds)}
 
 
 def _check_whole(
@@ -356,6 +360,26 @@ def _seeds(like: torch.Tensor, outputs: int, exact: bool) -> torch.Tensor:
         return torch.eye(outputs, device="cpu").to(like)[:, :, None].repeat(1, 1, len(like))
     generator = torch.Generator().manual_seed(0)
     return torch.randn((outputs, PROBES, len(like)), generator=generator, device="cpu").to(like)
+
+
+def error_of_product(
+    jacobian: SparseJacobian,
+    g: torch.Tensor,
+    expected: torch.Tensor,
+    limit: float,
+    rounding: Callable[[], float] = lambda: 0.0,
+) -> float:
+    """The largest difference of ``gᵀ J`` from what is expected, as a share of the largest sum of absolute terms.
+
+    Where all elements are zero but for rounding, as those of a sum of a softmax, that share would be no measure: beyond
+    the limit, it is of what takes the rounding error to the limit.
+    """
+    scale = largest_finite(SparseJacobian(jacobian.pattern, jacobian.values.abs()).vjp(g.abs()))
+    product = jacobian.vjp(g)
+    difference = magnitude(difference_of(product, expected.reshape(product.shape)))
+    if limit and not difference <= limit * scale:
+        scale = max(scale, rounding() / limit)
+    return difference / (scale or 1.0)
 
 
 def tolerance_for(dtype: torch.dtype, tensors: Iterable[torch.Tensor | None]) -> float:

@@ -125,7 +125,7 @@ class RankedScanner:
         # Without records, it is the identity.
         x = records[0].trace.input.detach() if records else gradient
         with self._ranks.during("backward pass"):
-            jacobian: SparseJacobian = self._scanner.chain.jacobian(records, x).T
+            jacobian: SparseJacobian = self._scanner.chain.products(records, x).T
         return SparseMaps(jacobian.pattern, jacobian.values[:, None], None)
 
     def _way(self) -> str:

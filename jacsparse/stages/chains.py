@@ -31,8 +31,7 @@ from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
 from .cutting import stages_of
-from .graph_gradients import has_hooks, pulled_by_autograd
-from .infinite_entries import all_finite, with_backward_passes
+from .graph_gradients import has_hooks
 from .order import Estimates, Order, accumulated, best_order
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
@@ -185,22 +184,12 @@ class Chain:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
         return self.accumulation.pattern if len(self) else Pattern.of(Identity(math.prod(self.in_shape)))
 
-    def jacobian(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
-        """The whole module's Jacobian at each sample of a batch; its batch is 1 where all samples share the values."""
-        result = self.products(records, x)
-        # What samples share depends on weights alone, which no backward pass masks; of one sample an operator tells.
-        constant = result.batch < len(x) or (len(self) == 1 and self.stages[0].operator and self.stages[0].shared)
-        if constant or self.registered_values or all_finite(result.values.detach()):
-            return result
-        by_autograd = pulled_by_autograd(records, len(x))
-        return SparseJacobian(result.pattern, with_backward_passes(result.values, result.pattern, len(x), by_autograd))
-
     def products(self, records: Sequence[Record], x: torch.Tensor) -> SparseJacobian:
-        """`jacobian` by the operators' own Jacobians."""
+        """The whole module's Jacobian at each sample of a batch, by those of operators.
+
+        Its batch is 1 where all samples share the values.
+        """
         refuse_hooks(records)
-        if len(self):
-            batch = 1 if all(stage.shared for stage in self.stages) else len(x)
-            self._check_size(batch * x.element_size(), x.device)
         if len(records) == 1:
             return records[0].jacobian()
         if not len(self):
@@ -214,9 +203,12 @@ class Chain:
         )
         return SparseJacobian(self.pattern, values)
 
-    def _check_size(self, itemsize: int, device: torch.device) -> None:
-        """Raise MemoryError where the Jacobian is too large for a device; `itemsize` is the bytes of an entry."""
-        rows, columns = math.prod(self.out_shape), math.prod(self.in_shape)
+    def check_size(self, x: torch.Tensor) -> None:
+        """Raise MemoryError where the Jacobian at a batch is too large for its device."""
+        if not len(self):
+            return
+        rows, columns, device = math.prod(self.out_shape), math.prod(self.in_shape), x.device
+        itemsize = x.element_size() * (1 if all(stage.shared for stage in self.stages) else len(x))
         memory = machine_memory(device)
         if rows * columns * itemsize > SURE * memory and SURE * self.estimated_entries * itemsize > memory:
             raise MemoryError(

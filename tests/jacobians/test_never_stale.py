@@ -441,6 +441,7 @@ def test_places_of_writes_end_with_their_graphs() -> None:
             y[number] = x[number] ** 2
         return y
 
+    PLANS.clear()
     before = count_of("Gather")
     jacsparse.jacobian(f, drawn(5))
     GRAPHS.clear()

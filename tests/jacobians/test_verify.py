@@ -109,18 +109,18 @@ def test_a_rule_without_parts_is_refused_beyond_the_limit() -> None:
         jacsparse.verify(nn.Tanh(), torch.randn(1, 3), memory_limit=-1)
 
 
-def test_small_modules_are_compared_by_jacobian_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_modules_are_compared_by_products_too(monkeypatch: pytest.MonkeyPatch) -> None:
     module = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     x = torch.randn(2, 4, dtype=torch.float64)
     assert jacsparse.verify(module, x).checks[-1].jacobian
-    right = jacsparse.Chain.jacobian
+    right = jacsparse.Chain.products
 
     def wrong(self: jacsparse.Chain, *arguments: object) -> jacsparse.SparseJacobian:
         actual = right(self, *arguments)
         return jacsparse.SparseJacobian(actual.pattern, actual.values * 2)
 
-    monkeypatch.setattr(jacsparse.Chain, "jacobian", wrong)
-    with pytest.raises(jacsparse.VerificationError, match="by jacobian, the gradient of x"):
+    monkeypatch.setattr(jacsparse.Chain, "products", wrong)
+    with pytest.raises(jacsparse.VerificationError, match="by products, the gradient of x"):
         jacsparse.verify(module, x)
 
 

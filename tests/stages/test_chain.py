@@ -15,7 +15,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
 from jacsparse import UnsupportedOperatorError
-from tests.helpers import Straight, autograd_jacobian
+from tests.helpers import Straight, autograd_jacobian, by_products
 
 
 class Net(nn.Module):
@@ -36,10 +36,11 @@ def check(module: nn.Module, *shape: int, batch: int = 2, schedule: str = "blell
     """Jacobian, gradients and the module's own verification, all of them right."""
     torch.manual_seed(1)
     x = torch.randn(batch, *shape, dtype=torch.float64)
-    actual = jacsparse.jacobian(module, x)
+    actual, products = jacsparse.jacobian(module, x), by_products(module, x)
     for number, sample in enumerate(x):
         expected = autograd_jacobian(module, sample)
-        assert torch.allclose(actual.todense(number), expected, rtol=1e-10, atol=1e-12)
+        for each in (actual, products):
+            assert torch.allclose(each.todense(number), expected, rtol=1e-10, atol=1e-12)
         inside = torch.from_numpy(actual.pattern.to_scipy().toarray())
         assert not (expected[~inside] != 0).any()
     assert actual.pattern == jacsparse.jacobian_pattern(module, shape)

@@ -17,7 +17,7 @@ from torch.nn.utils import prune
 import jacsparse
 from jacsparse.stages import forward_pass, matrices
 from jacsparse.stages.order import Order, best_order
-from tests.helpers import autograd_jacobian
+from tests.helpers import autograd_jacobian, by_products
 
 
 class Unit(nn.Module):
@@ -58,7 +58,7 @@ def test_every_order_is_right(
     monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
     monkeypatch.setattr("jacsparse.stages.matrices.LARGE_PRODUCT", 0)
     module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
-    actual = jacsparse.jacobian(module, x)
+    actual = by_products(module, x)
     assert actual.batch == batch and actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
     for number, sample in enumerate(x):
         expected = autograd_jacobian(module, sample)
@@ -88,7 +88,7 @@ def test_every_way_through_a_chain_is_right(seed: int) -> None:
     chosen = order(0, len(chain) - 1)
     assert str(chosen).count("J") == len(chain)
     chain.__dict__["order"] = chosen
-    actual = chain.jacobian(records, x)
+    actual = chain.products(records, x)
     assert actual.pattern == jacsparse.jacobian_pattern(module, (2, 4, 4))
     for number, sample in enumerate(x):
         assert torch.allclose(actual.todense(number), autograd_jacobian(module, sample), rtol=1e-10, atol=1e-13)
@@ -98,9 +98,9 @@ def test_every_way_through_a_chain_is_right(seed: int) -> None:
 def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
     module, x = network(False).to(dtype), torch.randn(3, 2, 4, 4, dtype=dtype)
-    at_once = jacsparse.jacobian(module, x).values
+    at_once = by_products(module, x).values
     monkeypatch.setattr("jacsparse.stages.matrices.LARGE_PRODUCT", 0)
-    assert torch.equal(jacsparse.jacobian(module, x).values, at_once) and at_once.any()
+    assert torch.equal(by_products(module, x).values, at_once) and at_once.any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -131,7 +131,7 @@ def test_last_products_by_strips_have_the_bits_of_whole_ones(
         results = []
         for least in (large, 0):
             monkeypatch.setattr(matrices, "LARGE_PRODUCT", least)
-            results.append(jacsparse.jacobian(module, x).values.nan_to_num(7.0))
+            results.append(by_products(module, x).values.nan_to_num(7.0))
         assert torch.equal(*results) and results[0].any()
     assert multiplied == [True] * batch + [False]
 
