@@ -11,15 +11,15 @@
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
-    `PreparedJacobian` (`prepared`) has one, and others for other numbers or objects among the arguments. It is compared
+    `PreparedJacobian` (`prepared`) has one, and others for other constants among the arguments. It is compared
     with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is made.
 ``prepared(x)``
     `PreparedJacobian._evaluated` takes the first of these ways that applies:
 
     1. `PreparedProgram.values_of_memory`, where one contiguous tensor is differentiated by and all others are tensors
-       and no numbers, in no tuple; it is not prepared with ``create_graph``; and 2. would take no trace either.
-    2. `_checked` compares the arguments' form, and `_program` finds the program for the numbers and objects among them,
-       or makes one, by runs of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they
+       or numbers, in no tuple; it is not prepared with ``create_graph``; and 2. would take no trace either.
+    2. `_checked` compares the arguments' form, and `_program` finds the program for the constants among them, or makes
+       one, by a run of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they
        read arguments and captures alone; no pruned weight has to be looked at; no value was registered; the call has no
        gradients; and nothing is returned beside the values.
     3. A replay there, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors, which are
@@ -54,8 +54,8 @@ an evaluator (`evaluator_of` says which one)
     `sparsity`; `verification`, on `edge_matrices`.
 
 **What might make a result stale, and what looks at it.** Calls of `jacobian` run `f`, and take from earlier runs what
-is made of their key alone (`jacsparse.tracing`). Calls of a prepared Jacobian do not run `f`, unless a number or an
-object among the arguments makes a program of its own. They read its parameters and buffers by their names, and of other
+is made of their key alone (`jacsparse.tracing`). Calls of a prepared Jacobian do not run `f`, unless a constant
+among the arguments makes a program of its own. They read its parameters and buffers by their names, and of other
 tensors those that `f` read when it was prepared; tensors of floats with the elements of now. All else is constant; what
 of that has changed since, only `PreparedJacobian.check` finds. Writes that no operator makes, as NumPy's to a tensor
 that `f` has made, and ``.data =``, are the caller's: neither looks at them.
@@ -67,25 +67,25 @@ elements that were overwritten          `Trace.elements` computes them anew, or 
 weights that were zero                  `Chain.adapted`                                 `PreparedProgram._check_weights`
 masks of ``torch.where``                `Chain.adapted`                                 `PreparedProgram._captures`
 other indices, masks and integers       `Graph.contents`                                `PreparedProgram._captures`
-numbers                                 `JacobianPlan._constants`                       `PreparedJacobian._program`
+numbers                                 `JacobianPlan._constants`                       they are tensors
 shapes, dtypes, autocast                `CapturedRun.key`                               `Arguments.form`; `_captures`
-other arguments                         `CapturedRun.key`                               `PreparedJacobian._program`
+constants among the arguments           `CapturedRun.key`                               `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
 rules that were registered since        `GraphCache.trace_of`                           nothing
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in
 `verify` its `memory_limit`, and `MATRIX_BYTES` (`edge_matrices`) of a part of what is larger; in `stages`
-`GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `Chain.check_size`, which refuses to multiply a chain to what no
-memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by
-samples and strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An
-evaluator is not taken beyond `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS`
-(`products`). Kept for later calls: the graphs of `MOST_KEYS`, `MOST_GRAPHS` of each (`graphs` of `tracing`), with their
-chains; as many plans of these; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at;
-`MOST_SCRATCH` (`fused_values`) of a call's own memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and
-`LIMIT`, in MiB, of `disk_cache`, of symbolic results. Bounded by nothing are what PyTorch's operators take in the run,
-what loops take within a call, seeds, a backward pass's weights of all colours, patterns while they are made, what a
-pattern caches of itself, compiled kernels on disk, and copies on devices.
+`GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `check_size` (`chains`), which refuses what no memory holds, and
+`Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by samples and
+strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An evaluator is not
+taken beyond `MOST_TERMS` (`choice`), `TERMS_PER_ENTRY` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS` (`products`).
+Kept for later calls: the graphs of `MOST_KEYS`, `MOST_GRAPHS` of each (`graphs` of `tracing`), with their chains; as
+many plans of these; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at; `MOST_SCRATCH`
+(`fused_values`) of a call's own memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and `LIMIT`, in
+MiB, of `disk_cache`, of symbolic results. Bounded by nothing are what PyTorch's operators take in the run, what loops
+take within a call, seeds, a backward pass's weights of all colours, patterns while they are made, what a pattern caches
+of itself, compiled kernels on disk, and copies on devices.
 
 **What differs on a GPU.** Nothing is folded, grouped or compiled: a prepared call is a replay, by `ChainProducts` or
 `Compressed`, chosen by the costs of CPUs. Patterns, colourings, orders and plans are made on the CPU. Arrays of

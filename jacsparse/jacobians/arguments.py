@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import index
@@ -35,12 +35,19 @@ class Arguments:
     specs: tuple[Any, ...]
     #: The places of the leaves that the function is differentiated by, in the order of `argnums`.
     places: tuple[int, ...]
-    #: Whether the numbers among the others have gradients where they are tensors; see `requiring_gradients`.
-    has_gradients: bool = False
+    #: The numbers of the arguments that are constants, numbers among them too.
+    static: tuple[int, ...] = ()
+    #: The places of the other numbers.
+    numbers: tuple[int, ...] = ()
 
     @classmethod
     def of_call(
-        cls, f: Callable[..., Any], args: Sequence[Any], argnums: int | Sequence[int], batched: bool | None
+        cls,
+        f: Callable[..., Any],
+        args: Sequence[Any],
+        argnums: int | Sequence[int],
+        batched: bool | None,
+        static: int | Sequence[int] = (),
     ) -> Arguments:
         """The arguments of a call of a function, checked.
 
@@ -54,6 +61,7 @@ class Arguments:
         """
         batched = has_samples(f, batched)
         numbers = checked_argnums(argnums, len(args))
+        static = _checked_static(static, args, numbers)
         leaves: list[Any] = []
         specs, ranges = [], []
         for arg in args:
@@ -78,7 +86,9 @@ class Arguments:
         if not places:
             raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
         check_outside_transforms(f, leaves)
-        arguments = cls(numbers, batched, leaves, tuple(specs), places)
+        constants = {place for number in static for place in ranges[number]}
+        others = tuple([n for n, leaf in enumerate(leaves) if _is_number(leaf) and n not in constants])
+        arguments = cls(numbers, batched, leaves, tuple(specs), places, static, others)
         if isinstance(f, nn.Module) and arguments.is_one_batch:
             check_batch("x", leaves[0])
         return arguments
@@ -114,7 +124,7 @@ class Arguments:
         for place, leaf in enumerate(leaves):
             if place not in self.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 leaves[place] = requiring_gradient(leaf.detach()).clone()
-        return replace(self, leaves=leaves, has_gradients=True)
+        return replace(self, leaves=leaves)
 
     def dense(self) -> Arguments:
         """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
@@ -171,13 +181,12 @@ class Arguments:
 
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:
-        """All that a prepared program depends on besides elements and numbers.
+        """All that a prepared program depends on besides elements and constants.
 
         Last come the forms of all leaves, and whether the function is differentiated by them.
         """
-        pairs = ((leaf, place in self.places) for place, leaf in enumerate(self.leaves))
-        forms = tuple([(_form(leaf, differentiated), differentiated) for leaf, differentiated in pairs])
-        return self.argnums, self.batched, self.specs, self.surroundings(), forms
+        forms = tuple([(_form(leaf), place in self.places) for place, leaf in enumerate(self.leaves)])
+        return self.argnums, self.batched, self.specs, self.surroundings(), self.static, forms
 
     def surroundings(self) -> tuple[torch.dtype, torch.dtype | None]:
         """The default dtype, and the one of autocast; None without it."""
@@ -195,14 +204,29 @@ class Arguments:
         """Whether no argument is a tuple, a list or a dict."""
         return all(spec.is_leaf() for spec in self.specs)
 
-    def with_args(self, args: Sequence[Any]) -> Arguments | None:
-        """The arguments of another call where they are leaves of this form, which is found sooner; else None."""
-        if not self._are_alike(args):
+    def leaves_of(self, args: Sequence[Any]) -> list[Any] | None:
+        """The leaves of another call's arguments where they are of this form, which is found sooner; else None.
+
+        They have tensors in the place of numbers, as these have.
+        """
+        if not self._are_leaves or len(args) != len(self.leaves) or is_transformed():
             return None
+        if self.form[3] != self.surroundings():
+            return None
+        leaves = list(args)
+        for place in self.numbers:
+            leaves[place] = _as_tensor(leaves[place], self.leaves[place])
+        for leaf, (form, differentiated) in zip(leaves, self.form[-1], strict=True):
+            if _form(leaf) != form or (differentiated and not is_fit(leaf)):
+                return None
+        return leaves
+
+    def with_leaves(self, leaves: list[Any]) -> Arguments:
+        """The same arguments with other leaves of this form."""
         alike = object.__new__(Arguments)
         # All that is cached depends on the form alone.
-        _ = self._sizes, self._plain
-        alike.__dict__.update(self.__dict__, leaves=list(args))
+        _ = self._sizes, self._constant_places
+        alike.__dict__.update(self.__dict__, leaves=leaves)
         return alike
 
     def check_form(self, prepared: Arguments) -> None:
@@ -224,27 +248,17 @@ class Arguments:
                 others = "others of the order of keys, the containers or the strides"
             raise ValueError(f"the arguments are {self}; this Jacobian is prepared for {others}: prepare one for these")
 
-    def memory_of(self, args: Sequence[Any]) -> torch.Tensor | None:
-        """`memory` of another call where that is one tensor's, and all arguments are tensors like these; else None."""
-        if self._place_of_memory is None or not self._are_alike(args):
+    def memory_of(self, leaves: Sequence[Any]) -> torch.Tensor | None:
+        """`memory` of another call's leaves where that is one tensor's, and no argument is a constant; else None."""
+        if self._place_of_memory is None:
             return None
-        tensor: torch.Tensor = args[self._place_of_memory]
+        tensor: torch.Tensor = leaves[self._place_of_memory]
         return tensor if tensor.is_contiguous() else None
 
     @functools.cached_property
     def _place_of_memory(self) -> int | None:
-        """The place of the one tensor that the function is differentiated by, unless other arguments are no tensors."""
-        return self.places[0] if len(self.places) == 1 and not self._plain else None
-
-    def _are_alike(self, args: Sequence[Any]) -> bool:
-        if not self._are_leaves or len(args) != len(self.leaves) or is_transformed():
-            return False
-        if self.form[3] != self.surroundings():
-            return False
-        for arg, (form, differentiated) in zip(args, self.form[-1], strict=True):
-            if _form(arg, differentiated) != form or (differentiated and not is_fit(arg)):
-                return False
-        return True
+        """The place of the one tensor that the function is differentiated by, unless other arguments are constants."""
+        return self.places[0] if len(self.places) == 1 and not self._constant_places else None
 
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""
@@ -253,53 +267,35 @@ class Arguments:
         pairs = zip(self.leaves, other.leaves, strict=True)
         return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
 
-    @property
-    def number_places(self) -> frozenset[int]:
-        """The places of floating-point numbers: Python's, NumPy's, and tensors without axes."""
-        return frozenset([place for place in self._plain if _is_number(self.leaves[place])])
-
     @functools.cached_property
-    def _plain(self) -> list[int]:
-        """The places of the leaves that are no tensors with axes."""
-        return [n for n, leaf in enumerate(self.leaves) if n not in self.places and _is_plain(leaf)]
+    def _constant_places(self) -> list[int]:
+        """The places of the leaves that are constants of a prepared program."""
+        plain = (place for place, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor))
+        return [place for place in plain if place not in self.numbers]
 
-    def kinds_of_plain(self, tensors: Collection[int] = ()) -> tuple[Any, ...]:
-        """What the leaves are that are no tensors with axes: numbers, and other constants by value.
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The constants by their values; one that has no hash is like none."""
+        return tuple([_constant(self.leaves[place]) for place in self._constant_places])
 
-        An object of another kind is like none, so that each call with one makes a program of its own. At the places of
-        `tensors`, where a program takes numbers for tensors, those of 64 bits are like Python's.
+    def with_tensors(self, prepared: Arguments | None = None) -> Arguments:
+        """The same arguments with tensors without axes in the place of numbers: of the dtype that changes no result's.
+
+        In a call of a prepared Jacobian these are at the places where its arguments have some.
         """
-        kinds = [(place, _kind(self.leaves[place])) for place in self._plain]
-        doubles = (torch.float64, np.float64)
-        return tuple([float if place in tensors and kind in doubles else kind for place, kind in kinds])
-
-    def numbers_but(self, places: Collection[int]) -> tuple[str, ...]:
-        """The numbers at other places than these, by their texts: zeros have signs."""
-        if not self._plain:
-            return ()
-        return tuple([repr(_float(self.leaves[place])) for place in sorted(self.number_places.difference(places))])
-
-    def with_numbers(self, change: Callable[[float], float]) -> Arguments:
-        """The same arguments with other numbers."""
-        leaves = list(self.leaves)
-        for place in self.number_places:
-            leaf, changed = leaves[place], change(_float(leaves[place]))
-            leaves[place] = torch.full_like(leaf, changed) if isinstance(leaf, torch.Tensor) else type(leaf)(changed)
-        return replace(self, leaves=leaves)
-
-    def with_tensors(self, places: Collection[int]) -> Arguments:
-        """The same arguments with tensors in the place of the numbers at some places, and numbers at the others."""
-        numbers = self.number_places if self._plain else ()
-        if not numbers:
+        prepared = self if prepared is None else prepared
+        if not prepared.numbers or len(prepared.leaves) != len(self.leaves):
             return self
+        leaves, x = list(self.leaves), prepared.tensors[0]
+        for place in prepared.numbers:
+            leaves[place] = _as_tensor(leaves[place], x)
+        return replace(self, leaves=leaves, numbers=prepared.numbers)
+
+    def with_numbers_apart(self) -> Arguments:
+        """The same arguments with tensors that sets and dictionaries refuse in the place of those of numbers."""
         leaves = list(self.leaves)
-        for place in numbers:
-            is_tensor = isinstance(leaves[place], torch.Tensor)
-            if place not in places:
-                leaves[place] = _float(leaves[place]) if is_tensor else leaves[place]
-            elif not is_tensor:
-                number = torch.tensor(_float(leaves[place]), dtype=torch.float64, device=self.tensors[0].device)
-                leaves[place] = requiring_gradient(number) if self.has_gradients else number
+        for place in self.numbers:
+            leaves[place] = leaves[place].as_subclass(_Number)
         return replace(self, leaves=leaves)
 
     def __str__(self) -> str:
@@ -348,41 +344,64 @@ def _described(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if _overlaps(tensor) else "")
 
 
-#: Arguments that nobody can change.
-_CONSTANT = (bool, int, np.number, str, type(None), torch.dtype, torch.device)
+class _Number(torch.Tensor):
+    """A number among the arguments as a function sees it that is captured: sets and dictionaries do not find it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __hash__(self) -> int:
+        raise TypeError(
+            "a number among the arguments of a prepared Jacobian is a tensor, which no set or dictionary finds; name "
+            "its argument in static_argnums"
+        )
+
+
+_NUMBERS = (int, float, np.integer, np.floating)
+#: Constants that are compared by their texts: zeros have signs.
+_BY_TEXT = (*_NUMBERS, bool, complex, np.generic, str, type(None), torch.dtype, torch.device)
 
 
 def _is_number(leaf: Any) -> bool:
-    if isinstance(leaf, torch.Tensor):
-        return not leaf.ndim and leaf.dtype in (torch.float32, torch.float64) and leaf.layout == torch.strided
     # Coarser numbers overflow sooner.
-    return isinstance(leaf, (float, np.floating)) and not isinstance(leaf, np.float16)
+    return isinstance(leaf, _NUMBERS) and not isinstance(leaf, (bool, np.float16))
 
 
-def _float(number: Any) -> float:
-    return float(number.detach() if isinstance(number, torch.Tensor) else number)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return not isinstance(leaf, torch.Tensor) or _is_number(leaf)
-
-
-def _kind(leaf: Any) -> Any:
+def _as_tensor(leaf: Any, x: torch.Tensor) -> Any:
+    """A number, or a tensor without axes in its place, as one of the dtype and on the device of another tensor."""
     if _is_number(leaf):
-        # The dtype of a result may be that of a tensor, and is not that of a number.
-        return leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf)
+        return torch.tensor(leaf, dtype=x.dtype, device=x.device)
+    if isinstance(leaf, torch.Tensor) and not leaf.ndim and leaf.dtype in (torch.float32, torch.float64):
+        return leaf.to(x)
+    return leaf
+
+
+def _constant(leaf: Any) -> Any:
+    if isinstance(leaf, _BY_TEXT):
+        return type(leaf), repr(leaf)
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return leaf.shape, leaf.dtype, leaf.tobytes()
-    # Any other object may have changed, and is like none.
-    return (type(leaf), repr(leaf)) if isinstance(leaf, _CONSTANT) else object()
+    return leaf if isinstance(leaf, Hashable) else object()
 
 
-def _form(leaf: Any, differentiated: bool) -> Any:
-    if isinstance(leaf, torch.Tensor) and (differentiated or not _is_number(leaf)):
+def _form(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
         return form_of(leaf)
-    # A number may be a tensor without axes, and SciPy's solvers pass NumPy's.
-    is_number = type(leaf) is int or isinstance(leaf, np.integer) or _is_number(leaf)
-    return float if is_number else type(leaf)
+    # Of numbers that are constants, as SciPy passes NumPy's.
+    return float if _is_number(leaf) else type(leaf)
+
+
+def _checked_static(static: int | Sequence[int], args: Sequence[Any], argnums: Sequence[int]) -> tuple[int, ...]:
+    """The numbers of the arguments that are constants."""
+    numbers = checked_argnums(static, len(args), "static_argnums") if static != () else ()
+    for number in numbers:
+        if number in argnums:
+            raise ValueError(f"static_argnums is {static!r}, and argument {number} is one to differentiate by")
+        if any(isinstance(leaf, torch.Tensor) for leaf in _pytree.tree_leaves(args[number])):
+            raise TypeError(
+                f"static_argnums is {static!r}, and argument {number} holds a tensor, which is read at each call; pass "
+                "a number in its place"
+            )
+    return numbers
 
 
 def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
@@ -413,7 +432,7 @@ def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
     return {number: "x" if count == 1 else f"argument {number}" for number in numbers}
 
 
-def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+def checked_argnums(argnums: int | Sequence[int], count: int, what: str = "argnums") -> tuple[int, ...]:
     """The numbers of the arguments that `argnums` names, from 0 on."""
     if type(argnums) is int and 0 <= argnums < count:
         return (argnums,)
@@ -422,15 +441,15 @@ def checked_argnums(argnums: int | Sequence[int], count: int) -> tuple[int, ...]
         # A bool is no number of an argument.
         numbers = tuple(index(None if isinstance(n, bool) else n) for n in listed)  # type: ignore[arg-type]
     except TypeError:
-        raise TypeError(f"argnums is {argnums!r}; expected an integer or a tuple of integers") from None
+        raise TypeError(f"{what} is {argnums!r}; expected an integer or a tuple of integers") from None
     if not count:
         raise ValueError("there is no argument to differentiate by; give at least one tensor")
     outside = [number for number in numbers if not -count <= number < count]
     if outside or not numbers:
-        raise ValueError(f"argnums is {argnums!r}; the call has {count} arguments, numbered 0 to {count - 1}")
+        raise ValueError(f"{what} is {argnums!r}; the call has {count} arguments, numbered 0 to {count - 1}")
     numbers = tuple(number % count for number in numbers)
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"argnums is {argnums!r}; it names an argument twice")
+        raise ValueError(f"{what} is {argnums!r}; it names an argument twice")
     return numbers
 
 

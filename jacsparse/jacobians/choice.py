@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from ..patterns import Pattern, UnsupportedOperatorError
-from ..stages import DENSE, PASS, START
+from ..stages import DENSE, PASS, START, check_size
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
@@ -68,7 +68,7 @@ def evaluator_of(
 def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Callable[[Pattern], Coloring]) -> Evaluator:
     """The way of `evaluator_of`."""
     folding = Folding(function)
-    function.chain.check_size(function.x)
+    check_size(function.chain, function.x)
 
     def compressed(colors: Coloring) -> Compressed:
         return Compressed(function, colors, compile=compile)

@@ -67,6 +67,8 @@ def compared(
         remedy = "prepare it again with a pattern that has all entries, or without one"
     if not math.isfinite(error):
         remedy = "values are not finite at these arguments: prepare it at others"
+    if arguments.numbers:
+        remedy += ", name arguments in static_argnums if the function asks for the types or values of their numbers"
     whose = "that of jacsparse.jacobian" if registered else "autograd's"
     raise VerificationError(
         f"{name_of(f)}: the prepared Jacobian differs from {whose} by {error:.1e} of the largest product, more than "

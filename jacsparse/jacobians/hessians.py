@@ -87,6 +87,7 @@ def prepare_hessian(
     value: bool = False,
     has_aux: bool = False,
     pattern: Pattern | None = None,
+    static_argnums: int | Sequence[int] = (),
 ) -> PreparedHessian[Any]:
     """A scalar function's Hessian, prepared for arguments of the same shapes.
 
@@ -96,7 +97,7 @@ def prepare_hessian(
         As in `hessian`, and without random numbers and branches on what tensors hold.
     *args, argnums, batched
         As in `hessian`.
-    method, compile, pruned, create_graph, pattern
+    method, compile, pruned, create_graph, pattern, static_argnums
         As in `prepare_jacobian`; ``compressed`` takes a seed for each colour of a star colouring, and a pattern has to
         be symmetric.
     gradient, value, has_aux
@@ -122,7 +123,7 @@ def prepare_hessian(
     if isinstance(pattern, Pattern) and pattern != pattern.T:
         raise ValueError("pattern is not symmetric; that of a Hessian is")
     options = Options(method, compile, pruned, create_graph, value, has_aux, pattern, gradient)
-    return PreparedHessian[Any].prepare(f, args, argnums, batched, options)
+    return PreparedHessian[Any].prepare(f, args, argnums, batched, static_argnums, options)
 
 
 @overload

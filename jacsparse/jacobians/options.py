@@ -29,6 +29,7 @@ class PreparationKeywords(Keywords, total=False):
     method: str
     compile: bool
     pattern: Pattern | None
+    static_argnums: int | Sequence[int]
 
 
 @dataclass(frozen=True)

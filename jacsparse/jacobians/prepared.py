@@ -25,7 +25,7 @@ from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import traced_program
 from .verification import VerificationError, tolerance_for
 
-#: The most programs of one prepared Jacobian, for other numbers and constants among the arguments.
+#: The most programs of one prepared Jacobian, for other constants among the arguments.
 MOST_PROGRAMS = 8
 
 
@@ -37,11 +37,10 @@ class PreparedJacobian(Generic[Result]):
     """The Jacobian of a function, prepared for arguments of the same shapes; `prepare_jacobian` makes it.
 
     It trusts its program: a call does not run the function. Parameters and buffers of a module are read by their names,
-    other tensors that the function reads are those that it read when it was prepared. Only where a number among the
-    arguments is an integer, or decides what the function does, as by ``math.sin`` or a comparison, another one makes a
-    program of its own, by runs of the function. `check` compares with the function itself: a call does not see that
-    attributes, globals, the mode of a module or registered rules are others than when it was prepared. Any number of
-    threads may call it.
+    other tensors that the function reads are those that it read when it was prepared. Other constants among the
+    arguments, as those that `static_argnums` names, make a program of their own, by a run of the function. `check`
+    compares with the function itself: a call does not see that attributes, globals, the mode of a module or registered
+    rules are others than when it was prepared. Any number of threads may call it.
 
     Attributes
     ----------
@@ -56,8 +55,8 @@ class PreparedJacobian(Generic[Result]):
     ) -> None:
         self._f, self._arguments, self._options, self.method = f, arguments, options, options.method
         self._lock, self._rules = threading.RLock(), len(REGISTERED)
-        #: The programs, each after the kinds of arguments and the numbers that it was made for; the last one made last.
-        self._programs: list[tuple[tuple[Any, ...], tuple[str, ...], PreparedProgram]] = []
+        #: By the constants among the arguments, in the order in which they were made.
+        self._programs: dict[tuple[Any, ...], PreparedProgram] = {}
         self._made_so_far = 0
         self._first = self._program(arguments, saved)
         evaluator = self._first.evaluator
@@ -71,10 +70,11 @@ class PreparedJacobian(Generic[Result]):
         args: Sequence[Any],
         argnums: int | Sequence[int],
         batched: bool | None,
+        static_argnums: int | Sequence[int],
         options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        arguments = Arguments.of_call(f, args, argnums, batched).apart()
+        arguments = Arguments.of_call(f, args, argnums, batched, static_argnums).with_tensors().apart()
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
         if options.create_graph:
@@ -87,7 +87,7 @@ class PreparedJacobian(Generic[Result]):
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
             try:
-                return cls.prepare(f, args, argnums, batched, replace(options, method="products"))
+                return cls.prepare(f, args, argnums, batched, static_argnums, replace(options, method="products"))
             except ValueError:
                 # Machine code takes no such products.
                 raise error from None
@@ -127,48 +127,50 @@ class PreparedJacobian(Generic[Result]):
 
     def _evaluated(self, args: Sequence[Any], returns: bool) -> tuple[Evaluated, PreparedProgram]:
         """What a program computes for a call, and which one it is."""
-        if self._first.evaluator.fused is not None and not returns:
-            memory = self._arguments.memory_of(args)
-            values = None if memory is None else self._first.values_of_memory(memory, args)
-            if values is not None:
-                return (values, None, None), self._first
-        arguments = self._checked(args)
+        leaves = self._arguments.leaves_of(args)
+        if leaves is None:
+            arguments = self._checked(args)
+        else:
+            if self._first.evaluator.fused is not None and not returns:
+                memory = self._arguments.memory_of(leaves)
+                values = None if memory is None else self._first.values_of_memory(memory, leaves)
+                if values is not None:
+                    return (values, None, None), self._first
+            arguments = self._arguments.with_leaves(leaves)
         program = self._program(arguments)
         return program(arguments, returns), program
 
     def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
-        """The program for the numbers and objects among arguments of the prepared form."""
-        known = self._known(arguments)
-        if known is not None:
-            return known
+        """The program for the constants among arguments of the prepared form."""
+        constants = arguments.constants
+        program = self._programs.get(constants)
+        if program is not None:
+            return program
         with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
             # Another thread may have made it meanwhile.
-            return self._known(arguments) or self._made(arguments, saved)
+            if constants not in self._programs:
+                self._keep(constants, self._made(arguments, saved))
+            return self._programs[constants]
 
-    def _known(self, arguments: Arguments) -> PreparedProgram | None:
-        kinds = arguments.kinds_of_plain()
-        for others, numbers, program in self._programs:
-            tensors = program.traced.tensors
-            alike = others == kinds or others == arguments.kinds_of_plain(tensors)
-            if alike and numbers == arguments.numbers_but(tensors):
-                return program
-        return None
+    def _keep(self, constants: tuple[Any, ...], program: PreparedProgram) -> None:
+        self._made_so_far += 1
+        if self._made_so_far == MOST_PROGRAMS + 1:
+            tell_of_programs(name_of(self._f), MOST_PROGRAMS)
+        # The first one stays.
+        first, *others = [*self._programs.items(), (constants, program)]
+        self._programs = dict([first, *others[1 - MOST_PROGRAMS :]])
 
     @without_saving_hooks()
     def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
-        kinds, options = arguments.kinds_of_plain(), self._options
+        options = self._options
         if self._programs:
             # As `prepare` does with the first call's.
             arguments = arguments.apart()
             arguments = arguments.requiring_gradients() if options.create_graph else arguments
-        tensors = next((program.traced.tensors for others, _, program in self._programs if others == kinds), None)
-        traced_at = arguments if tensors is None else arguments.with_tensors(tensors)
-        # What was no tensor once never is.
-        traced = traced_program(self._f, traced_at, options, asks=tensors is None)
+        traced = traced_program(self._f, arguments, options)
         if not self._programs:
             trace = traced.function.trace
-            # Nobody asks for gradients by numbers of a call.
-            self._arguments = replace(traced.arguments, has_gradients=False)
+            self._arguments = traced.arguments
             self._tolerance = tolerance_for(trace.input.dtype, trace.tensors)
         # What is chosen records calls of its own.
         with without_autocast(traced.function.x.device):
@@ -179,28 +181,19 @@ class PreparedJacobian(Generic[Result]):
             if options.compile and evaluator.uncompiled is not None:
                 raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
             program = PreparedProgram.of(traced, evaluator, options.create_graph)
-        numbers = arguments.numbers_but(traced.tensors)
         if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
-            at = f"{arguments}, where numbers are {' and '.join(numbers)}," if numbers else arguments
             raise ValueError(
-                f"{name_of(self._f)}: the pattern at {at} is another than that for which it was prepared: prepare one "
-                "for these"
+                f"{name_of(self._f)}: the pattern at {arguments}, with these constants, is another than that for which "
+                "it was prepared: prepare one for these"
             )
-        self._made_so_far += 1
-        if self._made_so_far == MOST_PROGRAMS + 1:
-            tell_of_programs(name_of(self._f), MOST_PROGRAMS)
-        # The first one stays.
-        self._programs = [*self._programs[:1], *self._programs[1:][2 - MOST_PROGRAMS :], (kinds, numbers, program)]
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
         """A call's arguments; ValueError where they are not of the prepared form."""
-        alike = self._arguments.with_args(args)
-        if alike is not None:
-            return alike
-        arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
-        arguments = arguments.laid_out_as(self._arguments)
-        arguments.check_form(self._arguments)
+        like = self._arguments
+        arguments = Arguments.of_call(self._f, args, like.argnums, like.batched, like.static)
+        arguments = arguments.with_tensors(like).laid_out_as(like)
+        arguments.check_form(like)
         return arguments
 
     @without_saving_hooks()
@@ -226,9 +219,9 @@ class PreparedJacobian(Generic[Result]):
         VerificationError
             Where the difference is larger than the tolerance.
         """
-        arguments = self._checked(args)
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
+        arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
         limit, options, method = self._tolerance if tolerance is None else tolerance, self._options, self.method
         registered = bool(self._first.traced.function.chain.registered_values) or len(REGISTERED) != self._rules
         return compared(self._f, arguments, jacobian, options, method=method, limit=limit, registered=registered)
@@ -320,6 +313,7 @@ def prepare_jacobian(
     value: bool = False,
     has_aux: bool = False,
     pattern: Pattern | None = None,
+    static_argnums: int | Sequence[int] = (),
 ) -> PreparedJacobian[Any]:
     """A function's Jacobian, prepared for arguments of the same shapes.
 
@@ -357,6 +351,8 @@ def prepare_jacobian(
         entries that are known to be zero, for more entries than there are, or where an operator has no rule. Values
         are then those of ``compressed``. An entry outside of it that is not zero is an error when the Jacobian is
         prepared, and in `check`.
+    static_argnums : int or tuple of int
+        The arguments whose numbers are constants; see the notes.
 
     Returns
     -------
@@ -387,12 +383,12 @@ def prepare_jacobian(
     are parts of the program too: a branch of ``torch.where`` has entries only where a mask selects it. Weights that the
     pattern leaves out are read at each call, to see whether they are zero still.
 
-    Numbers among the arguments may change. The change of a float costs no more than its new value where a function does
-    with a tensor without axes what it does with a float, as adding, multiplying, powers and comparisons between
-    tensors. Where it needs the value, as in ``math.sin``, a branch or a shape, each other value makes a program of its
-    own; so does each integer: pass ``float(n)``. Of other arguments that are no tensors, strings, truth values and
-    NumPy arrays are compared by their values; an object of
-    another kind may have changed, and makes a program of its own in each call: bind it by ``functools.partial``.
+    Numbers among the arguments may change: a function gets each as a tensor without axes, of the dtype of what it is
+    differentiated by. Where it needs a number's value, as for ``math.sin``, a branch, a shape or an index, name the
+    argument in `static_argnums`: it is a constant then, and another value makes a program of its own, by another run.
+    So do arguments of all other kinds: strings, truth values and NumPy arrays are compared by their values, other
+    objects by their hash and ``==``. One without a hash makes a program of its own in each call: bind it by
+    ``functools.partial``.
 
     Examples
     --------
@@ -424,4 +420,4 @@ def prepare_jacobian(
     (True, 0.5)
     """
     options = Options(method, compile, pruned, create_graph, value, has_aux, pattern)
-    return PreparedJacobian[Any].prepare(f, args, argnums, batched, options)
+    return PreparedJacobian[Any].prepare(f, args, argnums, batched, static_argnums, options)

@@ -33,11 +33,10 @@ _LOGGER = logging.getLogger("jacsparse")
 
 
 def tell_of_programs(name: str, count: int) -> None:
-    """Log that numbers among the arguments of a prepared Jacobian make so many programs and more."""
+    """Log that constants among the arguments of a prepared Jacobian make so many programs and more."""
     _LOGGER.warning(
-        "%s: %d values of numbers and other constants among the arguments have made programs of their own, and each "
-        "other one does, in a call that takes long: call PyTorch's functions on tensors without axes, as torch.exp, in "
-        "the place of functions on numbers, and pass integers as floats",
+        "%s: %d values of constants among the arguments have made programs of their own, and each other one does, in a "
+        "call that takes long: pass numbers that are not in static_argnums, and objects that equal those of before",
         name,
         count,
     )
@@ -83,7 +82,6 @@ class PreparedProgram:
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
-        arguments = arguments.with_tensors(self.traced.tensors)
         captures = self._captures(arguments.leaves)
         # Within a transform each call comes here: `Arguments.memory_of` is of none.
         check_outside_transforms(self.traced.function.trace.module, captures.values())
@@ -137,7 +135,7 @@ class PreparedProgram:
     def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
         """The values where they take no trace; None where they do, or one is not finite.
 
-        `memory` holds the elements of what the function is differentiated by, and no leaf is a number.
+        `memory` holds the elements of what the function is differentiated by.
         """
         if self._without_trace is None or self.unpruned_pattern is not None:
             return None

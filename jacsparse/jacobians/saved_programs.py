@@ -34,6 +34,7 @@ def write_program(path: str | os.PathLike[str], options: Options, program: Prepa
         "version": __version__,
         "program": traced.digest,
         "argnums": list(traced.arguments.argnums),
+        "static_argnums": list(traced.arguments.static),
         "batched": traced.arguments.batched,
         **{name: getattr(options, name) for name in _SAVED},
         "given": options.pattern is not None,
@@ -62,15 +63,18 @@ class SavedProgram:
                 f"{path} is of version {content.get('version')!r} of jacsparse, and this is {__version__}; prepare the "
                 "Jacobian and save it again"
             )
-        argnums = content.get("argnums")
+        lists = {name: content.get(name) for name in ("argnums", "static_argnums")}
         truths = {name: content.get(name) for name in ("batched", "given", *_SAVED)}
-        if type(argnums) is not list or any(type(truth) is not bool for truth in truths.values()):
-            raise ValueError(f"{path}: argnums is {argnums!r}, and {truths}; the file is damaged")
+        is_whole = all(type(each) is list for each in lists.values())
+        if not is_whole or any(type(truth) is not bool for truth in truths.values()):
+            texts = ", ".join(f"{name} is {each!r}" for name, each in (lists | truths).items())
+            raise ValueError(f"{path}: {texts}; the file is damaged")
         return cls(path, content)
 
     def arguments(self, f: Callable[..., Any], args: Sequence[Any]) -> Arguments:
         """A call's arguments, by those that the Jacobian is by."""
-        arguments = Arguments.of_call(f, args, self.content["argnums"], self.content["batched"]).apart()
+        argnums, static = self.content["argnums"], tuple(self.content["static_argnums"])
+        arguments = Arguments.of_call(f, args, argnums, self.content["batched"], static).with_tensors().apart()
         return arguments.requiring_gradients() if self.content["create_graph"] else arguments
 
     def options(self, compile: bool) -> Options:

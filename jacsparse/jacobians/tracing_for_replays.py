@@ -1,4 +1,4 @@
-"""Traces from which replays are prepared: what a function does at arguments, its numbers taken for tensors."""
+"""Traces from which replays are prepared: what a function does at arguments, whose numbers are tensors to it."""
 
 from __future__ import annotations
 
@@ -6,29 +6,25 @@ import functools
 import hashlib
 import inspect
 import itertools
-import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from types import FunctionType, MethodType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils import _pytree
 
 from ..decompositions import indices_of, is_sparse
-from ..patterns import UnsupportedOperatorError, requiring_gradient
-from ..stages import agree, chain_of, refuse_hooks
+from ..patterns import UnsupportedOperatorError
+from ..stages import chain_of, refuse_hooks
 from ..tracing import (
     FunctionCall,
     Node,
     Trace,
     Value,
     check_module,
-    form_of,
     memory_of,
     module_of,
     name_of,
@@ -55,8 +51,6 @@ class TracedProgram:
     function: TracedFunction
     #: The arguments as the program takes them: their elements are apart in memory, unless it may read others too.
     arguments: Arguments
-    #: The places of the numbers among the arguments that are tensors without axes to it.
-    tensors: frozenset[int]
     #: Where each capture comes from.
     captures: Origins
     #: The elements of the captures on which patterns may depend, all that are no floats, as `contents_of` gives them.
@@ -80,15 +74,16 @@ class TracedProgram:
         return digest.hexdigest()
 
 
-def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options, asks: bool) -> TracedProgram:
-    """What a prepared Jacobian is made of; `asks` whether numbers among the arguments may be taken for tensors."""
+def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options) -> TracedProgram:
+    """What a prepared Jacobian is made of."""
+    arguments = arguments.with_numbers_apart()
     dense = arguments.dense()
-    tensors, traced_at, (trace, returned) = _trace(f, dense, options, asks)
+    trace, returned = _run(f, dense, options)
     if dense is not arguments and any(n.overload is torch.ops.aten.as_strided.default for n in trace.graph.nodes):
         # The function may read elements beside those of its arguments.
         dense = arguments
-        tensors, traced_at, (trace, returned) = _trace(f, arguments, options, asks)
-    places = {id(leaf): place for place, leaf in enumerate(traced_at.leaves) if isinstance(leaf, torch.Tensor)}
+        trace, returned = _run(f, arguments, options)
+    places = {id(leaf): place for place, leaf in enumerate(dense.leaves) if isinstance(leaf, torch.Tensor)}
     graph, by_name = trace.graph, _named(f)
     read = {value: trace.tensor(value) for value in graph.captures}
     captures: Origins = {value: places.get(id(t), by_name.get(id(t), t)) for value, t in read.items()}
@@ -121,7 +116,7 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
         assert graph.last is not None
         returned_values.append(graph.last.value)
     function.kept = tuple(dict.fromkeys(returned_values))
-    return TracedProgram(function, dense, tensors, captures, contents, returned)
+    return TracedProgram(function, dense, captures, contents, returned)
 
 
 def _named(f: Callable[..., Any]) -> dict[int, Callable[[], torch.Tensor]]:
@@ -184,137 +179,9 @@ def modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
 _Run = tuple[Trace, Returned]
 
 
-def _trace(
-    f: Callable[..., Any], arguments: Arguments, options: Options, asks: bool
-) -> tuple[frozenset[int], Arguments, _Run]:
-    """The places of the numbers that are taken for tensors, the arguments with these, and a run at them.
-
-    A number stays one where the function needs its value, or does something else with a tensor: it is asked for other
-    numbers too. What is a tensor stays one.
-    """
-    numbers = arguments.number_places
-    before = frozenset(place for place in numbers if isinstance(arguments.leaves[place], torch.Tensor))
-    plain, cases = _run(f, arguments, options), [arguments, *map(arguments.with_numbers, _OTHERS)]
-
-    @functools.cache
-    def returned(case: int) -> tuple[torch.Tensor, Returned]:
-        return _returned(f, cases[case], options)
-
-    def taken(places: frozenset[int]) -> tuple[frozenset[int], Arguments, _Run] | None:
-        places |= before
-        changed = arguments.with_tensors(places)
-        try:
-            run = _run(f, changed, options, [changed.leaves[place] for place in places])
-            (trace, _), (expected, _) = run, plain
-            if _computes(expected) != _computes(trace) or _is_coarser(expected, trace):
-                return None
-            for case, at in enumerate(cases):
-                at_tensors = _unhashed(at.with_tensors(places), places - before)
-                if not _alike(_returned(f, at_tensors, options), returned(case)):
-                    return None
-        except Exception:
-            # The function may raise anything where it gets a tensor in the place of a number, or another number.
-            return None
-        return places, changed, run
-
-    numbers = numbers - before if asks else frozenset()
-    with warnings.catch_warnings():
-        # Of tensors in the place of numbers, which nobody has passed.
-        warnings.simplefilter("ignore")
-        best = taken(numbers) if numbers else None
-        if best is None and len(numbers) > 1:
-            numbers = frozenset(place for place in numbers if taken(frozenset([place])) is not None)
-            best = taken(numbers) if numbers else None
-    return (before, arguments, plain) if best is None else best
-
-
-#: Other numbers to ask for than those of the arguments.
-_OTHERS: tuple[Callable[[float], float], ...] = (lambda c: 1.3 * c + 0.7, lambda c: 0.4 - c)
-
-
-class _Unhashed(torch.Tensor):
-    """A tensor in the place of a number, which a set or a dictionary would not find: their hashes differ."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __hash__(self) -> int:
-        raise TypeError("no tensor has the hash of a number")
-
-
-def _unhashed(arguments: Arguments, places: Collection[int]) -> Arguments:
-    """The same arguments with tensors at some places that no set or dictionary takes."""
-    pairs = enumerate(arguments.leaves)
-    return replace(arguments, leaves=[leaf.as_subclass(_Unhashed) if n in places else leaf for n, leaf in pairs])
-
-
-def _returned(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple[torch.Tensor, Returned]:
-    """What a function returns: its flat result, and the rest."""
-    function = FlatFunction(f, arguments, options.has_aux)
-    x = requiring_gradient(arguments.flat())
-    with torch.enable_grad(), undisturbed(function, x.device):
-        y, returned = function(x.clone()), function.returned
-        assert returned is not None
-        return y.detach(), returned
-
-
-def _alike(first: tuple[torch.Tensor, Returned], second: tuple[torch.Tensor, Returned]) -> bool:
-    """Whether a function returned the same with numbers and with tensors in their place; other objects may differ."""
-    (y, returned), (other_y, other) = first, second
-    leaves, spec = _pytree.tree_flatten(returned.aux)
-    other_leaves, other_spec = _pytree.tree_flatten(other.aux)
-    if not agree(y, other_y) or returned.forms != other.forms or spec != other_spec:
-        return False
-    return all(itertools.starmap(_is_alike, zip(leaves, other_leaves, strict=True)))
-
-
-def _is_alike(leaf: Any, other: Any) -> bool:
-    if type(leaf) is not type(other):
-        return False
-    if isinstance(leaf, torch.Tensor):
-        return leaf.dtype == other.dtype and (agree if leaf.is_floating_point() else torch.equal)(leaf, other)
-    # By their texts: zeros have signs. An object of another kind has none that tells.
-    is_told = isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic, np.ndarray, torch.dtype))
-    return not is_told or repr(leaf) == repr(other)
-
-
-def _is_coarser(of_numbers: Trace, of_tensors: Trace) -> bool:
-    """Whether a run with numbers has other tensors than one with tensors in their place, of which some are coarser.
-
-    As where ``torch.tensor`` reads a number, whose dtype is another one than the tensor's, or an integer has it for a
-    factor.
-    """
-    read = (Counter(form_of(t.tensor(value)) for value in t.graph.captures) for t in (of_numbers, of_tensors))
-    others, alone = next(read) - next(read), _alone(of_numbers) - _alone(of_tensors)
-    return any(dtype != torch.float64 for dtype in (*(form[3] for form in others), *(dtype for _, dtype in alone)))
-
-
-def _alone(trace: Trace) -> Counter[tuple[str, torch.dtype]]:
-    """What calls compute without axes that does not depend on the input."""
-    infos = trace.graph.infos
-    pairs = ((node, value) for node in trace.graph.nodes for value in node.results if not infos[value].dependent)
-    tensors = ((node, trace.tensor(value)) for node, value in pairs)
-    return Counter((_NAMES.get(node.name, node.name), tensor.dtype) for node, tensor in tensors if not tensor.ndim)
-
-
-#: A number minus a tensor is another operator than a tensor minus a tensor.
-_NAMES = {"aten.rsub": "aten.sub"}
-
-
-def _computes(trace: Trace) -> list[tuple[str, torch.Size, torch.dtype]]:
-    """What the calls compute that depend on the input, and those whose results have axes."""
-    graph = trace.graph
-    values = [(node.name, value, trace.tensor(value)) for node in graph.nodes for value in node.results]
-    return [
-        (_NAMES.get(name, name), tensor.shape, tensor.dtype)
-        for name, value, tensor in values
-        if graph.infos[value].dependent or tensor.ndim
-    ]
-
-
-def _run(
-    f: Callable[..., Any], arguments: Arguments, options: Options, hidden: list[torch.Tensor] | None = None
-) -> _Run:
-    """A run that may be replayed; no elements of the input, and of hidden tensors, may be read."""
+def _run(f: Callable[..., Any], arguments: Arguments, options: Options) -> _Run:
+    """A run that may be replayed; no elements of the input, and of numbers among the arguments, may be read."""
+    numbers = [arguments.leaves[place] for place in arguments.numbers]
     function = FlatFunction(f, arguments, options.has_aux)
     check_module(function)
 
@@ -324,7 +191,15 @@ def _run(
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     with undisturbed(function, arguments.tensors[0].device):
-        trace = traced(function, arguments.flat(), readable=False, hidden=hidden or (), beside=beside)
+        try:
+            trace = traced(function, arguments.flat(), readable=False, hidden=numbers, beside=beside)
+        except UnsupportedOperatorError as error:
+            raise UnsupportedOperatorError(f"{error}; {_STATIC}") if numbers else error from error
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            # As of a call that takes a size, and gets a tensor.
+            if numbers:
+                error.add_note(f"A remark of jacsparse: {_STATIC}.")
+            raise
         returned = function.returned
         assert returned is not None
         registered = registered_in(trace) if isinstance(f, Gradient) or options.pattern is not None else None
@@ -336,9 +211,16 @@ def _run(
                 f"{name_of(f)}: {what} takes PyTorch's derivative of {registered.name}, whose values were "
                 f"registered and may be others{registered.source}; {remedy}"
             )
-        _check_replays(trace, f)
+        _check_replays(trace, f, numbers)
     values = map(Value, trace.beside)
     return trace, replace(returned, aux=_pytree.tree_map_only(torch.Tensor, lambda _: next(values), returned.aux))
+
+
+#: What to do where a function needs a number's value.
+_STATIC = (
+    "numbers among its arguments are tensors without axes to the function; name those whose values it needs, as for a "
+    "branch, a shape or math.sin, in static_argnums"
+)
 
 
 def contents_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -346,8 +228,8 @@ def contents_of(tensor: torch.Tensor) -> torch.Tensor:
     return indices_of(tensor) if is_sparse(tensor) else tensor.detach()
 
 
-def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
-    """Raise where a replay of a graph is not a run of the function."""
+def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.Tensor]) -> None:
+    """Raise where a replay of a graph, among whose captures are numbers, is not a run of the function."""
 
     def refusal(node: Node | None, effect: str, remedy: str) -> Exception:
         where, source = (name_of(f), "") if node is None else (node.path or name_of(f), node.source)
@@ -372,9 +254,9 @@ def _check_replays(trace: Trace, f: Callable[..., Any]) -> None:
         if node.draws:
             raise refusal(node, f"{node.name} draws random numbers", in_training)
         if node.facts.reads and not node.facts.dynamic and varies.intersection(values):
-            is_number = any(not trace.tensor(value).ndim and value in graph.captures for value in values)
-            remedy = f"pass the number as a float, each of which makes a program of its own, or {again}"
-            raise refusal(node, f"{node.name} shows Python what a tensor holds", remedy if is_number else again)
+            of_numbers = any(graph.made_of(value, trace.values_of(numbers)) for value in values)
+            effect = f"{node.name} shows Python what a tensor holds"
+            raise refusal(node, effect, f"{again}; {_STATIC}" if of_numbers else again)
         read = [trace.tensor(value).dtype for value in values if value in floats]
         if read and (node.name == "aten._to_sparse" or (node.facts.dynamic and shows(node.overload, read))):
             raise refusal(

@@ -29,7 +29,7 @@ Steps within folded entries are `WeightedSums` of `jacsparse.jacobians.terms`.
 
 from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_of
 from .balance import boundaries
-from .chains import Chain, chain, chain_for_all, chain_of, refuse_hooks, refuse_other_derivatives
+from .chains import Chain, chain, chain_for_all, chain_of, check_size, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
 from .cutting import edge_of
 from .elimination import eliminate
@@ -65,6 +65,7 @@ __all__ = [
     "check_batch",
     "check_input",
     "check_shape",
+    "check_size",
     "check_tensor",
     "edge_of",
     "eliminate",

@@ -203,21 +203,6 @@ class Chain:
         )
         return SparseJacobian(self.pattern, values)
 
-    def check_size(self, x: torch.Tensor) -> None:
-        """Raise MemoryError where the Jacobian at a batch is too large for its device."""
-        if not len(self):
-            return
-        rows, columns, device = math.prod(self.out_shape), math.prod(self.in_shape), x.device
-        itemsize = x.element_size() * (1 if all(stage.shared for stage in self.stages) else len(x))
-        memory = machine_memory(device)
-        if rows * columns * itemsize > SURE * memory and SURE * self.estimated_entries * itemsize > memory:
-            raise MemoryError(
-                f"{self.name}: its Jacobian, {rows:,} × {columns:,} with about {self.estimated_entries:.1e} entries, "
-                f"takes about {self.estimated_entries * itemsize / 2**30:,.0f} GiB, and {device} has "
-                f"{memory / 2**30:,.0f}; take products with it, by jacsparse.vjp or jacsparse.nn.Scan, or the Jacobian "
-                "of a part of the module, or fewer samples"
-            )
-
     def __repr__(self) -> str:
         lines = [f"<Chain of {len(self)} stages, {self.in_shape} to {self.out_shape}>"]
         lines += [
@@ -304,6 +289,22 @@ def machine_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_size(chain: Chain, x: torch.Tensor) -> None:
+    """Raise MemoryError where a chain's Jacobian at a batch is too large for the device."""
+    if not len(chain):
+        return
+    rows, columns, device = math.prod(chain.out_shape), math.prod(chain.in_shape), x.device
+    itemsize = x.element_size() * (1 if all(stage.shared for stage in chain) else len(x))
+    memory = machine_memory(device)
+    if rows * columns * itemsize > SURE * memory and SURE * chain.estimated_entries * itemsize > memory:
+        raise MemoryError(
+            f"{chain.name}: its Jacobian, {rows:,} × {columns:,} with about {chain.estimated_entries:.1e} entries, "
+            f"takes about {chain.estimated_entries * itemsize / 2**30:,.0f} GiB, and {device} has "
+            f"{memory / 2**30:,.0f}; take products with it, by jacsparse.vjp or jacsparse.nn.Scan, or the Jacobian "
+            "of a part of the module, or fewer samples"
+        )
 
 
 def refuse_hooks(records: Sequence[Record]) -> None:

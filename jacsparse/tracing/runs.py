@@ -134,6 +134,11 @@ class Unreadable(TorchFunctionMode):
             read = [each for each in _pytree.tree_leaves(lists) if isinstance(each, torch.Tensor)]
         if any(map(self._may_not_be_read, read)):
             raise self.recorder.callers.read_error(as_text=is_text)
+        if function in self.MAKES and args and "dtype" not in (kwargs or {}):
+            number = next((each for each in self.hidden if each is args[0]), None)
+            if number is not None and number.dtype != torch.get_default_dtype():
+                what = f"torch.tensor makes a number {torch.get_default_dtype()}, coarser than {number.dtype}"
+                raise self.recorder.callers.unsupported(what, "pass a dtype, as that of the other tensors")
         result = function(*args, **(kwargs or {}))
         if function is self.DATA and self.recorder.depends_on_input(args[0]):
             self.recorder.alias(result, args[0])

@@ -1,4 +1,4 @@
-"""Prepared Jacobians at other numbers: tensors without axes where the function allows, else programs of their own."""
+"""Prepared Jacobians at other numbers: tensors without axes to the function, or constants by `static_argnums`."""
 
 from __future__ import annotations
 
@@ -90,34 +90,54 @@ NUMBERS = (2.0, 0.5, 2.5, -1.5, 2.0, 1.0, 0.25)
 @pytest.mark.parametrize("name", [*TENSORS, *NUMBERS_ALONE])
 def test_values_are_the_functions(name: str) -> None:
     f = (TENSORS | NUMBERS_ALONE)[name]
-    counted = Counted(f)
-    prepared = jacsparse.prepare_jacobian(counted, X, NUMBERS[0], batched=False)
+    counted, static = Counted(f), 1 if name in NUMBERS_ALONE else ()
+    prepared = jacsparse.prepare_jacobian(counted, X, NUMBERS[0], batched=False, static_argnums=static)
     runs = []
     for c in NUMBERS:
         before = counted.runs[0]
         assert_equal(prepared(X + c, c), dense(f, X + c, c, batched=False))
         runs.append(counted.runs[0] - before)
-    # Another number makes a program of its own, and is found again.
+    # Another constant makes a program of its own, by one run, and is found again.
     new = [c not in NUMBERS[: max(1, n)] for n, c in enumerate(NUMBERS)]
-    assert [count > 0 for count in runs] == [name in NUMBERS_ALONE and each for each in new]
+    assert runs == [int(name in NUMBERS_ALONE and each) for each in new]
+
+
+@pytest.mark.parametrize("name", NUMBERS_ALONE)
+def test_what_needs_a_numbers_value_is_refused(name: str) -> None:
+    with pytest.raises((ValueError, jacsparse.UnsupportedOperatorError, jacsparse.VerificationError)) as caught:
+        jacsparse.prepare_jacobian(NUMBERS_ALONE[name], X, 2.5, batched=False)
+    assert "static_argnums" in " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
 
 
 @pytest.mark.parametrize(
     "f",
     [
         lambda x, c: x**c,
-        lambda x, c: x**2 * torch.full((5,), c, dtype=x.dtype),
         lambda x, c: x**2 * torch.zeros(5, dtype=x.dtype).fill_(c),
         lambda x, c: torch.where(x > 0, x**2, c),
-        lambda x, c: torch.nn.functional.leaky_relu(x, c),
         lambda x, c: (x**2).clamp(max=c),
-        lambda x, c: torch.add(x, x**2, alpha=c),
     ],
 )
-def test_numbers_that_no_tensor_replaces(f: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+def test_operators_that_take_a_tensor_for_a_number(f: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
     prepared = jacsparse.prepare_jacobian(f, X.abs(), 2.0, batched=False)
     for c in (2.0, 3.0, 2.0):
         assert_equal(prepared(X.abs(), c), dense(f, X.abs(), c, batched=False))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x, c: x**2 * torch.full((5,), c, dtype=x.dtype),
+        lambda x, c: torch.nn.functional.leaky_relu(x, c),
+        lambda x, c: torch.add(x, x**2, alpha=c),
+    ],
+)
+def test_operators_that_take_numbers_alone(f: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="static_argnums"):
+        jacsparse.prepare_jacobian(f, X, 2.0, batched=False)
+    prepared = jacsparse.prepare_jacobian(f, X, 2.0, batched=False, static_argnums=1)
+    for c in (2.0, 3.0, 2.0):
+        assert_equal(prepared(X, c), dense(f, X, c, batched=False))
 
 
 @settings(max_examples=30)
@@ -149,7 +169,7 @@ def test_what_a_function_checks_is_checked() -> None:
             raise ValueError(f"step is {step}; expected a positive number")
         return x**2 * step
 
-    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False, static_argnums=1)
     prepared(X, 2.0), prepared(X, 4.0)
     with pytest.raises(ValueError, match=r"step is -1.0; expected a positive number"):
         prepared(X, -1.0)
@@ -180,7 +200,8 @@ def test_integers_and_numbers_in_turn() -> None:
         (1.0, 6),
     ):
         assert_equal(prepared(X, a, b), torch.diag(2 * a * X - b)[None])
-    halves = jacsparse.prepare_jacobian(lambda x, c: x * (7 // c if isinstance(c, int) else 7 / c), X, 2, batched=False)
+    f = lambda x, c: x * (7 // c if isinstance(c, int) else 7 / c)  # noqa: E731
+    halves = jacsparse.prepare_jacobian(f, X, 2, batched=False, static_argnums=-1)
     for c in (2.0, 2):
         assert_equal(halves(X, c), torch.diag(torch.full_like(X, 3.5 if type(c) is float else 3))[None])
 
@@ -189,7 +210,7 @@ def test_zeros_have_signs() -> None:
     def f(x: torch.Tensor, a: float, b: float) -> torch.Tensor:
         return np.copysign(1.0, a) * x + (x**2 / b).detach() * x
 
-    prepared = jacsparse.prepare_jacobian(f, X, 0.0, 1.0, batched=False)
+    prepared = jacsparse.prepare_jacobian(f, X, 0.0, 1.0, batched=False, static_argnums=(1,))
     for a in (-0.0, 0.0, -0.0):
         for b in (2.0, -0.0, 0.0, -0.0):
             expected = (-1 if str(a) == "-0.0" else 1) + X**2 * (0.5 if b else math.copysign(math.inf, b))
@@ -222,42 +243,74 @@ def test_numbers_in_backward_passes(gradient: Callable[..., torch.Tensor]) -> No
 
 
 def test_a_power_that_gets_complex() -> None:
-    prepared = jacsparse.prepare_jacobian(lambda x, c: x**2 * (c - 1) ** 0.5, X, 5.0, batched=False)
+    prepared = jacsparse.prepare_jacobian(lambda x, c: x**2 * (c - 1) ** 0.5, X, 5.0, static_argnums=1)
     assert_equal(prepared(X, 10.0), torch.diag(6 * X)[None])
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="complex"):
         prepared(X, 0.0)
     assert_equal(prepared(X, 5.0), torch.diag(4 * X)[None])
 
 
-@pytest.mark.parametrize("first", [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=X.dtype), np.float32(0.5)])
+@pytest.mark.parametrize("first", [0.5, 2, np.float32(0.5), np.float64(0.5), np.int64(2)])
 def test_numbers_and_tensors_without_axes_in_turn(first: Any) -> None:
-    f = lambda x, c: x**2 * c + (x * c).sin()  # noqa: E731
-    prepared = jacsparse.prepare_jacobian(f, X, first, batched=False)
-    for c in (0.5, 2.0, np.float64(0.25), torch.tensor(3.0), torch.tensor(-1.0, dtype=X.dtype), 1.5):
-        assert_equal(prepared(X, c), dense(f, X, float(c), batched=False))
-
-
-@pytest.mark.parametrize(
-    "first",
-    [0.5, torch.tensor(0.5), torch.tensor(0.5, dtype=X.dtype), np.float32(0.5), np.float64(0.5)],
-    ids=lambda c: type(c).__name__ + str(getattr(c, "dtype", "")),
-)
-def test_numbers_and_tensors_of_each_dtype_in_turn(first: Any) -> None:
-    """A number is another one in float32, and tensors and numbers of one value give results of other dtypes."""
-    for f in (
-        TENSORS["factor"],
-        lambda x, c: x * (torch.arange(1, 6) * c),
-        lambda x, c: x * (torch.tensor(2) * c),
-        lambda x, c: x * (torch.tensor(1.0) / c),
-        lambda x, c: x * torch.as_tensor(c),
-        lambda x, c: x * c if isinstance(c, float) else 2 * x * c,
-    ):
+    for f in (TENSORS["factor"], lambda x, c: x**2 * c + (x * c).sin(), lambda x, c: x.sum() * c * x):
         prepared = jacsparse.prepare_jacobian(f, X, first, batched=False, value=True)
-        for c in (0.1, torch.tensor(0.1), torch.tensor(0.1, dtype=X.dtype), np.float32(0.1), np.float64(0.1), 3e9, 0.1):
+        for c in (0.1, 3, np.float32(0.1), np.float64(0.25), torch.tensor(0.1), torch.tensor(-1.0, dtype=X.dtype), 3e9):
             jacobian, y = prepared(X, c)
-            expected = dense(f, X, c, batched=False)
-            assert torch.allclose(jacobian.todense(), expected[0], rtol=1e-15, atol=0)
-            assert torch.equal(y, f(X, c)) and y.dtype == f(X, c).dtype
+            assert_equal(jacobian, dense(f, X, float(c), batched=False))
+            assert y.dtype == X.dtype and torch.allclose(y, f(X, float(c)), rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_without_axes_are_no_numbers(dtype: torch.dtype) -> None:
+    prepared = jacsparse.prepare_jacobian(TENSORS["factor"], X, torch.tensor(0.5, dtype=dtype), batched=False)
+    assert_equal(prepared(X, torch.tensor(2.0, dtype=dtype)), dense(TENSORS["factor"], X, 2.0, batched=False))
+    for other in (0.5, torch.tensor(0.5, dtype=torch.float16), torch.tensor(2)):
+        with pytest.raises(ValueError, match="prepare one for these"):
+            prepared(X, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_results_keep_their_dtype(dtype: torch.dtype) -> None:
+    x = X.to(dtype)
+    for f in (lambda x, c: x.sum() * c, lambda x, c: (x / c, c * x[0], (c + 1) ** 2 * x)):
+        for c in (0.5, 3):
+            J, y = jacsparse.prepare_jacobian(f, x, c, value=True)(x, c)
+            assert {part.dtype for part in (J.values, *(y if isinstance(y, list | tuple) else [y]))} == {dtype}
+            expected = torch.cat([part.reshape(-1, 5) for part in torch.atleast_1d(dense(f, x, c, batched=False))])
+            assert (J.todense() - expected).abs().amax() <= 4 * torch.finfo(dtype).eps * expected.abs().amax()
+
+
+def test_a_tensor_of_a_number_has_a_dtype() -> None:
+    for make in (torch.tensor, torch.as_tensor, torch.asarray):
+        with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"makes a number torch.float32, .*; pass a dtype"):
+            jacsparse.prepare_jacobian(lambda x, c, make=make: x * (make(c) - 0.125), X, 0.5)
+        prepared = jacsparse.prepare_jacobian(lambda x, c, make=make: x * make(c, dtype=x.dtype), X, 0.5)
+        assert_equal(prepared(X, 0.1), torch.diag(torch.full_like(X, 0.1))[None])
+        prepared = jacsparse.prepare_jacobian(lambda x, c, make=make: x * make(c), X.float(), 0.5)
+        assert_equal(prepared(X.float(), 0.1), torch.diag(torch.full_like(X.float(), 0.1))[None])
+
+
+def test_arguments_that_are_constants() -> None:
+    f = lambda x, axis, c: c * x.cumsum(axis)  # noqa: E731
+    x = drawn(3, 4)
+    prepared = jacsparse.prepare_jacobian(f, x, 0, 2.0, batched=False, static_argnums=1)
+    assert_equal(prepared(x, 0, 3.0), dense(f, x, 0, 3.0, batched=False))
+    with pytest.raises(ValueError, match=r"with these constants, is another than that for which it was prepared"):
+        prepared(x, 1, 3.0)
+    for static, error, message in (
+        (0, ValueError, "static_argnums is 0, and argument 0 is one to differentiate by"),
+        (3, ValueError, r"static_argnums is 3; the call has 3 arguments, numbered 0 to 2"),
+        ("c", TypeError, "static_argnums is 'c'; expected an integer or a tuple of integers"),
+        (True, TypeError, "static_argnums is True"),
+        ((1, 1), ValueError, r"static_argnums is \(1, 1\); it names an argument twice"),
+    ):
+        with pytest.raises(error, match=message):
+            jacsparse.prepare_jacobian(f, x, 0, 2.0, static_argnums=static)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="argument 2 holds a tensor, which is read at each call"):
+        jacsparse.prepare_jacobian(f, x, 0, torch.tensor(2.0), static_argnums=(1, 2))
+    hessian = jacsparse.prepare_hessian(lambda x, n: (x**n).sum(), X, 3, static_argnums=1)
+    for n in (3, 4):
+        assert_equal(hessian(X, n), torch.diag(n * (n - 1) * X ** (n - 2))[None])
 
 
 def test_a_buffer_without_axes_of_another_dtype() -> None:
@@ -279,7 +332,7 @@ def test_a_buffer_without_axes_of_another_dtype() -> None:
 
 def test_texts_of_numbers_and_tensors() -> None:
     f = lambda x, c: x * 2 * c if "-" in str(c) else x * c  # noqa: E731
-    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False)
+    prepared = jacsparse.prepare_jacobian(f, X, 1.0, batched=False, static_argnums=1)
     for c in (1.0, -1.0, 2.0):
         assert_equal(prepared(X, c), dense(f, X, c, batched=False))
     for text in (str, repr, "{}".format, "%s".__mod__):
@@ -306,16 +359,18 @@ def test_texts_of_numbers_and_tensors() -> None:
 )
 def test_numbers_beside_the_result(aux: Callable[[float], Any]) -> None:
     f = lambda x, c: (x * c, aux(c))  # noqa: E731
-    prepared = jacsparse.prepare_jacobian(f, X, 2.0, has_aux=True, batched=False)
+    prepared = jacsparse.prepare_jacobian(f, X, 2.0, has_aux=True, batched=False, static_argnums=1)
     for c in (2.0, 3.0, 2.5):
         assert_equal(prepared(X, c)[0], torch.diag(torch.full_like(X, c))[None])
         assert repr(prepared(X, c)[1]) == repr(aux(c))
 
 
-def test_the_numbers_of_another_pattern_are_named() -> None:
-    prepared = jacsparse.prepare_jacobian(lambda x, c: x.roll(int(c)), X, 1.0, batched=False)
-    with pytest.raises(ValueError, match=r"where numbers are 2\.0, is another than that for which it was prepared"):
-        prepared(X, 2.0)
+def test_tensors_of_numbers_beside_the_result() -> None:
+    f = lambda x, c: (x * c, (2 * c, torch.full((2,), 3.0, dtype=x.dtype) * c, "constant"))  # noqa: E731
+    prepared = jacsparse.prepare_jacobian(f, X, 2.0, has_aux=True, batched=False)
+    for c in (2.0, 3.0, 2.5):
+        _, (number, tensor, text) = prepared(X, c)
+        assert float(number) == 2 * c and tensor.tolist() == [3 * c] * 2 and text == "constant"
 
 
 def test_integers_and_masks_of_tensors_beside_the_result() -> None:
@@ -343,6 +398,8 @@ def test_divisors_of_coarser_numbers() -> None:
     ],
 )
 def test_numbers_that_are_looked_up(f: Callable[[torch.Tensor, float], torch.Tensor]) -> None:
-    prepared = jacsparse.prepare_jacobian(f, X, 5.0, batched=False)
+    with pytest.raises((ValueError, jacsparse.UnsupportedOperatorError), match="static_argnums"):
+        jacsparse.prepare_jacobian(f, X, 5.0, batched=False)
+    prepared = jacsparse.prepare_jacobian(f, X, 5.0, batched=False, static_argnums=1)
     for c in (5.0, 0.5, 2.0, 1.0):
         assert_equal(prepared(X, c), dense(f, X, c, batched=False))

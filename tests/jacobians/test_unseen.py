@@ -215,10 +215,7 @@ def test_an_array_that_is_written_to_later() -> None:
 
 
 def test_numbers_whose_tensors_have_another_dtype() -> None:
-    x, f = drawn(2), lambda x, k: x * (torch.tensor(k) - 0.125)
-    prepared = prepare_jacobian(f, x, 0.5)
-    for number in (0.125 + 1e-9, 0.1, 0.3):
-        assert_equal(prepared(x, number), dense(f, x, number, batched=False))
+    x = drawn(2)
     square = lambda x, k: x * (k * k)  # noqa: E731
     for kind in (torch.tensor(300.0, dtype=torch.float16), np.float16(300)):
         with np.errstate(over="ignore"):
@@ -297,17 +294,18 @@ def test_writes_to_views_of_views(f: Callable[[torch.Tensor], torch.Tensor]) -> 
 
 def test_values_of_numbers_that_make_programs_are_told(caplog: pytest.LogCaptureFixture) -> None:
     f = lambda x, t: x * math.exp(-t)  # noqa: E731
-    prepared, x = prepare_jacobian(f, drawn(3), 0.0), drawn(3)
+    prepared, x = prepare_jacobian(f, drawn(3), 0.0, static_argnums=1), drawn(3)
     with caplog.at_level("WARNING", "jacsparse"):
         for number in range(7):
             prepared(x, 0.1 * (number + 1))
         assert not caplog.records
         assert_equal(prepared(x, 0.9), dense(f, x, 0.9, batched=False))
-    assert "8 values of numbers and other constants" in caplog.text
+    assert "8 values of constants" in caplog.text
 
 
 def test_shapes_of_programs() -> None:
-    prepared = prepare_jacobian(lambda x, k: (2 * x).reshape(k, -1), torch.ones(4), 2, value=True)
+    f = lambda x, k: (2 * x).reshape(k, -1)  # noqa: E731
+    prepared = prepare_jacobian(f, torch.ones(4), 2, value=True, static_argnums=1)
     for number in (4, 2, 1):
         J, y = prepared(torch.ones(4), number)
         assert J.jvp(torch.ones(1, 4)).shape[1:] == y.shape == (number, 4 // number)
