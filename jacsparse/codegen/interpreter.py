@@ -40,7 +40,7 @@ class Interpreted:
     """
 
     def __init__(self, loops: Sequence[Loop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
-        self.memories: list[Any] = []
+        memories = dict[Any, int]()
         #: Where the memories of a tile begin, behind each other, and their bytes.
         offsets, nbytes = dict[Scratch, int](), 0
         for memory, count in scratch.items():
@@ -52,13 +52,12 @@ class Interpreted:
         self.work = sum(loop.work * loop.points for loop in loops)
         constants, registers = list[float](), 1
         blocks, tiles, counts, starts, program = (list[np.ndarray]() for _ in range(5))
+        first = of_counts = of_starts = 0
         for loop in loops:
-            code = _Code(loop, dtype, self.memories, offsets, constants)
+            code = _Code(loop, dtype, memories, offsets, constants)
             instructions, count = code.program()
             length, places, of_tiles = _pieces(loop)
             begins = _blocks(length, of_tiles)
-            first, of_counts, of_starts = [sum(map(np.size, arrays)) for arrays in (program, counts, starts)]
-            first //= _FIELDS
             columns = np.broadcast_arrays(
                 *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
                 *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
@@ -67,7 +66,9 @@ class Interpreted:
             tiles.append(of_tiles[begins[:-1]])
             for arrays, array in ((counts, length), (starts, places.reshape(-1)), (program, instructions)):
                 arrays.append(array)
+            first, of_counts, of_starts = first + len(instructions), of_counts + len(length), of_starts + places.size
             registers = max(registers, count)
+        self.memories = list(memories)
         works = [rows[:, -1] * loop.work // SIMD for rows, loop in zip(blocks, loops, strict=True)]
         whole = sum(loop.tiles is None for loop in loops)
         #: Running totals of the work of each loop's blocks.
@@ -141,7 +142,7 @@ class _Code:
         self,
         loop: Loop,
         dtype: torch.dtype,
-        memories: list[Any],
+        memories: dict[Any, int],
         offsets: Mapping[Scratch, int],
         constants: list[float],
     ) -> None:
@@ -177,9 +178,7 @@ class _Code:
         if isinstance(memory, Scratch) and memory.of_tile:
             # Negative: it is no memory of the table.
             return ~self._offsets[replace(memory, writes=False)], *where
-        if memory not in self._memories:
-            self._memories.append(memory)
-        return self._memories.index(memory), *where
+        return self._memories.setdefault(memory, len(self._memories)), *where
 
     def _converted(self, value: Any, dtype: torch.dtype) -> Any:
         self._check(dtype)

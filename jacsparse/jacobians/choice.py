@@ -25,10 +25,8 @@ _LOGGER = logging.getLogger("jacsparse")
 
 #: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
 VALUE = 6
-#: A term of a folded entry: about 2 ns; and the most terms where weights are among them, which take microseconds each
-#: to prepare.
+#: A term of a folded entry: about 2 ns.
 TERM = 4
-MOST_TERMS = 2**20
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
 #: How much less both are in machine code. Groups of rows, which need none, are compared without it: where they apply,
@@ -80,7 +78,7 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
         """
         most = None
         if cost is not None:
-            most = int(min(MOST_TERMS, cost / (TERM * (1 if function.shared else function.batch))))
+            most = int(cost / (TERM * (1 if function.shared else function.batch)))
         try:
             return FoldedProducts(function, folding.folded(most=most), compile=compile)
         except NotFoldableError:

@@ -18,7 +18,17 @@ from ..patterns import Diagonal, Identity, Pattern
 from ..runtime import index_dtype, row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Trace, Value, Values
-from .terms import NONE, TERMS_PER_ENTRY, Algebra, NotFoldableError, Terms, WeightedSums, terms_at
+from .terms import (
+    FEW_TERMS,
+    NONE,
+    TERMS_OF_WEIGHTS,
+    TERMS_PER_ENTRY,
+    Algebra,
+    NotFoldableError,
+    Terms,
+    WeightedSums,
+    terms_at,
+)
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
 
@@ -86,14 +96,20 @@ class Folding:
             raise NotFoldableError("its kernels run on the CPU")
         chain, self.weights, self.algebra = self.function.chain, most is not None, Algebra()
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
-        if most is not None and sum(edge.transposed_pattern.nnz for edge in chain.edges) > most:
+        sizes = [
+            e.transposed_pattern.nnz for e in chain.edges if not isinstance(e.transposed_pattern.structure, Identity)
+        ]
+        size = max(sizes, default=0) + rows + columns
+        # Products of a loop's steps have a few terms for each entry of the steps.
+        limit = max(FEW_TERMS, TERMS_PER_ENTRY * max(size, sum(sizes) // 2))
+        if most is not None:
+            limit = min(most, max(FEW_TERMS, TERMS_OF_WEIGHTS * size))
+        if most is not None and sum(sizes) > limit:
             raise NotFoldableError("its local Jacobians have more elements of weights than pay")
         matrices = self.matrices()
         if not len(chain):
             return terms_at(chain.pattern)
-        largest = max((edge.transposed_pattern.nnz for edge in chain.edges), default=0)
-        self.algebra.grows = most is None
-        self.algebra.limit = TERMS_PER_ENTRY * (largest + rows + columns) if most is None else most
+        self.algebra.grows, self.algebra.limit = most is None, limit
         # From the output to the input. A matrix is let go of where it is used for the last time.
         edges = ((edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges)
         result = eliminate(self.algebra, edges, chain.stages[-1].stop, chain.stages[0].start)

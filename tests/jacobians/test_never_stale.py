@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -193,7 +194,7 @@ def test_hooks_are_refused_after_other_calls() -> None:
 
 def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where elements of weights fold, a program does the same.
-    monkeypatch.setattr("jacsparse.jacobians.choice.MOST_TERMS", 0)
+    monkeypatch.setattr("jacsparse.jacobians.choice.TERM", math.inf)
     patterns = []
     for edges in (2000, 2000, 1999):
         f, h = messages(300, edges, 6)
