@@ -9,6 +9,7 @@ import torch
 from jacsparse.patterns import Pattern
 from jacsparse.spgemm import matvec, plan_product
 
+import jacsparse
 from jacsparse.recurrence import Diagonal, linear_recurrence
 
 PATTERN = Pattern((3, 3), [0, 2, 3, 4], [0, 2, 1, 0])
@@ -34,3 +35,28 @@ def test_gradients_of_compiled_functions() -> None:
         x = torch.arange(6.0).requires_grad_()
         gradients.append(torch.autograd.grad(run(x).square().sum(), x)[0])
     torch.testing.assert_close(*gradients)
+
+
+def test_what_was_compiled_runs_as_it_is_written() -> None:
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> object:
+        graphs.append(graph)
+        return graph.forward
+
+    def energy(x: torch.Tensor, c: float = 1.0) -> torch.Tensor:
+        return c * (x[1:] ** 2 * x[:-1]).sum()
+
+    x, compiled = torch.randn(4, dtype=torch.float64), torch.compile(energy, backend=backend)
+    expected = torch.autograd.functional.hessian(energy, x)
+    prepared = jacsparse.prepare_hessian(compiled, x)
+    torch.testing.assert_close(prepared(x).todense(), expected)
+    torch.testing.assert_close(jacsparse.hessian(compiled, x).todense(), expected)
+    gradient = jacsparse.prepare_jacobian(compiled, x, 2.0)
+    torch.testing.assert_close(gradient(x, 3.0).todense()[0], torch.func.grad(energy)(x, 3.0))
+    assert prepared.check(x) < 1e-12
+    assert gradient.check(x, 3.0) < 1e-12
+    jacsparse.verify(torch.compile(torch.nn.Linear(4, 3), backend=backend), torch.randn(2, 4))
+    assert not graphs
+    compiled(x)
+    assert graphs

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, Self
@@ -110,7 +111,7 @@ class DispatchMode(TorchDispatchMode):
 class _WithoutCompiling:
     """A context in which functions given to ``torch.compile`` run as they are written, until the last thread leaves.
 
-    PyTorch has one answer for all threads.
+    PyTorch has one answer for all threads. Where the compiler is not loaded, nothing was compiled, nor is it loaded.
     """
 
     def __init__(self) -> None:
@@ -119,7 +120,8 @@ class _WithoutCompiling:
     def __enter__(self) -> None:
         with self._lock:
             if not self._callers:
-                self._stance = torch.compiler.set_stance("force_eager")
+                loaded = "torch._dynamo" in sys.modules
+                self._stance = torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
                 self._stance.__enter__()
             self._callers += 1
 
@@ -129,7 +131,8 @@ class _WithoutCompiling:
             if not self._callers:
                 self._stance.__exit__(None, None, None)
                 # It asks when it is made, at the beginning, and at the end.
-                for _ in range(3 if _BORROWS else 0):
+                is_set = not isinstance(self._stance, contextlib.nullcontext)
+                for _ in range(3 if _BORROWS and is_set else 0):
                     _add_reference(compiler_of_frames())
 
 

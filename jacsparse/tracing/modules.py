@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..runtime import a_type
+from ..runtime import a_type, without_compiling
 from .saved_tensors import noted, unchanged
 
 
@@ -106,7 +106,8 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
 def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
     """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
 
-    Changes to globals, and inside the value of an attribute, as to a list, are not undone.
+    Changes to globals, and inside the value of an attribute, as to a list, are not undone. Functions given to
+    ``torch.compile`` run as they are written within: to compile them takes long, and their derivatives are the same.
 
     Raises
     ------
@@ -118,7 +119,8 @@ def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterat
     devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
     if device is not None and device.type == "cuda":
         devices.add(device)
-    with torch.random.fork_rng(sorted(devices, key=str)) if devices else contextlib.nullcontext():
+    random = torch.random.fork_rng(sorted(devices, key=str)) if devices else contextlib.nullcontext()
+    with random, without_compiling:
         try:
             yield
         finally:

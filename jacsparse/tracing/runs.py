@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -75,10 +74,8 @@ def traced(
         Where a derivative is not that of the operators, or where elements are read although `readable` is False.
     """
     callers, reads = Callers(module), None if readable else partial(Unreadable, hidden=hidden)
-    # Functions given to torch.compile run as they are written, operator by operator.
-    as_written = without_compiling if "torch._dynamo" in sys.modules else contextlib.nullcontext()
     try:
-        with Observing(), as_written:
+        with Observing(), without_compiling:
             run = capture(module, x, callers, reads, beside)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
