@@ -60,8 +60,7 @@ class Gradient(WithAux):
         function = FlatFunction(self.f, arguments, self._has_aux)
         with undisturbed(function, arguments.tensors[0].device):
             run = traced(function, arguments.flat())
-            if run.graph.last is not None:
-                refuse_other_derivatives(chain_of(run, pruned=False).records(run), "a Hessian")
+            refuse_other_derivatives(chain_of(run, pruned=False).records(run), "a Hessian")
 
     def _check_scalar(self, y: Any, batch: int) -> None:
         """Raise where the function's result is not one number, or one for each sample."""

@@ -177,7 +177,6 @@ class PreparedProgram:
     def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
         """The values with what the function returned, whose tensors may have gradients where values may."""
         output = self.traced.function.graph.last
-        assert output is not None
         y = trace.output if connected else trace.elements(output.value)
 
         def of_this_call(leaf: Any) -> Any:

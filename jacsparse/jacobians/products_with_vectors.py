@@ -88,7 +88,6 @@ def pull_back(function: TracedFunction, values: Values, cotangents: torch.Tensor
 
 def _output(function: TracedFunction) -> tuple[Operand, torch.Tensor]:
     output = function.graph.last
-    assert output is not None
     return output, function.trace.tensor(output.value)
 
 

@@ -136,7 +136,6 @@ class TracedFunction:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The output, and the values to keep, computed from `inputs` with the derivatives of the run."""
         output = self.graph.last
-        assert output is not None
         values = _Connected(self.graph, known, self.scalars(trace))
         y = values[output.value]
         return y if output.active else y.detach(), {value: values[value] for value in self.kept}

@@ -112,8 +112,6 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
             records = function.chain.records(trace)
             check_second_derivatives(trace, function.chain, records, of_gradient=isinstance(f, Gradient))
     if options.result:
-        # A chain has been made of what depends on the input.
-        assert graph.last is not None
         returned_values.append(graph.last.value)
     function.kept = tuple(dict.fromkeys(returned_values))
     return TracedProgram(function, dense, captures, contents, returned)

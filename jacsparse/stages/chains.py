@@ -351,10 +351,11 @@ def chain_of(
     """
     x, y, name = trace.input, trace.output, name_of(trace.module)
     in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
-    if trace.graph.last is None:
+    reads = any(node.facts.reads and node.operands for node in trace.graph.nodes)
+    if reads and not trace.graph.infos[trace.graph.output].dependent:
         raise UnsupportedOperatorError(
-            f"{name}: no operator that was seen leads from its input to its output; compute it by PyTorch's operators, "
-            "without .item(), NumPy or a new torch.tensor between"
+            f"{name}: no operator that was seen leads from its input to its output, and Python read elements of what "
+            "depends on the input; compute the output by PyTorch's operators, without .item() or a new torch.tensor"
         )
     without_samples = UnsupportedOperatorError(
         f"{name}: its output of shape {tuple(y.shape)} for {len(x)} samples does not have them along its first axis; "
@@ -365,7 +366,7 @@ def chain_of(
     program = program_of(trace, couples=couples)
     if program.operations and program.layouts.get(program.output) != program.layouts[0]:
         raise without_samples
-    if trace.graph.last.value and not program.operations:
+    if program.output and not program.operations:
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, ())
         return Chain(name, [stage], in_shape, out_shape)

@@ -43,11 +43,12 @@ def pull_back(
     """
     trace, last = records[0].trace, records[0]
     output = trace.gradient_edge(last.stage.stop)
-    if output is None:
-        return [torch.zeros_like(record.input) for record in inputs], {}
-    like = trace.tensor(last.stage.stop)
+    like, values = trace.tensor(last.stage.stop), trace.graph.externals
     gradient = gradient.reshape(like.shape).to(like.dtype)
-    values = trace.graph.externals
+    if output is None:
+        # The module may return a parameter itself.
+        itself = {place: gradient for place in externals if values[place] == last.stage.stop}
+        return [torch.zeros_like(record.input) for record in inputs], itself
     tensors = {place: tensor for place in externals if (tensor := trace.tensors[values[place]]) is not None}
     # The caller's own backward pass is to call the hooks of these tensors, once.
     alone = [place for place, tensor in tensors.items() if place in apart or is_hooked(tensor)]

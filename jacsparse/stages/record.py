@@ -57,9 +57,8 @@ class Record:
     def externals(self) -> set[int]:
         """The places of the externals that the stage reads, or that constants which it reads were computed from."""
         graph = self.trace.graph
-        maker = graph.infos[self.stage.stop].maker
         if not self.stage.operations:
-            return set() if maker is None else {*graph.externals_of(maker)}
+            return {*graph.infos[self.stage.stop].externals}
         operations = self.stage.operations
         return set[int]().union(*(graph.externals_of(each.node, each.operands) for each in operations))
 

@@ -206,8 +206,8 @@ class Graph:
     numbers: list[int] = field(default_factory=list)
     #: If there are backward hooks of modules: the calls within each module, from one to another.
     hooked_spans: list[tuple[int, int]] = field(default_factory=list)
-    #: The output as an operand; None where it does not depend on the input.
-    last: Operand | None = None
+    #: The output as an operand.
+    last: Operand = Operand("", -1, False)
     #: The value of the output.
     output: int = -1
 

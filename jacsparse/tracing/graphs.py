@@ -120,8 +120,7 @@ class _Analysis:
         trace.output, graph.output = run.tensors[run.output], graph.numbers[run.output]
         graph.hooked_spans = run.hooked_spans
         trace.beside = [graph.numbers[number] for number in run.beside]
-        if graph.infos[graph.output].dependent:
-            graph.last = Operand("", graph.output, run.active)
+        graph.last = Operand("", graph.output, run.active)
         check_derivatives(trace)
 
     # Values.

@@ -144,7 +144,6 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     whose first axis has their number.
     """
     x, graph = trace.input, trace.graph
-    assert graph.last is not None
     program = Program(x.shape[0], graph.last.value)
     program.layouts[0] = WHOLE if program.batch == 1 else Layout(0)
     program.shapes[0] = program.layouts[0].shape_of_sample(x.shape)
@@ -227,7 +226,6 @@ def _needed(trace: Trace) -> dict[int, list[Operand]]:
     With each come the operands by which it passes.
     """
     graph = trace.graph
-    assert graph.last is not None
     # A tensor may have a gradient only because of weights: it is not reached from the input.
     reached = {0}
     for node in graph.differentiated:

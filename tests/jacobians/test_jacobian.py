@@ -154,3 +154,67 @@ def test_indices_lie_one_after_the_other(size: tuple[int, ...]) -> None:
     expected = autograd_jacobian(pooling, x[0])
     for _ in range(4):
         assert torch.equal(jacsparse.jacobian(lambda t: pooling(t * 1), x, batched=True).todense(0), expected)
+
+
+class Constant(nn.Module):
+    """A module whose output depends on parameters alone, or on nothing."""
+
+    def __init__(self, function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(drawn(5, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.function(self.weight, x)
+
+
+CONSTANTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "ones": lambda w, x: torch.ones(len(x), 3, dtype=x.dtype),
+    "as the input": lambda w, x: torch.zeros_like(x),
+    "the parameter": lambda w, x: w,
+    "of the parameter": lambda w, x: w.sin() * 2,
+    "detached": lambda w, x: x.detach() * w[:, :1],
+}
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_results_that_do_not_depend_on_the_input(name: str) -> None:
+    module, x = Constant(CONSTANTS[name]), drawn(5, 4)
+    expected = torch.autograd.functional.jacobian(module, x)
+    assert not expected.any()
+    rows = expected.shape[1]
+    prepared = [jacsparse.prepare_jacobian(module, x, method=m) for m in ("auto", "products", "compressed")]
+    for result in (jacsparse.jacobian(module, x), jacsparse.jacobian(module, x, create_graph=True), prepared[0](x)):
+        assert result.shape == (rows, 4) and not result.pattern.nnz
+    assert all(each.pattern == result.pattern and each.check(x) == 0 for each in prepared)
+    if name in ("ones", "as the input"):
+        assert jacsparse.jacobian_pattern(module, (4,)) == result.pattern
+    for schedule in ("linear", "blelloch"):
+        leaf = x.clone().requires_grad_()
+        jacsparse.nn.Scan(module, schedule=schedule)(leaf).square().sum().backward()
+        gradient, module.weight.grad = module.weight.grad, None
+        y = module(x).square().sum()
+        of_weight = torch.autograd.grad(y, module.weight)[0] if y.requires_grad else None
+        assert leaf.grad is not None and not leaf.grad.any()
+        assert (gradient is None) == (of_weight is None)
+        if of_weight is not None:
+            torch.testing.assert_close(gradient, of_weight)
+
+
+def test_functions_that_do_not_depend_on_their_argument() -> None:
+    x, w = drawn(4), drawn(3).requires_grad_()
+    J, y = jacsparse.jacobian(lambda u: torch.ones(3, dtype=FLOAT), x, value=True)
+    assert J.shape == (3, 4) and not J.pattern.nnz and torch.equal(y, torch.ones(3, dtype=FLOAT))
+    assert jacsparse.jacobian_pattern(lambda u: torch.ones(3, dtype=FLOAT), x) == J.pattern
+    _, y = jacsparse.jacobian(lambda u: 2 * w, x, value=True, create_graph=True)
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), w)[0], torch.full((3,), 2.0, dtype=FLOAT))
+    functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda u: torch.ones((), dtype=FLOAT),
+        lambda u: 3 * u.sum(),
+        lambda u: u.detach().sum(),
+    ]
+    for f in functions:
+        for H in (jacsparse.hessian(f, x), jacsparse.prepare_hessian(f, x)(x)):
+            assert H.shape == (4, 4) and not H.pattern.nnz
+        assert not jacsparse.hessian_pattern(f, x).nnz
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"Python read elements .* without \.item\(\)"):
+        jacsparse.jacobian(lambda u: torch.tensor([u.sum().item()]), x)
