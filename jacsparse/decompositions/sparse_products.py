@@ -24,6 +24,32 @@ _FACTORS: dict[Any, tuple[int | None, int, int]] = {
 }
 
 
+class MadeMatrix(NamedTuple):
+    """A sparse matrix that a run made: its indices, ``(2, elements)``, and values; with `swapped`, its transpose."""
+
+    indices: torch.Tensor
+    values: torch.Tensor
+    shape: tuple[int, ...]
+    swapped: bool = False
+
+    @classmethod
+    def by(
+        cls, overload: Any, args: Sequence[Any], read: Callable[[Any], torch.Tensor], of: Callable[[Any], MadeMatrix]
+    ) -> MadeMatrix:
+        """The matrix that a call made of tensors, which `read` gives, or of another matrix, which `of` gives."""
+        if overload is aten._sparse_coo_tensor_with_dims_and_tensors.default and list(args[:2]) == [2, 0]:
+            return cls(read(args[3]), read(args[4]), tuple(args[2]))
+        if overload in _SAME:
+            return of(args[0])
+        if overload in _SWAPS:
+            matrix = of(args[0])
+            return matrix._replace(swapped=matrix.swapped != _SWAPS[overload](*args[1:]))
+        raise UnsupportedOperatorError(
+            f"{overload} makes a sparse tensor of what depends on the input; make a matrix by torch.sparse_coo_tensor, "
+            "of values that are computed before, and multiply by it with @, torch.mm, torch.mv or torch.sparse.mm"
+        )
+
+
 class StoredElements(NamedTuple):
     """A sparse matrix: row, column and value of each stored element."""
 
@@ -33,9 +59,13 @@ class StoredElements(NamedTuple):
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, matrix: torch.Tensor) -> StoredElements:
+    def of(cls, matrix: torch.Tensor | MadeMatrix) -> StoredElements:
         """The elements of a matrix in one of PyTorch's sparse layouts, but for those of blocks."""
         shape = tuple(matrix.shape)
+        if isinstance(matrix, MadeMatrix):
+            rows, columns = matrix.indices.unbind(0)
+            elements = cls(rows, columns, matrix.values, shape)
+            return elements.T if matrix.swapped else elements
         if matrix.layout == torch.sparse_coo and matrix.sparse_dim() == 2 == len(shape):
             rows, columns = matrix._indices().unbind(0)
             return cls(rows, columns, matrix._values(), shape)
@@ -50,6 +80,11 @@ class StoredElements(NamedTuple):
     @property
     def T(self) -> StoredElements:
         return StoredElements(self.columns, self.rows, self.values, self.shape[::-1])
+
+    def dense(self) -> torch.Tensor:
+        """The matrix as a dense tensor; elements at one place are added."""
+        zeros = self.values.new_zeros(self.shape)
+        return zeros.index_put((self.rows, self.columns), self.values, accumulate=True)
 
     def product(self, dense: torch.Tensor, axis: int) -> torch.Tensor:
         """The matrix times each line of a dense tensor along an axis, of the tensor's two at most."""
@@ -67,7 +102,7 @@ def _lines(starts: torch.Tensor) -> torch.Tensor:
 
 def is_sparse(value: Any) -> bool:
     """Whether a value is a tensor, or stands for one, that stores some of its elements."""
-    return isinstance(value, StoredElements) or (isinstance(value, torch.Tensor) and value.layout != torch.strided)
+    return isinstance(value, (StoredElements, MadeMatrix)) or (isinstance(value, torch.Tensor) and value.layout != torch.strided)
 
 
 def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., Any]:
@@ -76,18 +111,22 @@ def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., An
     Raises
     ------
     UnsupportedOperatorError
-        Where it is neither a product with a dense matrix nor a transpose.
+        Where it is neither a product with a dense matrix, nor a transpose or the dense form of one.
     """
     if overload in _FACTORS:
         return _product(*_FACTORS[overload])
+    if overload is aten._to_dense.default:
+        return lambda matrix, *_, **__: StoredElements.of(matrix).dense()
     if overload in _SWAPS and isinstance(args[0], StoredElements):
         return lambda matrix, *axes: matrix.T if _SWAPS[overload](*axes) else matrix
     raise UnsupportedOperatorError(
-        f"{overload} takes a sparse tensor; multiply by it with @, torch.mm, torch.mv or torch.sparse.mm, or make it "
-        "dense before the call"
+        f"{overload} takes a sparse tensor; multiply by it with @, torch.mm, torch.mv or torch.sparse.mm, or work on "
+        "its values as a dense tensor"
     )
 
 
+#: What returns a matrix with the same elements; those at one place may have been added.
+_SAME = (aten._coalesce.default, aten.alias.default, aten.clone.default)
 #: Whether a transpose swaps the two axes.
 _SWAPS: dict[Any, Callable[..., bool]] = {
     aten.t.default: lambda: True,

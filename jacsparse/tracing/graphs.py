@@ -6,6 +6,7 @@ without a rule are made of others here, by their decompositions.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Hashable
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..decompositions import is_sparse, operator_on_elements, selection
+from ..decompositions import MadeMatrix, is_sparse, operator_on_elements, selection
 from ..patterns import REGISTERED
 from .callers import Callers
 from .capture import Recorder
@@ -201,11 +202,13 @@ class _Analysis:
     ) -> None:
         """Give the results of a call their values: those that other operators have, if these take its place."""
         graph, begin, known = self.graph, len(self.graph.infos), list[int]()
-        dependent = bool(node.operands)
-        if dependent and (in_parts or any(operand.active for operand in node.operands)):
+        dependent, made = bool(node.operands), [run.tensors[number] for number in call.results]
+        # What makes a dense result of a sparse one has the parts of both.
+        has_parts = dependent and not all(map(is_sparse, made))
+        if has_parts and (in_parts or any(operand.active for operand in node.operands)):
             parts = self._parts_of(node)
             # Complex results are refused under the operator's own name.
-            if parts is not None and not any(run.tensors[number].is_complex() for number in call.results):
+            if parts is not None and not any(tensor.is_complex() for tensor in made):
                 known, dependent = self._decomposed(node, parts, in_parts=in_parts), False
         results = list[int]()
         for place, number in enumerate(call.results):
@@ -253,18 +256,30 @@ class _Analysis:
         recorder, numbers = Recorder(Callers(self.trace.module, node.path), in_parts=True), list[int]()
         names = iter([name for name, _ in node.tensors])
 
+        def begun(argument: Any, flags: int, writes: bool = False) -> Any:
+            tensor = self.trace.elements(argument.number).detach()
+            tensor = tensor.clone() if writes else tensor
+            numbers.append(argument.number)
+            recorder.begin(tensor, flags | DEPENDENT * graph.infos[argument.number].dependent)
+            return tensor
+
+        def made_matrix(argument: Any, flags: int) -> MadeMatrix:
+            maker = graph.infos[argument.number].maker
+            assert maker is not None
+            parts = functools.partial(begun, flags=flags), functools.partial(made_matrix, flags=flags)
+            return MadeMatrix.by(maker.overload, maker.args, *parts)
+
         def given(argument: Any) -> Any:
             if isinstance(argument, list):
                 return [given(part) for part in argument]
             if type(argument) is not Value:
                 return self.trace.read(argument)
-            name, tensor = next(names), self.trace.elements(argument.number).detach()
-            tensor = tensor.clone() if node.writes_to(name) else tensor
-            numbers.append(argument.number)
+            name, info = next(names), graph.infos[argument.number]
             # A derivative passes within parts wherever one may.
             flags = ACTIVE * active.get(name, False) | DIFFERENTIABLE * differentiable[name]
-            recorder.begin(tensor, flags | DEPENDENT * graph.infos[argument.number].dependent)
-            return tensor
+            if info.dependent and is_sparse(self.trace.tensor(argument.number)):
+                return made_matrix(argument, flags)
+            return begun(argument, flags, node.writes_to(name))
 
         args, kwargs = [given(each) for each in node.args], {name: given(each) for name, each in node.kwargs.items()}
         with recorder:

@@ -218,3 +218,53 @@ def test_functions_that_do_not_depend_on_their_argument() -> None:
         assert not jacsparse.hessian_pattern(f, x).nnz
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"Python read elements .* without \.item\(\)"):
         jacsparse.jacobian(lambda u: torch.tensor([u.sum().item()]), x)
+
+
+PLACES = torch.tensor([[0, 1, 1, 2, 1], [0, 0, 2, 3, 2]])
+
+
+def of_values(values: torch.Tensor, places: torch.Tensor = PLACES) -> torch.Tensor:
+    return torch.sparse_coo_tensor(places, values, (3, 5))
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: of_values(x**2) @ x,
+        lambda x: of_values(x.sin()) @ torch.stack([x, x * 2], 1),
+        lambda x: torch.sparse.mm(of_values(x**2).coalesce(), x[:, None]),
+        lambda x: of_values(x**2).t() @ x[:3],
+        lambda x: of_values(x**2).coalesce().T.to_dense(),
+        lambda x: torch.addmm(x[:3, None], of_values(x), x.exp()[:, None], beta=2, alpha=3),
+        lambda x: of_values(x**2) @ torch.arange(1.0, 6.0, dtype=FLOAT),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_sparse_matrices_of_values_that_depend_on_the_input(f: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = drawn(5)
+    prepared = [jacsparse.prepare_jacobian(f, drawn(5, seed=1), method=m) for m in ("products", "compressed")]
+    expected = torch.autograd.functional.jacobian(f, x).reshape(-1, 5)
+    for J in (jacsparse.jacobian(f, x), *(each(x) for each in prepared)):
+        torch.testing.assert_close(J.todense(), expected, rtol=1e-12, atol=1e-12)
+        assert J.pattern.nnz == expected.count_nonzero()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+def test_places_of_sparse_matrices_are_read_in_each_call() -> None:
+    x, places = drawn(5), PLACES.clone()
+    f = lambda x: of_values(x**2, places) @ x
+    prepared = jacsparse.prepare_jacobian(f, x)
+    for _ in range(3):
+        expected = torch.autograd.functional.jacobian(f, x)
+        torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), expected, rtol=1e-12, atol=1e-12)
+        places[1] = (places[1] + 1) % 5
+    with pytest.raises(ValueError, match="holds other elements"):
+        prepared(x)
+
+
+def test_sparse_matrices_that_are_refused_say_why() -> None:
+    x = drawn(5)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"aten.mul.Tensor makes a sparse .* computed before"):
+        jacsparse.jacobian(lambda x: (of_values(x) * 2) @ x, x)
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match="_values.* takes a sparse tensor; .* dense tensor"):
+        jacsparse.jacobian(lambda x: of_values(x)._values(), x)

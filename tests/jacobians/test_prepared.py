@@ -645,7 +645,6 @@ class Hidden:
         ),
         (lambda x: x - x.mean(0), (drawn(2, 3),), {}, NotImplementedError, "^<lambda>: .* samples takes batched=False"),
         (lambda x, y: x, (drawn(2, 3),), {}, ValueError, "^<lambda>: .* does not fit <lambda>.*'y'"),
-        (lambda x: torch.tensor(2.0), (drawn(3),), {"batched": False}, NotImplementedError, r"without .item\(\)"),
         (lambda x: x, (np.ones((2, 3)),), {}, TypeError, "x is an ndarray.*: pass torch.from_numpy of it"),
         (lambda x: x * torch.rand(3, dtype=FLOAT), (drawn(2, 3),), {}, NotImplementedError, "draws random numbers"),
         (
