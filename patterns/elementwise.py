@@ -81,14 +81,27 @@ _TERMS = {
 
 @add_rule(POINTWISE, "aten._to_copy")
 class PointwiseRule(_DiagonalRule):
-    """An operator that ATen tags as pointwise, or a copy; any number of operands are broadcast to one shape."""
+    """An operator that ATen tags as pointwise, or a copy; any number of operands are broadcast to one shape.
+
+    A constant factor, and a constant exponent, leaves no entry where it is zero.
+    """
 
     several = True
+    prunes_variables = False
+
+    def pruned_arguments(self, call: Call) -> list[str]:
+        name = _FACTORS.get((call.operator, call.argument), "")
+        return [name] if isinstance(call.arguments.get(name), torch.Tensor) else []
+
+    def entries(self, call: Call) -> int:
+        return call.out_size
 
     def pattern(self, call: Call) -> Pattern:
-        if call.in_size != call.out_size:
-            places = np.arange(call.in_size).reshape(call.in_shape)
-            return pattern_from_sources(np.broadcast_to(places, call.out_shape), call.in_size)
+        if call.masks or call.in_size != call.out_size:
+            places = np.broadcast_to(np.arange(call.in_size).reshape(call.in_shape), call.out_shape)
+            for mask in call.masks.values():
+                places = np.where(np.broadcast_to(mask.numpy(force=True), call.out_shape), places, -1)
+            return pattern_from_sources(places, call.in_size)
         return Pattern.of(Identity(call.in_size) if self._is_one(call) else Diagonal(call.in_size))
 
     def _is_one(self, call: Call) -> bool:
@@ -112,10 +125,14 @@ class PointwiseRule(_DiagonalRule):
         if self._is_one(call):
             return call.input.new_ones((pattern.nnz, 1))
         if self.shared(call):
-            return batch_last(self._derivative(call, call.input.new_zeros((1, *call.in_shape))))
-        if call.in_shape == call.out_shape:
-            return super().values(call, pattern)
-        return batch_last(self._derivative(call, call.input))
+            values = batch_last(self._derivative(call, call.input.new_zeros((1, *call.in_shape))))
+        elif call.in_shape == call.out_shape:
+            values = super().values(call, pattern)
+        else:
+            values = batch_last(self._derivative(call, call.input))
+        for mask in call.masks.values():
+            values = values[mask.expand(call.out_shape).reshape(-1)]
+        return values
 
     def _derivative(self, call: Call, x: torch.Tensor) -> torch.Tensor:
         """The derivative at each place of the output, ``(batch, *out_shape)``."""
@@ -134,9 +151,19 @@ class PointwiseRule(_DiagonalRule):
         return gradient_of(y, operand, torch.ones_like(y))
 
 
+#: By the operator and the differentiated operand, the other one, whose zeros are zeros of the derivative.
+_FACTORS = {
+    ("aten.mul", "self"): "other",
+    ("aten.mul", "other"): "self",
+    ("aten.pow", "self"): "exponent",
+}
+
+
 @add_rule("aten.where")
 class _WhereRule(PointwiseRule):
     """``aten.where``: a constant condition leaves each branch an entry of one wherever it selects that branch."""
+
+    prunes_variables = True
 
     def pruned_arguments(self, call: Call) -> list[str]:
         return ["condition"]
@@ -146,14 +173,6 @@ class _WhereRule(PointwiseRule):
 
     def shared(self, call: Call) -> bool:
         return bool(call.masks)
-
-    def pattern(self, call: Call) -> Pattern:
-        mask = call.masks.get("condition")
-        if mask is None:
-            return super().pattern(call)
-        places = np.arange(call.in_size).reshape(call.in_shape)
-        selected = np.broadcast_to(mask.numpy(force=True), call.out_shape)
-        return pattern_from_sources(np.where(selected, places, -1), call.in_size)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         return call.input.new_ones((pattern.nnz, 1)) if call.masks else super().values(call, pattern)

@@ -35,9 +35,6 @@ _AXES: dict[str, tuple[dict[str, str], str]] = {
     "aten.baddbmm": ({"batch1": "bik", "batch2": "bkj"}, "bij"),
 }
 
-#: The pattern leaves out zeros of the other factor where it has at most _FEW entries, or at least this share of zeros.
-_FEW, _SHARE = 2**16, 0.25
-
 
 @add_rule("aten.mm", "aten.mv", "aten.bmm")
 class _ProductRule(Rule):
@@ -62,10 +59,8 @@ class _ProductRule(Rule):
     def pruned_arguments(self, call: Call) -> list[str]:
         return [self._other(call)]
 
-    def prunes(self, call: Call, mask: torch.Tensor) -> bool:
-        # A product without zeros needs no indices.
-        entries = call.out_size * self._sizes(call)[2]
-        return entries <= _FEW or int(mask.count_nonzero()) <= (1 - _SHARE) * mask.numel()
+    def entries(self, call: Call) -> int:
+        return self.multiply_adds(call)
 
     def pattern(self, call: Call) -> Pattern:
         lead, rows, inner, columns = self._sizes(call)

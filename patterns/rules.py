@@ -189,11 +189,18 @@ class Placement:
     sources: dict[str, Sources] = field(default_factory=dict)
 
 
+#: A pattern leaves out zeros of weights where it has at most _FEW entries, or at least this share of them is zero.
+_FEW, _SHARE = 2**16, 0.25
+
+
 class Rule(ABC):
     """Pattern and values of one operator's Jacobian ``J[i, j] = ∂y_i/∂x_j``, flattened in C order without the batch."""
 
     #: Names of the arguments whose pruned elements the pattern leaves out.
     weights: tuple[str, ...] = ()
+    #: Whether zeros of weights that train, and of arguments of a call, are left out too. Each call looks whether they
+    #: still are zero, and plans anew where they are not.
+    prunes_variables: bool = True
     #: Whether other operands than the first, or several at once, may depend on the sample.
     several: bool = False
     #: Whether the rule is for each result of an operator with several results, not for the first alone.
@@ -271,9 +278,14 @@ class Rule(ABC):
         """An argument that `pruned_arguments` names, as a weight whose zeros the pattern may leave out."""
         return value
 
+    def entries(self, call: Call) -> int:
+        """The entries of the pattern without pruned weights, of which a few are left out wherever there are zeros."""
+        return 0
+
     def prunes(self, call: Call, mask: torch.Tensor) -> bool:
         """Whether it pays to leave out the entries of pruned weights; the mask is False where they are pruned."""
-        return True
+        # A product without zeros needs no indices.
+        return self.entries(call) <= _FEW or int(mask.count_nonzero()) <= (1 - _SHARE) * mask.numel()
 
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:

@@ -99,6 +99,12 @@ class Arguments:
         return [self.leaves[place] for place in self.places]
 
     @property
+    def others(self) -> list[torch.Tensor]:
+        """The tensors of floats that the function is not differentiated by."""
+        leaves = [leaf for place, leaf in enumerate(self.leaves) if place not in self.places]
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+    @property
     def batch(self) -> int:
         """The number of samples; 1 where there are none."""
         # Several times as fast as the length of a tensor.

@@ -161,7 +161,11 @@ class Folding:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
             return terms_at(edge.pattern, variable=transposed(edge, first + self.selections[edge][1]))
-        return terms_at(edge.pattern, variable=np.arange(first, first + edge.pattern.nnz))
+        places = np.arange(edge.pattern.nnz)
+        if edge.omissions:
+            # There is a derivative at each place, and an entry in some of the rows.
+            places = np.flatnonzero(np.diff(edge.pattern.indptr))
+        return terms_at(edge.pattern, variable=first + places)
 
     def _varying_matrices(self) -> dict[Edge, Terms]:
         """The local Jacobians of the edges that have derivatives."""

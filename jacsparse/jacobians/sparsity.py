@@ -133,9 +133,4 @@ def _tensors(arg: Any) -> list[torch.Tensor]:
 
 def _pattern(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Pattern:
     module, x = module_and_batch(f, arguments)
-    others = [
-        leaf
-        for place, leaf in enumerate(arguments.leaves)
-        if place not in arguments.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-    ]
-    return chain_for_all(module, x, pruned=pruned, varying=others).pattern
+    return chain_for_all(module, x, pruned=pruned, varying=arguments.others).pattern

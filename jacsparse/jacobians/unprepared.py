@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -185,17 +186,18 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
             contexts.enter_context(saved_buffers(function))
             x = requiring_gradient(x)
         trace = traced(function, x, cached=True)
-        chain, records = chain_of_trace(trace, owner_of(f), pruned=pruned)
+        chained = partial(chain_of_trace, trace, owner_of(f), arguments=arguments.others)
+        chain, records = chained(pruned=pruned)
         if isinstance(f, Gradient):
             f.check_derivatives(trace, arguments)
         if create_graph:
             if chain.trained_zeros(trace):
-                chain, records = chain_of_trace(trace, owner_of(f), pruned=False)
+                chain, records = chained(pruned=False)
             check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
         jacobian = PLANS.of(chain).jacobian(trace, records)
         if create_graph:
             # All entries, those of pruned weights too.
-            every = chain_of_trace(trace, owner_of(f), pruned=False)[0] if chain.pruned_weights else chain
+            every = chained(pruned=False)[0] if chain.pruned_weights else chain
             jacobian = with_gradients(jacobian, trace, x, every.pattern)
         # A module returned the output itself.
         returned = function.returned if isinstance(function, FlatFunction) else None

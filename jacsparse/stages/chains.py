@@ -341,13 +341,15 @@ def chain_of(
     pruned: bool = True,
     varying: Collection[torch.Tensor] = (),
     watched: Collection[torch.Tensor] = (),
+    arguments: Collection[torch.Tensor] = (),
     couples: bool = False,
 ) -> Chain:
     """The chain of a traced function; UnsupportedOperatorError where its output has no samples along its first axis.
 
     Stages may couple samples where `couples`; these have products with vectors alone. No weight is pruned that is
     among the `varying` tensors or was computed from one. Weights of the `watched` tensors may vary too: their zeros are
-    pruned, but the truth values of a selection that was computed from them are not.
+    pruned, but the truth values of a selection that was computed from them are not. Zeros of factors are pruned where
+    they neither have a gradient nor depend on `arguments`: others may be zero at other places in each call.
     """
     x, y, name = trace.input, trace.output, name_of(trace.module)
     in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
@@ -370,5 +372,5 @@ def chain_of(
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, ())
         return Chain(name, [stage], in_shape, out_shape)
-    kinds = trace.values_of(varying), trace.values_of(watched)
+    kinds = trace.values_of(varying), trace.values_of(watched), trace.values_of(arguments)
     return Chain(name, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)

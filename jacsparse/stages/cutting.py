@@ -9,9 +9,9 @@ from ..patterns import Identity
 from ..tracing import Operation, Program, PrunedWeight, Trace, mask_of
 from .stage import Edge, Stage, working
 
-#: The values whose zeros are not pruned, and those of which selections are not.
-Varying = tuple[frozenset[int], frozenset[int]]
-NONE_VARIES: Varying = (frozenset(), frozenset())
+#: The values whose zeros are not pruned, those of which selections are not, and the arguments of a call.
+Varying = tuple[frozenset[int], frozenset[int], frozenset[int]]
+NONE_VARIES: Varying = (frozenset(), frozenset(), frozenset())
 
 
 def stages_of(program: Program, trace: Trace, varying: Varying | None) -> list[Stage]:
@@ -76,6 +76,10 @@ def _pruned(edge: Edge, trace: Trace, varying: Varying) -> Edge:
         if name in call.dependent | call.batched or graph.infos[value].drawn or trace.is_stale(value):
             continue
         values = varying[0] if trace.tensor(value).is_floating_point() else varying[0] | varying[1]
+        if not edge.rule.prunes_variables:
+            values |= varying[2]
+            if graph.infos[value].externals:
+                continue
         if values and graph.made_of(value, values):
             continue
         mask = mask_of(trace, value)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -25,25 +25,35 @@ class Run(NamedTuple):
     records: list[Record]
 
 
-#: The chains of graphs, by whether pruned weights are left out, and whether stages may couple samples.
-_Chains = weakref.WeakKeyDictionary[Graph, dict[tuple[bool, bool], Chain]]
+#: The chains of graphs, by whether pruned weights are left out, whether stages may couple samples, and which values are
+#: arguments of the call.
+_Chains = weakref.WeakKeyDictionary[Graph, dict[tuple[bool, bool, frozenset[int]], Chain]]
 #: By whose weights they are: a module's, or those that a function reads, by its code.
 _CHAINS: weakref.WeakKeyDictionary[Any, _Chains] = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
 def chain_of_trace(
-    trace: Trace, owner: Callable[..., Any] | Owner | None = None, *, pruned: bool = True, couples: bool = False
+    trace: Trace,
+    owner: Callable[..., Any] | Owner | None = None,
+    *,
+    pruned: bool = True,
+    couples: bool = False,
+    arguments: Collection[torch.Tensor] = (),
 ) -> tuple[Chain, list[Record]]:
     """The chain of a trace's graph, and each stage's record.
 
     Its patterns omit elements that are zero in the weights of this run. Some more may be zero than in the run that it
-    was made of, which was one of the same module or function, or of the same other owner.
+    was made of, which was one of the same module or function, or of the same other owner. Of factors among the other
+    `arguments` of the call no zeros are omitted.
     """
-    owner, key = _owner_of(trace.module if owner is None else owner), (pruned, couples)
+    owner, read = _owner_of(trace.module if owner is None else owner), trace.values_of(arguments)
+    key = pruned, couples, read
     with _LOCK, without_autocast(trace.input.device):
         chains = _CHAINS.setdefault(owner, weakref.WeakKeyDictionary()).setdefault(trace.graph, {})
-        chain = chains[key] if key in chains else chain_of(trace, pruned=pruned, couples=couples)
+        chain = chains[key] if key in chains else chain_of(
+            trace, pruned=pruned, couples=couples, arguments=arguments
+        )
         # Weights that were zero when the patterns were made may have changed since.
         chain = chains[key] = chain.adapted(trace)
         return chain, chain.records(trace)
