@@ -159,17 +159,20 @@ _FACTORS = {
 }
 
 
-@add_rule("aten.where")
+@add_rule("aten.where", "aten.masked_fill")
 class _WhereRule(PointwiseRule):
     """``aten.where``: a constant condition leaves each branch an entry of one wherever it selects that branch."""
 
     prunes_variables = True
 
     def pruned_arguments(self, call: Call) -> list[str]:
-        return ["condition"]
+        return ["condition" if call.operator == "aten.where" else "mask"]
 
     def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
-        return value.bool() if call.argument == "self" else ~value.bool()
+        return value.bool() if (call.argument == "self") == (name == "condition") else ~value.bool()
+
+    def prunes(self, call: Call, mask: torch.Tensor) -> bool:
+        return True
 
     def shared(self, call: Call) -> bool:
         return bool(call.masks)

@@ -74,10 +74,7 @@ class _ProductRule(Rule):
         places = places[:, :, None, :] if left else places.swapaxes(1, 2)[:, None, :, :]
         shape = (lead, rows, columns, inner)
         present = self._per_entry(call, mask.cpu()).expand(shape).numpy()
-        indices = np.broadcast_to(places, shape)[present]
-        dtype = index_dtype(len(indices), call.out_size, call.in_size)
-        starts = row_starts(present.reshape(-1, inner).sum(axis=1), dtype)
-        return Pattern.of(Csr(call.out_size, call.in_size, frozen(starts), frozen(indices.astype(dtype))))
+        return _with_entries(np.broadcast_to(places, shape), present, call)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         lead, rows, inner, columns = self._sizes(call)
@@ -164,6 +161,14 @@ class _ProductRule(Rule):
         return factor.reshape(samples, lead, *sizes), samples
 
 
+def _with_entries(places: np.ndarray, present: np.ndarray, call: Call) -> Pattern:
+    """The pattern whose rows have, of the columns along the last axis of `places`, those that are `present`."""
+    indices, counts = places[present], present.sum(axis=-1).reshape(-1)
+    dtype = index_dtype(len(indices), call.out_size, call.in_size)
+    starts = row_starts(counts, dtype)
+    return Pattern.of(Csr(call.out_size, call.in_size, frozen(starts), frozen(indices.astype(dtype))))
+
+
 class _SummandRule(Rule):
     """What is added to a product, broadcast to its shape and multiplied by ``beta``."""
 
@@ -218,10 +223,13 @@ class _AttentionRule(Rule):
         ∂out[i, c]/∂q[i, e] = scale · Σ_j D[i, j, c] · k[j, e]
         ∂out[i, c]/∂k[j, e] = scale · D[i, j, c] · q[i, e]
         ∂out[i, c]/∂v[j, c] = A[i, j]
+
+    Where a constant mask is minus infinity, or False, ``A[i, j]`` is zero: there are no entries for ``k[j]`` and ``v[j]``.
     """
 
     several = True
     entrywise = False
+    prunes_variables = False
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
         rank = use.output.ndim
@@ -261,10 +269,34 @@ class _AttentionRule(Rule):
         heads, queries, keys, width, values = self._shapes(call)
         return heads * queries * keys * (3 * width + 2 * values) if operands or weights else 0
 
+    def pruned_arguments(self, call: Call) -> list[str]:
+        if call.argument == "query" or call.in_shape[:-2] != call.out_shape[:-2]:
+            return []
+        return [name for name in _SCORE_MASKS if call.arguments.get(name) is not None]
+
+    def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value if value.dtype == torch.bool else (value != -math.inf).to(value.dtype)
+
+    def entries(self, call: Call) -> int:
+        return self.multiply_adds(call)
+
+    def _present(self, call: Call, width: int) -> np.ndarray | None:
+        """Which entries of the keys' or values' pattern a mask leaves; None without one."""
+        heads, queries, keys, _, values = self._shapes(call)
+        for mask in call.masks.values():
+            allowed = mask.cpu().expand(*call.out_shape[:-2], queries, keys).reshape(heads, queries, 1, keys, 1)
+            return allowed.expand(-1, -1, values, -1, width).flatten(-2).numpy()
+        return None
+
     def pattern(self, call: Call) -> Pattern:
         heads, queries, keys, width, values = self._shapes(call)
         if call.argument == "query":
             return block_pattern(heads * queries, values, width)
+        present = self._present(call, width if call.argument == "key" else 1)
+        if present is not None:
+            places = np.arange(call.in_size).reshape(heads, 1, keys, -1)
+            places = places.reshape(heads, 1, 1, -1) if call.argument == "key" else places.transpose(0, 1, 3, 2)
+            return _with_entries(np.broadcast_to(places, present.shape), present, call)
         if call.in_shape[:-2] != call.out_shape[:-2]:
             return self._grouped(call)
         if call.argument == "key":
@@ -286,14 +318,20 @@ class _AttentionRule(Rule):
         if call.argument == "value":
             # Row (head, query, channel) has an entry for each key.
             weights = attention[:, :, :, None, :].expand(batch, heads, queries, channels, keys)
-            return weights.flatten(1).T.contiguous()
+            return self._of_entries(call, weights, 1)
         out = call.output.detach().reshape(batch, heads, queries, channels)
         change = attention[..., None] * (v[:, :, None] - out[:, :, :, None]) * scale
         if call.argument == "query":
             values = torch.einsum("bhijc,bhje->bhice", change, k)
-        else:
-            values = torch.einsum("bhijc,bhie->bhicje", change, q)
-        return values.flatten(1).T.contiguous()
+            return values.flatten(1).T.contiguous()
+        return self._of_entries(call, torch.einsum("bhijc,bhie->bhicje", change, q), q.shape[-1])
+
+    def _of_entries(self, call: Call, values: torch.Tensor, width: int) -> torch.Tensor:
+        """The values of the entries that a mask leaves, ``(entries, batch)``, from those of all keys."""
+        present, values = self._present(call, width), values.flatten(1)
+        if present is not None:
+            values = values[:, torch.from_numpy(present.reshape(-1)).to(values.device)]
+        return values.T.contiguous()
 
     def _factors(self, call: Call) -> tuple[tuple[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor, float]:
         """Queries, keys and values of each head, the attention and the scale."""
@@ -305,7 +343,7 @@ class _AttentionRule(Rule):
         return (q, k, v), self._attention(call, q, k, scale), scale
 
     def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        return None if call.in_shape[:-2] != call.out_shape[:-2] else self._parts(call, bounds)
+        return None if call.masks or call.in_shape[:-2] != call.out_shape[:-2] else self._parts(call, bounds)
 
     def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
         """`transposed_parts` where no heads share their operand."""

@@ -100,9 +100,9 @@ class Arguments:
 
     @property
     def others(self) -> list[torch.Tensor]:
-        """The tensors of floats that the function is not differentiated by."""
-        leaves = [leaf for place, leaf in enumerate(self.leaves) if place not in self.places]
-        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+        """The tensors that the function is not differentiated by."""
+        leaves = enumerate(self.leaves)
+        return [leaf for place, leaf in leaves if place not in self.places and isinstance(leaf, torch.Tensor)]
 
     @property
     def batch(self) -> int:

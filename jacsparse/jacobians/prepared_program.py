@@ -63,14 +63,17 @@ class PreparedProgram:
             if function.chain.pruned_weights:
                 every = chain_of(function.trace, pruned=False).pattern
         infos = function.graph.infos
-        watched = [
-            (edge, weight)
-            for edge in function.chain.edges
-            for weight in edge.omissions
-            if weight.floating and not infos[edge.operation.number_of(weight.name)].fixed
-        ]
+        # Masks that select are compared with the other contents.
+        watched = dict[Any, tuple[Edge, PrunedWeight]]()
+        for edge in function.chain.edges:
+            for weight in edge.omissions:
+                value = edge.operation.number_of(weight.name)
+                if weight.floating and not infos[value].fixed:
+                    # Looked at once, where several operators read it.
+                    key = value, type(edge.rule), weight.mask.shape, weight.mask.numpy(force=True).tobytes()
+                    watched.setdefault(key, (edge, weight))
         function.forget()
-        return cls(traced, evaluator, watched, every)
+        return cls(traced, evaluator, list(watched.values()), every)
 
     def __call__(self, arguments: Arguments, returns: bool) -> Evaluated:
         """The values at arguments of the same form, and what the function returned where that is asked for.
@@ -88,7 +91,7 @@ class PreparedProgram:
         read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
         connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
         computed: torch.Tensor | None = None
-        if self._without_trace is not None and not returns and not connected:
+        if self._without_trace is not None and not returns and not connected and self._hold(captures):
             computed, are_finite = self._without_trace({0: arguments.memory(), **captures})
             if are_finite:
                 return computed, None, None
@@ -140,6 +143,8 @@ class PreparedProgram:
         if self._without_trace is None or self.unpruned_pattern is not None:
             return None
         captures = self._captures(leaves) if self.traced.captures else {}
+        if not self._hold(captures):
+            return None
         values, are_finite = self._without_trace({**captures, 0: memory})
         return values if are_finite else None
 
@@ -187,6 +192,13 @@ class PreparedProgram:
         returned = self.traced.returned
         return values, returned.result(y), _pytree.tree_map(of_this_call, returned.aux)
 
+    def _hold(self, captures: dict[int, torch.Tensor]) -> bool:
+        """Whether weights that are captures themselves are zero where the pattern leaves them out."""
+        return all(
+            weight.holds(edge.as_weight(weight.name, captures[edge.operation.number_of(weight.name)]))
+            for edge, weight in self.watched
+        )
+
     def _check_weights(self, trace: Trace) -> None:
         """Raise where an element that the pattern leaves out is not zero in a call."""
         for edge, weight in self.watched:
@@ -207,7 +219,8 @@ class PreparedProgram:
     def _without_trace(self) -> FusedValues | None:
         """What computes the values without a trace; None where something has to be looked at in one."""
         fused, function = self.evaluator.fused, self.traced.function
-        looks = self.watched or function.chain.registered_values
+        watched = {edge.operation.number_of(weight.name) for edge, weight in self.watched}
+        looks = watched - self.traced.captures.keys() or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 
 

@@ -133,4 +133,5 @@ def _tensors(arg: Any) -> list[torch.Tensor]:
 
 def _pattern(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Pattern:
     module, x = module_and_batch(f, arguments)
-    return chain_for_all(module, x, pruned=pruned, varying=arguments.others).pattern
+    floats = [tensor for tensor in arguments.others if tensor.is_floating_point()]
+    return chain_for_all(module, x, pruned=pruned, varying=floats).pattern

@@ -84,7 +84,10 @@ class Edge:
 
     def weight(self, name: str, trace: Trace) -> torch.Tensor:
         """A constant argument in a run as a weight, whose zeros the pattern may omit."""
-        constant = trace.elements(self.operation.number_of(name))
+        return self.as_weight(name, trace.elements(self.operation.number_of(name)))
+
+    def as_weight(self, name: str, constant: torch.Tensor) -> torch.Tensor:
+        """The elements of an argument as a weight, of which a sample has these."""
         return self.rule.as_weight(self.call, name, self.operation.of_sample(name, constant))
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
