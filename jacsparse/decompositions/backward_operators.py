@@ -212,6 +212,19 @@ def _distances(
     return (gradient[..., None] * pulled).sum(-2)
 
 
+def pairs(points: torch.Tensor) -> torch.Tensor:
+    """The places of the first and of the second point of each pair, in the order of ``torch.pdist``."""
+    return torch.triu_indices(len(points), len(points), 1, device=points.device)
+
+
+def _pair_distances(gradient: torch.Tensor, x: torch.Tensor, p: float, distances: torch.Tensor) -> torch.Tensor:
+    """The gradient of points by the distances of their pairs in the p-norm."""
+    places = pairs(x)
+    first, second = (x[:, None].index_select(0, each) for each in places)
+    pulled = _distances(gradient[:, None, None], first, second, p, distances[:, None, None])[:, 0]
+    return torch.zeros_like(x).index_add(0, places[0], pulled).index_add(0, places[1], -pulled)
+
+
 def _put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> torch.Tensor:
     """Elements at numbers of flat places, where the backward pass of ``torch.take`` adds gradients."""
     return x.reshape(-1).index_put((index.reshape(-1),), source.reshape(-1), accumulate).reshape(x.shape)
@@ -238,5 +251,6 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.multi_margin_loss_backward.default: _margins,
     aten.multilabel_margin_loss_backward.default: _margins_of_labels,
     aten._cdist_backward.default: _distances,
+    aten._pdist_backward.default: _pair_distances,
     aten.put.default: _put,
 }

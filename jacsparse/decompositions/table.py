@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 import torch._decomp
 
 from ..patterns import UnsupportedOperatorError
-from .backward_operators import BACKWARD
+from .backward_operators import BACKWARD, pairs
 from .linear_solves import SOLVES
 
 aten = torch.ops.aten
@@ -66,10 +67,57 @@ def _embedding(
     return weight[indices]
 
 
+def _pdist(x: torch.Tensor, p: float = 2.0) -> torch.Tensor:
+    """Distances of the pairs of points, each as that of two sets of one point."""
+    first, second = (x[:, None].index_select(0, places) for places in pairs(x))
+    return aten._cdist_forward(first, second, p, None).reshape(-1)  # type: ignore[no-any-return]
+
+
+def _index_reduce(
+    x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, reduce: str, *, include_self: bool = True
+) -> torch.Tensor:
+    shape = [-1 if axis == dim % source.ndim else 1 for axis in range(source.ndim)]
+    index = index.reshape(shape).expand(source.shape)
+    return torch.scatter_reduce(x, dim, index, source, reduce, include_self=include_self)
+
+
+_REDUCTIONS = {"max": "amax", "min": "amin"}
+
+
+def _segment_reduce(
+    x: torch.Tensor,
+    reduce: str,
+    *,
+    lengths: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+    axis: int = 0,
+    initial: float | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """Reductions of the segments of lines, as those of elements that name their segment."""
+    ends = lengths.cumsum(-1) if offsets is None else offsets[..., 1:]  # type: ignore[union-attr]
+    count = ends.shape[-1]
+    places = torch.arange(x.shape[axis], device=x.device)
+    # The segments that end before a place.
+    segment = (places >= ends[..., None]).sum(-2)
+    segment = segment.reshape(*segment.shape, *[1] * (x.ndim - axis - 1)).expand(x.shape)
+    # The initial number takes part in a product, and in no tie: nothing equals NaN.
+    start = math.nan if reduce in _REDUCTIONS else 1 if initial is None else initial
+    begin = x.new_full((*x.shape[:axis], count, *x.shape[axis + 1 :]), start)
+    options = {"include_self": reduce == "prod"}
+    reduced = torch.scatter_reduce(begin, axis, segment, x, _REDUCTIONS.get(reduce, reduce), **options)
+    if initial is None or reduce not in _REDUCTIONS:
+        return reduced
+    return torch.where(reduced < initial if reduce == "max" else reduced > initial, initial, reduced)
+
+
 _OURS: dict[Any, Callable[..., Any]] = {
     **SOLVES,
     **BACKWARD,
     aten.mkldnn_rnn_layer.default: _lstm_layer,
     aten.embedding.default: _embedding,
+    aten._pdist_forward.default: _pdist,
+    aten.index_reduce.default: _index_reduce,
+    aten.segment_reduce.default: _segment_reduce,
     aten.linalg_cross.default: _cross,
 }
