@@ -1,0 +1,152 @@
+"""Zeros of constant factors, exponents and masks: which of them decide a pattern, and when they are looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import jacsparse
+from tests.helpers import FLOAT, drawn
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+O = torch.tensor([[1.0, 0, 2, 0], [0, 0, 1, 3]], dtype=FLOAT)
+METHODS = ("auto", "products", "compressed")
+
+
+def reference(f: Function, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.functional.jacobian(f, x).reshape(-1, x.numel())
+
+
+FACTORS: dict[str, Function] = {
+    "sum": lambda y: (y * O).sum(-1),
+    "truth values": lambda y: (y.sin() * (O > 0)).sum(-1),
+    "integers": lambda y: y * O.long(),
+    "prod of powers": lambda y: (y**O).prod(-1),
+    "powers": lambda y: (y**O).sin(),
+    "several": lambda y: ((y**2 * O).exp() * O.flip(0)).sin(),
+    "a broadcast operand": lambda y: y[:, :1] * O,
+    "a broadcast factor": lambda y: (y * O[:1]).cumsum(-1),
+    "a stencil": lambda y: (O[:1] * (y[1:] - y[:-1])) ** 2,
+    "computed": lambda y: y * (O - 1).clamp(min=0),
+    "filled": lambda y: y.exp().masked_fill(O == 0, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_constant_zero_factors_leave_no_entry(name: str) -> None:
+    f, y = FACTORS[name], drawn(2, 4, seed=3).abs() + 0.5
+    expected = reference(f, y)
+    results = [jacsparse.jacobian(f, y), jacsparse.jacobian(f, y), jacsparse.jacobian(f, y, create_graph=True)]
+    prepared = [jacsparse.prepare_jacobian(f, drawn(2, 4).abs(), method=method) for method in METHODS]
+    prepared.append(jacsparse.prepare_jacobian(f, drawn(2, 4).abs(), create_graph=True))
+    results += [each(y) for each in prepared]
+    for J in results:
+        torch.testing.assert_close(J.todense().detach(), expected, rtol=1e-12, atol=1e-12)
+        # Integers that a replay computes of floats are no part of a program.
+        if name != "integers" and not name.startswith("truth") and name != "filled":
+            assert J.pattern.nnz == expected.count_nonzero()
+    assert results[0].pattern.nnz == expected.count_nonzero()
+    assert jacsparse.jacobian_pattern(f, y) == results[0].pattern
+    assert jacsparse.jacobian(f, y, pruned=False).pattern.nnz > results[0].pattern.nnz
+    total = lambda y: f(y).sin().sum()
+    expected = torch.autograd.functional.hessian(total, y).reshape(8, 8)
+    for H in (jacsparse.hessian(total, y), jacsparse.prepare_hessian(total, drawn(2, 4).abs())(y)):
+        torch.testing.assert_close(H.todense(), expected, rtol=1e-11, atol=1e-11)
+
+
+class Masked(nn.Module):
+    def __init__(self, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("mask", mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.mask).exp()
+
+
+def test_a_filled_mask_is_seen_in_the_next_call() -> None:
+    module, x = Masked(O[0].clone()), drawn(3, 4)
+    prepared = jacsparse.prepare_jacobian(module, x)
+    assert jacsparse.jacobian(module, x).pattern == prepared.pattern and prepared.pattern.nnz == 2
+    module.mask.data.add_(1)
+    J = jacsparse.jacobian(module, x)
+    assert J.pattern.nnz == 4
+    torch.testing.assert_close(J.todense(1), reference(module, x[1]))
+    with pytest.raises(RuntimeError, match=r"Masked\.mask was zero|mask was zero where the pattern leaves it out"):
+        prepared(x)
+    leaf = x.clone().requires_grad_()
+    scan = jacsparse.nn.Scan(nn.Sequential(Masked(O[0].clone()), nn.Linear(4, 4, dtype=FLOAT)), schedule="blelloch")
+    for _ in range(2):
+        (actual,) = torch.autograd.grad(scan(leaf).sum(), leaf)
+        (expected,) = torch.autograd.grad(scan.module(leaf).sum(), leaf)
+        torch.testing.assert_close(actual, expected)
+        scan.module[0].mask.fill_(2)
+
+
+def test_masks_of_truth_values_are_compared() -> None:
+    mask, x = O[0] > 0, drawn(4)
+    prepared = jacsparse.prepare_jacobian(lambda x: (x * mask).sin(), x)
+    assert prepared.pattern.nnz == 2
+    mask.logical_not_()
+    with pytest.raises(ValueError, match="holds other elements"):
+        prepared(x)
+    assert jacsparse.jacobian(lambda x: (x * mask).sin(), x).pattern.indices.tolist() == [1, 3]
+
+
+def test_factors_that_train_or_are_arguments_decide_nothing() -> None:
+    scale, x = nn.Parameter(torch.zeros(4, dtype=FLOAT)), drawn(4)
+    trained = lambda x: x * (2 * scale)
+    passed = lambda x, c: (x * c).sin()
+    captured = lambda x: passed(x, O[0])
+    for J in (jacsparse.jacobian(trained, x), jacsparse.prepare_jacobian(trained, x)(x)):
+        assert J.pattern.nnz == 4
+    assert jacsparse.jacobian(captured, x).pattern.nnz == 2
+    prepared = jacsparse.prepare_jacobian(passed, x, O[0])
+    for c in (O[0], O[1], O[0] > 0):
+        J = jacsparse.jacobian(passed, x, c)
+        assert J.pattern.nnz == 4
+        expected = reference(lambda x, c=c: passed(x, c), x)
+        torch.testing.assert_close(J.todense(), expected)
+        if c.is_floating_point():
+            torch.testing.assert_close(prepared(x, c).todense(), expected)
+    drop = lambda x: x * (torch.rand(4) > 0.9)
+    assert jacsparse.jacobian(drop, x).pattern.nnz == 4
+
+
+BAND = (torch.arange(5)[:, None] - torch.arange(5)).abs() <= 1
+ATTENTION_MASKS = {
+    "truth values": BAND,
+    "numbers": torch.zeros(5, 5, dtype=FLOAT).masked_fill(~BAND, -torch.inf),
+    "causal": torch.ones(5, 5, dtype=torch.bool).tril(),
+    "of heads": torch.stack([BAND, BAND.tril()])[None],
+    "a query without keys": BAND & (torch.arange(5) != 2)[:, None],
+}
+
+
+@pytest.mark.parametrize("name", ATTENTION_MASKS)
+def test_attention_masks(name: str) -> None:
+    mask, x = ATTENTION_MASKS[name], drawn(3, 6, 5, 2, seed=1)
+    f = lambda x: functional.scaled_dot_product_attention(*x.split(2, -3), attn_mask=mask)
+    allowed = mask if mask.dtype == torch.bool else mask == 0
+    allowed = allowed.expand(1, 2, 5, 5)[0]
+    # A row depends on its query, and on the keys and values of what it may attend to, of which one channel alone.
+    counts = 2 + allowed.sum(-1) * 3
+    for J in (jacsparse.jacobian(f, x, batched=True), jacsparse.prepare_jacobian(f, drawn(3, 6, 5, 2), batched=True)(x)):
+        assert J.pattern.nnz == 2 * int(counts.sum())
+        for sample in range(3):
+            expected = reference(lambda y: f(y[None])[0], x[sample])
+            torch.testing.assert_close(J.todense(sample), expected, rtol=1e-10, atol=1e-12)
+    jacsparse.verify(lambda y: f(y[None])[0], x[0])
+
+
+def test_an_attention_mask_that_changes() -> None:
+    mask, x = ATTENTION_MASKS["numbers"].clone(), drawn(6, 5, 2)
+    f = lambda x: functional.scaled_dot_product_attention(*x[None].split(2, 1), attn_mask=mask)
+    prepared = jacsparse.prepare_jacobian(f, x)
+    mask[0, 4] = 0.5
+    torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), reference(f, x), rtol=1e-10, atol=1e-12)
+    with pytest.raises(RuntimeError, match="was zero where the pattern leaves it out"):
+        prepared(x)
