@@ -128,7 +128,51 @@ class _AxisLineRule(_LineRule):
 
 @add_rule("aten._safe_softmax", "aten._softmax")
 class _SoftmaxRule(_AxisLineRule):
-    """``aten._softmax``, and ``aten._safe_softmax``, which is zero on lines of minus infinity."""
+    """``aten._softmax``, and ``aten._safe_softmax``, which is zero on lines of minus infinity.
+
+    Scores that constants make minus infinity have no entries, unless all of their line are.
+    """
+
+    prunes_variables = False
+
+    def pruned_arguments(self, call: Call) -> list[str]:
+        return [call.argument]
+
+    def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value if value.dtype == torch.bool else (value != -math.inf).to(value.dtype)
+
+    def entries(self, call: Call) -> int:
+        return call.in_size * self.lines(call).length
+
+    def _present(self, call: Call) -> torch.Tensor | None:
+        """Which entries of the lines' blocks masks leave, ``(outer, length, inner, length)``; None without any."""
+        for mask in call.masks.values():
+            lines = self.lines(call)
+            allowed = mask.expand(call.in_shape).reshape(lines.outer, lines.length, lines.inner)
+            allowed = allowed | ~allowed.any(1, keepdim=True)
+            return allowed[..., None] & allowed.movedim(1, 2)[:, None]
+        return None
+
+    def pattern(self, call: Call) -> Pattern:
+        present, pattern = self._present(call), super().pattern(call)
+        if present is None:
+            return pattern
+        left = present.cpu().flatten(0, 2).numpy()
+        starts = np.concatenate([[0], left.sum(axis=1).cumsum()])
+        return Pattern((call.out_size, call.in_size), starts, pattern.indices[left.reshape(-1)])
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return self._left(call, super().values(call, pattern))
+
+    def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return self._left(call, super().transposed_values(call, pattern))
+
+    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
+        return None if call.masks else super().transposed_parts(call, pattern, bounds)
+
+    def _left(self, call: Call, values: torch.Tensor) -> torch.Tensor:
+        present = self._present(call)
+        return values if present is None else values[present.flatten()]
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         y = lines.of(call.output)

@@ -64,7 +64,7 @@ that `f` has made, and ``.data =``, are the caller's: neither looks at them.
 what may differ                         in a run                                        in a prepared call
 ======================================  ==============================================  ================================
 elements that were overwritten          `Trace.elements` computes them anew, or raises  nothing: a replay does not write
-weights that were zero                  `Chain.adapted`                                 `PreparedProgram._check_weights`
+weights and factors that were zero      `Chain.adapted`                                 `PreparedProgram._check_weights`
 masks of ``torch.where``                `Chain.adapted`                                 `PreparedProgram._captures`
 other indices, masks and integers       `Graph.contents`                                `PreparedProgram._captures`
 numbers                                 `JacobianPlan._constants`                       they are tensors

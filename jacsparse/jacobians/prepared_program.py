@@ -67,7 +67,7 @@ class PreparedProgram:
         watched = dict[Any, tuple[Edge, PrunedWeight]]()
         for edge in function.chain.edges:
             for weight in edge.omissions:
-                value = edge.operation.number_of(weight.name)
+                value = edge.number_of(weight.name)
                 if weight.floating and not infos[value].fixed:
                     # Looked at once, where several operators read it.
                     key = value, type(edge.rule), weight.mask.shape, weight.mask.numpy(force=True).tobytes()
@@ -195,7 +195,7 @@ class PreparedProgram:
     def _hold(self, captures: dict[int, torch.Tensor]) -> bool:
         """Whether weights that are captures themselves are zero where the pattern leaves them out."""
         return all(
-            weight.holds(edge.as_weight(weight.name, captures[edge.operation.number_of(weight.name)]))
+            weight.holds(edge.as_weight(weight.name, captures[edge.number_of(weight.name)]))
             for edge, weight in self.watched
         )
 
@@ -205,7 +205,7 @@ class PreparedProgram:
             if weight.holds(edge.weight(weight.name, trace)):
                 continue
             # The parameters and buffers that the weight is computed from, or the shapes of other tensors.
-            module, graph, value = trace.module, trace.graph, edge.operation.number_of(weight.name)
+            module, graph, value = trace.module, trace.graph, edge.number_of(weight.name)
             of_module = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
             tensors = [trace.tensor(each) for each in graph.captures if graph.made_of(value, {each})]
             names = [of_module.get(id(t), f"a tensor of shape {tuple(t.shape)}") for t in tensors]
@@ -219,7 +219,7 @@ class PreparedProgram:
     def _without_trace(self) -> FusedValues | None:
         """What computes the values without a trace; None where something has to be looked at in one."""
         fused, function = self.evaluator.fused, self.traced.function
-        watched = {edge.operation.number_of(weight.name) for edge, weight in self.watched}
+        watched = {edge.number_of(weight.name) for edge, weight in self.watched}
         looks = watched - self.traced.captures.keys() or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
 

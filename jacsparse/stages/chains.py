@@ -90,10 +90,10 @@ class Chain:
 
     def trained_zeros(self, trace: Trace) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
-        pairs = ((edge.operation, weight) for edge in self._pruned for weight in edge.omissions)
+        pairs = ((edge, weight) for edge in self._pruned for weight in edge.omissions)
         return any(
-            not w.masked and trace.tensor(operation.number_of(w.name)).requires_grad and not bool(w.mask.all())
-            for operation, w in pairs
+            not w.masked and trace.tensor(edge.number_of(w.name)).requires_grad and not bool(w.mask.all())
+            for edge, w in pairs
         )
 
     def run(self, x: torch.Tensor) -> list[Record]:

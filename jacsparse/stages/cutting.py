@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
 
 from ..patterns import Identity
-from ..tracing import Operation, Program, PrunedWeight, Trace, mask_of
+from ..tracing import Operation, Program, PrunedWeight, Trace, excluded_by, mask_of
 from .stage import Edge, Stage, working
 
 #: The values whose zeros are not pruned, those of which selections are not, and the arguments of a call.
@@ -67,11 +71,25 @@ def edge_of(trace: Trace, operation: Operation, argument: str, varying: Varying 
     return edge if varying is None else _pruned(edge, trace, varying)
 
 
+def _excluded(edge: Edge, trace: Trace) -> tuple[int, Any] | None:
+    """What excludes scores of all samples alike."""
+    excluded, scores = excluded_by(trace.graph, edge.source), trace.tensor(edge.source)
+    if excluded is None:
+        return None
+    layout, shape = edge.operation.layouts[edge.call.argument], trace.tensor(excluded[0]).shape
+    shape = torch.Size([1] * (scores.ndim - len(shape)) + list(shape))
+    return excluded if layout.axis < 0 or shape[layout.axis] == 1 else None
+
+
 def _pruned(edge: Edge, trace: Trace, varying: Varying) -> Edge:
     """The edge with a pattern that omits the zeros of weights, but for those that vary."""
     call, graph, weights = edge.call, trace.graph, list[PrunedWeight]()
     for name in edge.rule.pruned_arguments(call):
-        value = edge.operation.number_of(name)
+        if name == call.argument:
+            edge = replace(edge, excluded=_excluded(edge, trace))
+            if edge.excluded is None:
+                continue
+        value = edge.number_of(name)
         # A drawn zero is not guaranteed, nor is one in a tensor that was overwritten.
         if name in call.dependent | call.batched or graph.infos[value].drawn or trace.is_stale(value):
             continue

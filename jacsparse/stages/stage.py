@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -41,6 +42,8 @@ class Edge:
     call: Call
     #: Of which weights and masks the pattern omits elements.
     omissions: tuple[PrunedWeight, ...] = ()
+    #: Of an operand that holds scores, what excludes some of them: see `excluded_by`.
+    excluded: tuple[int, Any] | None = None
     #: Of an edge that couples samples, for counts alone: the multiply-adds of its product with a vector, for a sample.
     coupling: int = 0
 
@@ -82,13 +85,24 @@ class Edge:
         """Whether all samples share the values."""
         return self.rule.shared(self.call)
 
+    def number_of(self, name: str) -> int:
+        """The value of a constant argument; for the operand itself, of what excludes elements of it."""
+        if name == self.call.argument and self.excluded is not None:
+            return self.excluded[0]
+        return self.operation.number_of(name)
+
     def weight(self, name: str, trace: Trace) -> torch.Tensor:
         """A constant argument in a run as a weight, whose zeros the pattern may omit."""
-        return self.as_weight(name, trace.elements(self.operation.number_of(name)))
+        constant = trace.elements(self.number_of(name))
+        if name == self.call.argument and self.excluded is not None and self.excluded[1] is not None:
+            excludes = trace.read(self.excluded[1]) == -math.inf
+            constant = ~constant.bool() if excludes else torch.ones_like(constant, dtype=torch.bool)
+        return self.as_weight(name, constant)
 
     def as_weight(self, name: str, constant: torch.Tensor) -> torch.Tensor:
         """The elements of an argument as a weight, of which a sample has these."""
-        return self.rule.as_weight(self.call, name, self.operation.of_sample(name, constant))
+        of_sample = constant if name == self.call.argument else self.operation.of_sample(name, constant)
+        return self.rule.as_weight(self.call, name, of_sample)
 
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
@@ -99,7 +113,7 @@ class Edge:
     def adapted(self, trace: Trace) -> Edge:
         """The same edge with a pattern that omits only elements that are zero in a run's weights."""
         # A tensor that was overwritten after the run does not tell which elements were zero.
-        stale = {w.name for w in self.omissions if trace.is_stale(self.operation.number_of(w.name))}
+        stale = {w.name for w in self.omissions if trace.is_stale(self.number_of(w.name))}
         if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.omissions):
             return self
         # Elements had been zero by chance, not by a mask: the zeros of this forward decide.

@@ -47,7 +47,7 @@ from .modules import (
 )
 from .operators import FunctionCall, Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
-from .pruned_weights import PrunedWeight, mask_of
+from .pruned_weights import PrunedWeight, excluded_by, mask_of
 from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .storages import memory_of
@@ -78,6 +78,7 @@ __all__ = [
     "check_outside_transforms",
     "edge_of",
     "ending_at",
+    "excluded_by",
     "facts_of",
     "form_of",
     "has_node_hooks",

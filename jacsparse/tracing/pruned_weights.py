@@ -1,11 +1,18 @@
-"""Pruned weights: which elements a pattern omits, and whether they still are zero."""
+"""Pruned weights: which elements a pattern omits, and whether they still are zero.
+
+Factors and masks are weights too: of a factor the zeros are omitted, of a mask of scores what is minus infinity. They
+decide a pattern only where they are no arguments, have no gradient and were not drawn (`Rule.prunes_variables`). What
+is omitted is a part of the chain, which each run looks at, and no part of a graph's key.
+"""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
 from ..patterns import any_nonzero_at
-from .graph import Value
+from .graph import Graph, Value
 from .traces import Trace
 
 #: Weights of fewer elements are those whose omitted elements are always read one by one.
@@ -73,6 +80,24 @@ def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
         mask, other = (node.arguments[name] for name in (argument, "other" if argument == "self" else "self"))
         if type(mask) is Value and type(other) is Value and _is_mask(trace, mask.number):
             return trace.elements(mask.number).detach().expand(trace.tensor(value).shape)
+    return None
+
+
+def excluded_by(graph: Graph, value: int) -> tuple[int, Any] | None:
+    """The constant that makes elements of scores minus infinity, and what it fills them with; None without one.
+
+    It is a term, which is minus infinity itself, or the mask of ``masked_fill``.
+    """
+    node = graph.infos[value].maker
+    if node is None or node.name not in ("aten.add", "aten.masked_fill"):
+        return None
+    fills = node.name == "aten.masked_fill"
+    if fills and type(node.arguments["value"]) is Value:
+        return None
+    for name in ["mask"] if fills else ["self", "other"] if node.arguments.get("alpha", 1) == 1 else []:
+        constant = node.arguments[name]
+        if type(constant) is Value and not graph.infos[constant.number].dependent:
+            return constant.number, node.arguments["value"] if fills else None
     return None
 
 

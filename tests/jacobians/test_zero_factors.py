@@ -150,3 +150,64 @@ def test_an_attention_mask_that_changes() -> None:
     torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), reference(f, x), rtol=1e-10, atol=1e-12)
     with pytest.raises(RuntimeError, match="was zero where the pattern leaves it out"):
         prepared(x)
+
+
+KEYS = torch.tensor([[True, False, True, True], [False, False, True, False], [True, True, True, True]])
+EXCLUDED = torch.zeros(3, 4, dtype=FLOAT).masked_fill(~KEYS, -torch.inf)
+SCORES: dict[str, Function] = {
+    "added": lambda x: torch.softmax(x + EXCLUDED, -1),
+    "added in place": lambda x: (2 * x).add_(EXCLUDED).softmax(-1),
+    "filled": lambda x: torch.softmax(x.masked_fill(~KEYS, -torch.inf), -1),
+    "one mask for all": lambda x: torch.softmax(EXCLUDED[0] + x, -1),
+    "along another axis": lambda x: torch.softmax(x + EXCLUDED, -2),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_excluded_scores_have_no_entries(name: str) -> None:
+    f, x = SCORES[name], drawn(2, 3, 4)
+    exact = sum(int(reference(f, sample).count_nonzero()) for sample in x) // 2
+    prepared = [jacsparse.prepare_jacobian(f, drawn(2, 3, 4, seed=2), batched=True, method=m) for m in METHODS]
+    results = [jacsparse.jacobian(f, x, batched=True), jacsparse.jacobian(f, x, batched=True, create_graph=True)]
+    for J in (*results, *(each(x) for each in prepared)):
+        # The one key of a query has a weight of one, whatever its score is.
+        assert exact <= J.pattern.nnz <= exact + 2
+        for sample in range(2):
+            expected = reference(f, x[sample])
+            torch.testing.assert_close(J.todense(sample).detach(), expected, rtol=1e-12, atol=1e-14)
+    jacsparse.verify(f, x[0])
+    total = lambda y: (f(y) * torch.arange(4.0, dtype=FLOAT)).square().sum()
+    expected = torch.autograd.functional.hessian(total, x[0]).reshape(12, 12)
+    torch.testing.assert_close(jacsparse.hessian(total, x[0]).todense(), expected, rtol=1e-10, atol=1e-12)
+
+
+def test_masks_of_scores_that_change() -> None:
+    mask, x, number = EXCLUDED.clone(), drawn(3, 4), [-torch.inf]
+    added = lambda x: torch.softmax(x + mask, -1)
+    filled = lambda x: torch.softmax(x.masked_fill(~KEYS, number[0]), -1)
+    few = [jacsparse.jacobian(f, x).pattern.nnz for f in (added, filled)]
+    assert few == [9 + 1 + 16] * 2
+    prepared = jacsparse.prepare_jacobian(added, x)
+    mask[0, 1] = number[0] = 0.5
+    for f in (added, filled):
+        torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), reference(f, x), rtol=1e-12, atol=1e-14)
+    with pytest.raises(RuntimeError, match="was zero where the pattern leaves it out"):
+        prepared(x)
+
+
+def test_masks_of_scores_that_are_arguments_or_differ_between_samples() -> None:
+    x, masks = drawn(2, 4), torch.stack([EXCLUDED[0], EXCLUDED[1]])
+    f = lambda x, mask: torch.softmax(x + mask, -1)
+    assert jacsparse.jacobian(f, x[0], masks[0]).pattern.nnz == 16
+    prepared = jacsparse.prepare_jacobian(f, x[0], masks[0])
+    for mask in masks:
+        torch.testing.assert_close(prepared(x[0], mask).todense(), reference(lambda x, m=mask: f(x, m), x[0]))
+    J = jacsparse.jacobian(lambda x: f(x, masks), x, batched=True)
+    assert J.pattern.nnz == 16
+    for sample in range(2):
+        expected = reference(lambda x, m=masks[sample]: f(x, m), x[sample])
+        torch.testing.assert_close(J.todense(sample), expected, rtol=1e-12, atol=1e-14)
+    fill = jacsparse.prepare_jacobian(lambda x, c: torch.softmax(x.masked_fill(~KEYS[0], c), -1), x[0], -torch.inf)
+    for c in (-torch.inf, 0.5):
+        expected = reference(lambda x, c=c: torch.softmax(x.masked_fill(~KEYS[0], c), -1), x[0])
+        torch.testing.assert_close(fill(x[0], c).todense(), expected, rtol=1e-12, atol=1e-14)
