@@ -224,7 +224,7 @@ class _AttentionRule(Rule):
         ∂out[i, c]/∂k[j, e] = scale · D[i, j, c] · q[i, e]
         ∂out[i, c]/∂v[j, c] = A[i, j]
 
-    Where a constant mask is minus infinity, or False, ``A[i, j]`` is zero: there are no entries for ``k[j]`` and ``v[j]``.
+    Where a constant mask is minus infinity, or False, ``A[i, j]`` is zero: ``k[j]`` and ``v[j]`` have no entries.
     """
 
     several = True

@@ -102,7 +102,9 @@ def _lines(starts: torch.Tensor) -> torch.Tensor:
 
 def is_sparse(value: Any) -> bool:
     """Whether a value is a tensor, or stands for one, that stores some of its elements."""
-    return isinstance(value, (StoredElements, MadeMatrix)) or (isinstance(value, torch.Tensor) and value.layout != torch.strided)
+    return isinstance(value, (StoredElements, MadeMatrix)) or (
+        isinstance(value, torch.Tensor) and value.layout != torch.strided
+    )
 
 
 def operator_on_elements(overload: Any, args: Sequence[Any]) -> Callable[..., Any]:

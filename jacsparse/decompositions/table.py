@@ -104,8 +104,8 @@ def _segment_reduce(
     # The initial number takes part in a product, and in no tie: nothing equals NaN.
     start = math.nan if reduce in _REDUCTIONS else 1 if initial is None else initial
     begin = x.new_full((*x.shape[:axis], count, *x.shape[axis + 1 :]), start)
-    options = {"include_self": reduce == "prod"}
-    reduced = torch.scatter_reduce(begin, axis, segment, x, _REDUCTIONS.get(reduce, reduce), **options)
+    how = _REDUCTIONS.get(reduce, reduce)
+    reduced = torch.scatter_reduce(begin, axis, segment, x, how, include_self=reduce == "prod")
     if initial is None or reduce not in _REDUCTIONS:
         return reduced
     return torch.where(reduced < initial if reduce == "max" else reduced > initial, initial, reduced)

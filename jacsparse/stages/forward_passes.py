@@ -51,9 +51,7 @@ def chain_of_trace(
     key = pruned, couples, read
     with _LOCK, without_autocast(trace.input.device):
         chains = _CHAINS.setdefault(owner, weakref.WeakKeyDictionary()).setdefault(trace.graph, {})
-        chain = chains[key] if key in chains else chain_of(
-            trace, pruned=pruned, couples=couples, arguments=arguments
-        )
+        chain = chains[key] if key in chains else chain_of(trace, pruned=pruned, couples=couples, arguments=arguments)
         # Weights that were zero when the patterns were made may have changed since.
         chain = chains[key] = chain.adapted(trace)
         return chain, chain.records(trace)

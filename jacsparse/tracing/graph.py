@@ -207,7 +207,7 @@ class Graph:
     #: If there are backward hooks of modules: the calls within each module, from one to another.
     hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: The output as an operand.
-    last: Operand = Operand("", -1, False)
+    last: Operand = field(default_factory=lambda: Operand("", -1, False))
     #: The value of the output.
     output: int = -1
 

@@ -252,7 +252,10 @@ def test_sparse_matrices_of_values_that_depend_on_the_input(f: Callable[[torch.T
 @pytest.mark.filterwarnings("ignore:Sparse")
 def test_places_of_sparse_matrices_are_read_in_each_call() -> None:
     x, places = drawn(5), PLACES.clone()
-    f = lambda x: of_values(x**2, places) @ x
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return of_values(x**2, places) @ x
+
     prepared = jacsparse.prepare_jacobian(f, x)
     for _ in range(3):
         expected = torch.autograd.functional.jacobian(f, x)
@@ -266,5 +269,5 @@ def test_sparse_matrices_that_are_refused_say_why() -> None:
     x = drawn(5)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"aten.mul.Tensor makes a sparse .* computed before"):
         jacsparse.jacobian(lambda x: (of_values(x) * 2) @ x, x)
-    with pytest.raises(jacsparse.UnsupportedOperatorError, match="_values.* takes a sparse tensor; .* dense tensor"):
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"_values.* takes a sparse tensor; .* dense tensor"):
         jacsparse.jacobian(lambda x: of_values(x)._values(), x)

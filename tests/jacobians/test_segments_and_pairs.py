@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -54,7 +55,10 @@ def test_segments(
     places = {"lengths": sizes}
     if by_offsets:
         places = {"offsets": torch.nn.functional.pad(sizes.cumsum(-1), (1, 0))}
-    f = lambda x: torch.segment_reduce(x, how, axis=len(lead), initial=initial, **places)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(x, how, axis=len(lead), initial=initial, **places)
+
     # PyTorch shares positive gradients among equal extremes, and no negative ones (2.13).
     x = (drawn if how in ("max", "min") else numbers)(*lead, sum(lengths), behind, seed=seed)
     check(f, x, nonzero=how in ("sum", "mean"))
@@ -63,10 +67,11 @@ def test_segments(
 @pytest.mark.parametrize("how", ["max", "min"])
 def test_equal_extremes_share_the_derivative(how: str) -> None:
     x, sign = torch.tensor([1.0, 2.0, 2.0], dtype=torch.float64), 1 if how == "max" else -1
+    lengths = torch.tensor([1, 2])
     for initial in (None, 2.0 * sign, 3.0 * sign):
-        f = lambda x: torch.segment_reduce(sign * x, how, lengths=torch.tensor([1, 2]), initial=initial)
-        J = jacsparse.jacobian(f, x)
-        assert torch.equal(J.todense(), sign * torch.autograd.functional.jacobian(lambda x: f(sign * x), sign * x))
+        f = partial(torch.segment_reduce, reduce=how, lengths=lengths, initial=initial)
+        J = jacsparse.jacobian(f, sign * x)
+        assert torch.equal(J.todense(), torch.autograd.functional.jacobian(f, sign * x))
 
 
 @given(
@@ -79,9 +84,7 @@ def test_equal_extremes_share_the_derivative(how: str) -> None:
 )
 @settings(max_examples=12, deadline=None)
 @pytest.mark.filterwarnings("ignore:index_reduce")
-def test_indices(
-    index: list[int], shape: tuple[int, int], axis: int, how: str, includes: bool, seed: int
-) -> None:
+def test_indices(index: list[int], shape: tuple[int, int], axis: int, how: str, includes: bool, seed: int) -> None:
     places = torch.tensor(index)
 
     def f(x: torch.Tensor) -> torch.Tensor:
@@ -112,7 +115,9 @@ def test_hessians_of_pairs(p: float) -> None:
         pairs = [(i, j) for i in range(4) for j in range(i)]
         return torch.stack([((x[i] - x[j]).abs() ** p).sum() ** (2 / p) for i, j in pairs]).sum()
 
-    f = lambda x: torch.pdist(x, p).square().sum()
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.pdist(x, p).square().sum()
+
     expected = torch.autograd.functional.hessian(by_powers, x).reshape(12, 12)
     for H in (jacsparse.hessian(f, x), jacsparse.prepare_hessian(f, drawn(4, 3, seed=1))(x)):
         torch.testing.assert_close(H.todense(), expected, rtol=1e-10, atol=1e-10)
@@ -120,7 +125,10 @@ def test_hessians_of_pairs(p: float) -> None:
 
 def test_lengths_of_segments_are_read_in_each_call() -> None:
     x, lengths = drawn(5), torch.tensor([2, 3])
-    f = lambda x: torch.segment_reduce(x, "mean", lengths=lengths)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return torch.segment_reduce(x, "mean", lengths=lengths)
+
     prepared = jacsparse.prepare_jacobian(f, x)
     for _ in range(2):
         assert torch.equal(jacsparse.jacobian(f, x).todense(), torch.autograd.functional.jacobian(f, x))

@@ -13,7 +13,7 @@ import jacsparse
 from tests.helpers import FLOAT, drawn
 
 Function = Callable[[torch.Tensor], torch.Tensor]
-O = torch.tensor([[1.0, 0, 2, 0], [0, 0, 1, 3]], dtype=FLOAT)
+FACTOR = torch.tensor([[1.0, 0, 2, 0], [0, 0, 1, 3]], dtype=FLOAT)
 METHODS = ("auto", "products", "compressed")
 
 
@@ -22,17 +22,17 @@ def reference(f: Function, x: torch.Tensor) -> torch.Tensor:
 
 
 FACTORS: dict[str, Function] = {
-    "sum": lambda y: (y * O).sum(-1),
-    "truth values": lambda y: (y.sin() * (O > 0)).sum(-1),
-    "integers": lambda y: y * O.long(),
-    "prod of powers": lambda y: (y**O).prod(-1),
-    "powers": lambda y: (y**O).sin(),
-    "several": lambda y: ((y**2 * O).exp() * O.flip(0)).sin(),
-    "a broadcast operand": lambda y: y[:, :1] * O,
-    "a broadcast factor": lambda y: (y * O[:1]).cumsum(-1),
-    "a stencil": lambda y: (O[:1] * (y[1:] - y[:-1])) ** 2,
-    "computed": lambda y: y * (O - 1).clamp(min=0),
-    "filled": lambda y: y.exp().masked_fill(O == 0, 2.0),
+    "sum": lambda y: (y * FACTOR).sum(-1),
+    "truth values": lambda y: (y.sin() * (FACTOR > 0)).sum(-1),
+    "integers": lambda y: y * FACTOR.long(),
+    "prod of powers": lambda y: (y**FACTOR).prod(-1),
+    "powers": lambda y: (y**FACTOR).sin(),
+    "several": lambda y: ((y**2 * FACTOR).exp() * FACTOR.flip(0)).sin(),
+    "a broadcast operand": lambda y: y[:, :1] * FACTOR,
+    "a broadcast factor": lambda y: (y * FACTOR[:1]).cumsum(-1),
+    "a stencil": lambda y: (FACTOR[:1] * (y[1:] - y[:-1])) ** 2,
+    "computed": lambda y: y * (FACTOR - 1).clamp(min=0),
+    "filled": lambda y: y.exp().masked_fill(FACTOR == 0, 2.0),
 }
 
 
@@ -52,7 +52,10 @@ def test_constant_zero_factors_leave_no_entry(name: str) -> None:
     assert results[0].pattern.nnz == expected.count_nonzero()
     assert jacsparse.jacobian_pattern(f, y) == results[0].pattern
     assert jacsparse.jacobian(f, y, pruned=False).pattern.nnz > results[0].pattern.nnz
-    total = lambda y: f(y).sin().sum()
+
+    def total(y: torch.Tensor) -> torch.Tensor:
+        return f(y).sin().sum()
+
     expected = torch.autograd.functional.hessian(total, y).reshape(8, 8)
     for H in (jacsparse.hessian(total, y), jacsparse.prepare_hessian(total, drawn(2, 4).abs())(y)):
         torch.testing.assert_close(H.todense(), expected, rtol=1e-11, atol=1e-11)
@@ -68,7 +71,7 @@ class Masked(nn.Module):
 
 
 def test_a_filled_mask_is_seen_in_the_next_call() -> None:
-    module, x = Masked(O[0].clone()), drawn(3, 4)
+    module, x = Masked(FACTOR[0].clone()), drawn(3, 4)
     prepared = jacsparse.prepare_jacobian(module, x)
     assert jacsparse.jacobian(module, x).pattern == prepared.pattern and prepared.pattern.nnz == 2
     module.mask.data.add_(1)
@@ -78,7 +81,9 @@ def test_a_filled_mask_is_seen_in_the_next_call() -> None:
     with pytest.raises(RuntimeError, match=r"Masked\.mask was zero|mask was zero where the pattern leaves it out"):
         prepared(x)
     leaf = x.clone().requires_grad_()
-    scan = jacsparse.nn.Scan(nn.Sequential(Masked(O[0].clone()), nn.Linear(4, 4, dtype=FLOAT)), schedule="blelloch")
+    scan = jacsparse.nn.Scan(
+        nn.Sequential(Masked(FACTOR[0].clone()), nn.Linear(4, 4, dtype=FLOAT)), schedule="blelloch"
+    )
     for _ in range(2):
         (actual,) = torch.autograd.grad(scan(leaf).sum(), leaf)
         (expected,) = torch.autograd.grad(scan.module(leaf).sum(), leaf)
@@ -87,7 +92,7 @@ def test_a_filled_mask_is_seen_in_the_next_call() -> None:
 
 
 def test_masks_of_truth_values_are_compared() -> None:
-    mask, x = O[0] > 0, drawn(4)
+    mask, x = FACTOR[0] > 0, drawn(4)
     prepared = jacsparse.prepare_jacobian(lambda x: (x * mask).sin(), x)
     assert prepared.pattern.nnz == 2
     mask.logical_not_()
@@ -98,21 +103,31 @@ def test_masks_of_truth_values_are_compared() -> None:
 
 def test_factors_that_train_or_are_arguments_decide_nothing() -> None:
     scale, x = nn.Parameter(torch.zeros(4, dtype=FLOAT)), drawn(4)
-    trained = lambda x: x * (2 * scale)
-    passed = lambda x, c: (x * c).sin()
-    captured = lambda x: passed(x, O[0])
+
+    def trained(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 * scale)
+
+    def passed(x: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        return (x * c).sin()
+
+    def captured(x: torch.Tensor) -> torch.Tensor:
+        return passed(x, FACTOR[0])
+
     for J in (jacsparse.jacobian(trained, x), jacsparse.prepare_jacobian(trained, x)(x)):
         assert J.pattern.nnz == 4
     assert jacsparse.jacobian(captured, x).pattern.nnz == 2
-    prepared = jacsparse.prepare_jacobian(passed, x, O[0])
-    for c in (O[0], O[1], O[0] > 0):
+    prepared = jacsparse.prepare_jacobian(passed, x, FACTOR[0])
+    for c in (FACTOR[0], FACTOR[1], FACTOR[0] > 0):
         J = jacsparse.jacobian(passed, x, c)
         assert J.pattern.nnz == 4
         expected = reference(lambda x, c=c: passed(x, c), x)
         torch.testing.assert_close(J.todense(), expected)
         if c.is_floating_point():
             torch.testing.assert_close(prepared(x, c).todense(), expected)
-    drop = lambda x: x * (torch.rand(4) > 0.9)
+
+    def drop(x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(4) > 0.9)
+
     assert jacsparse.jacobian(drop, x).pattern.nnz == 4
 
 
@@ -129,12 +144,18 @@ ATTENTION_MASKS = {
 @pytest.mark.parametrize("name", ATTENTION_MASKS)
 def test_attention_masks(name: str) -> None:
     mask, x = ATTENTION_MASKS[name], drawn(3, 6, 5, 2, seed=1)
-    f = lambda x: functional.scaled_dot_product_attention(*x.split(2, -3), attn_mask=mask)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(*x.split(2, -3), attn_mask=mask)
+
     allowed = mask if mask.dtype == torch.bool else mask == 0
     allowed = allowed.expand(1, 2, 5, 5)[0]
     # A row depends on its query, and on the keys and values of what it may attend to, of which one channel alone.
     counts = 2 + allowed.sum(-1) * 3
-    for J in (jacsparse.jacobian(f, x, batched=True), jacsparse.prepare_jacobian(f, drawn(3, 6, 5, 2), batched=True)(x)):
+    for J in (
+        jacsparse.jacobian(f, x, batched=True),
+        jacsparse.prepare_jacobian(f, drawn(3, 6, 5, 2), batched=True)(x),
+    ):
         assert J.pattern.nnz == 2 * int(counts.sum())
         for sample in range(3):
             expected = reference(lambda y: f(y[None])[0], x[sample])
@@ -144,7 +165,10 @@ def test_attention_masks(name: str) -> None:
 
 def test_an_attention_mask_that_changes() -> None:
     mask, x = ATTENTION_MASKS["numbers"].clone(), drawn(6, 5, 2)
-    f = lambda x: functional.scaled_dot_product_attention(*x[None].split(2, 1), attn_mask=mask)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return functional.scaled_dot_product_attention(*x[None].split(2, 1), attn_mask=mask)
+
     prepared = jacsparse.prepare_jacobian(f, x)
     mask[0, 4] = 0.5
     torch.testing.assert_close(jacsparse.jacobian(f, x).todense(), reference(f, x), rtol=1e-10, atol=1e-12)
@@ -176,15 +200,23 @@ def test_excluded_scores_have_no_entries(name: str) -> None:
             expected = reference(f, x[sample])
             torch.testing.assert_close(J.todense(sample).detach(), expected, rtol=1e-12, atol=1e-14)
     jacsparse.verify(f, x[0])
-    total = lambda y: (f(y) * torch.arange(4.0, dtype=FLOAT)).square().sum()
+
+    def total(y: torch.Tensor) -> torch.Tensor:
+        return (f(y) * torch.arange(4.0, dtype=FLOAT)).square().sum()
+
     expected = torch.autograd.functional.hessian(total, x[0]).reshape(12, 12)
     torch.testing.assert_close(jacsparse.hessian(total, x[0]).todense(), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_masks_of_scores_that_change() -> None:
     mask, x, number = EXCLUDED.clone(), drawn(3, 4), [-torch.inf]
-    added = lambda x: torch.softmax(x + mask, -1)
-    filled = lambda x: torch.softmax(x.masked_fill(~KEYS, number[0]), -1)
+
+    def added(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x + mask, -1)
+
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x.masked_fill(~KEYS, number[0]), -1)
+
     few = [jacsparse.jacobian(f, x).pattern.nnz for f in (added, filled)]
     assert few == [9 + 1 + 16] * 2
     prepared = jacsparse.prepare_jacobian(added, x)
@@ -197,7 +229,10 @@ def test_masks_of_scores_that_change() -> None:
 
 def test_masks_of_scores_that_are_arguments_or_differ_between_samples() -> None:
     x, masks = drawn(2, 4), torch.stack([EXCLUDED[0], EXCLUDED[1]])
-    f = lambda x, mask: torch.softmax(x + mask, -1)
+
+    def f(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x + mask, -1)
+
     assert jacsparse.jacobian(f, x[0], masks[0]).pattern.nnz == 16
     prepared = jacsparse.prepare_jacobian(f, x[0], masks[0])
     for mask in masks:
