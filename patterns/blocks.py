@@ -22,11 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..runtime import frozen
 from .axis import axis_labels, split_at_axis
 from .layout import Labels, MixedSamplesError
 from .pattern import Pattern
 from .rules import Call, Placement, Rule, Use, add_rule
 from .structure import Blocks, Diagonal, Full
+from .value_kernels import gathered
 
 
 def block_pattern(outer: int, rows: int, columns: int, inner: int = 1) -> Pattern:
@@ -162,17 +164,21 @@ class _SoftmaxRule(_AxisLineRule):
         return Pattern((call.out_size, call.in_size), starts, pattern.indices[left.reshape(-1)])
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return self._left(call, super().values(call, pattern))
+        return self._of_entries(call, pattern) if call.masks else super().values(call, pattern)
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return self._left(call, super().transposed_values(call, pattern))
+        return self._of_entries(call, pattern) if call.masks else super().transposed_values(call, pattern)
 
     def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
         return None if call.masks else super().transposed_parts(call, pattern, bounds)
 
-    def _left(self, call: Call, values: torch.Tensor) -> torch.Tensor:
-        present = self._present(call)
-        return values if present is None else values[present.flatten()]
+    def _of_entries(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        """The values of single entries of the Jacobian, which is symmetric."""
+        y = call.output.detach().reshape(len(call.output), -1).T.contiguous()
+        rows = frozen(np.repeat(np.arange(len(y), dtype=pattern.indices.dtype), np.diff(pattern.indptr)))
+        of_rows = gathered(y, rows)
+        of_diagonal = torch.from_numpy(rows == pattern.indices).to(y.device)[:, None]
+        return torch.where(of_diagonal, of_rows, 0.0) - of_rows * gathered(y, pattern.indices)
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         y = lines.of(call.output)

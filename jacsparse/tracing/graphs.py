@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from ..decompositions import MadeMatrix, is_sparse, operator_on_elements, selection
-from ..patterns import REGISTERED
+from ..patterns import REGISTERED, UnsupportedOperatorError
 from .callers import Callers
 from .capture import Recorder
 from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
@@ -266,6 +266,12 @@ class _Analysis:
         def made_matrix(argument: Any, flags: int) -> MadeMatrix:
             maker = graph.infos[argument.number].maker
             assert maker is not None
+            if not all(self.trace.is_intact(value) for _, value in maker.tensors):
+                # The matrix has their memory.
+                raise UnsupportedOperatorError(
+                    f"{node.path}: what a sparse matrix was made of is written to afterwards{node.source}; make the "
+                    "matrix of a clone"
+                )
             parts = functools.partial(begun, flags=flags), functools.partial(made_matrix, flags=flags)
             return MadeMatrix.by(maker.overload, maker.args, *parts)
 

@@ -269,5 +269,14 @@ def test_sparse_matrices_that_are_refused_say_why() -> None:
     x = drawn(5)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"aten.mul.Tensor makes a sparse .* computed before"):
         jacsparse.jacobian(lambda x: (of_values(x) * 2) @ x, x)
+
+    def overwritten(x: torch.Tensor) -> torch.Tensor:
+        values = x.sin()
+        matrix = of_values(values)
+        values.mul_(2)
+        return matrix @ x
+
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"written to afterwards.* make the matrix of a clone"):
+        jacsparse.jacobian(overwritten, x)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"_values.* takes a sparse tensor; .* dense tensor"):
         jacsparse.jacobian(lambda x: of_values(x)._values(), x)
