@@ -152,11 +152,6 @@ def _write_by_numpy(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def _give_other_data(y: torch.Tensor) -> torch.Tensor:
-    y.data = y.data * 2
-    return y
-
-
 def _turn_in_place(y: torch.Tensor) -> torch.Tensor:
     y.unsqueeze_(0)
     return y[0]
@@ -197,7 +192,7 @@ def _match(y: torch.Tensor) -> torch.Tensor:
     match y:
         case torch.Tensor():
             y = y * 2
-    return y * 3 if y.__class__ is torch.Tensor else y
+    return y * 3 if issubclass(y.__class__, torch.Tensor) else y
 
 
 @functools.singledispatch
@@ -266,7 +261,6 @@ CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "written to without gradient": _write_without_gradient,
     "its data written to": _write_to_its_data,
     "written to by NumPy": _write_by_numpy,
-    "other data": _give_other_data,
     "another shape in place": _turn_in_place,
     "detached in place": _detach_in_place,
     "an output to write to": _write_to_an_output,
