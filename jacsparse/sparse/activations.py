@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..runtime import SIMD, run_rows
-from .blocks import Deferred
+from .deferred import Deferred
 from .kernel_runs import empty
 from .pooling_kernels import on_channels, set_row
 from .processor import vector_widths

@@ -21,6 +21,7 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
 from ..runtime import is_transformed, uncompiled
+from .deferred import Deferred
 
 #: By an ATen operator, what computes it for blocks, below autograd, or returns NotImplemented; and what computes those
 #: tagged as pointwise.
@@ -65,62 +66,6 @@ def _apart(view: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 _CPU = torch.device("cpu")
-
-
-class Deferred:
-    """Blocks that are not computed yet, so that what follows may become part of the kernel."""
-
-    #: Another summand of it.
-    other: torch.Tensor | None = None
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    _parameters: tuple[torch.Tensor | None, ...] = ()
-    _writes = 0
-    _blocks: torch.Tensor | None = None
-
-    @property
-    def blocks(self) -> torch.Tensor:
-        """The blocks, computed once."""
-        if self._blocks is None:
-            self.check()
-            self._blocks = self.compute()
-        return self._blocks
-
-    def read(self, *parameters: torch.Tensor | None) -> None:
-        """Note which parameters it is computed from, as they are now."""
-        self._parameters, self._writes = parameters, _writes(parameters)
-
-    def check(self) -> None:
-        """Refuse to compute from other parameters than the layer had when it ran."""
-        if _writes(self._parameters) != self._writes:
-            raise RuntimeError(
-                "an activation of a sparse model is read after its layer's parameters were written to, as by an "
-                "optimiser, and was not computed before; clone it in the forward pass where it is to be read later"
-            )
-
-    def compute(self) -> torch.Tensor:
-        """The blocks, anew."""
-        raise NotImplementedError
-
-    def activated(self) -> Deferred | None:
-        """They after ReLU; None where that cannot be part of the kernel."""
-        return None
-
-    def plus(self, other: torch.Tensor) -> Deferred | None:
-        """They plus other blocks, or None."""
-        return None
-
-    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Deferred | None:
-        """They times a number for each channel, plus another one; or None."""
-        return None
-
-    def pooled(self, pool: Any, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-        """The maximum of each window of a `Pool`, and the winners if they are to be kept; or None."""
-        return None
-
-
-def _writes(parameters: tuple[torch.Tensor | None, ...]) -> int:
-    return sum([each._version for each in parameters if each is not None and not each.is_inference()])
 
 
 class Memory:
@@ -237,7 +182,9 @@ class Blocks(torch.Tensor):
 
     @classmethod
     @uncompiled
-    def __torch_dispatch__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         compute = RULES.get(function)
         if compute is None and torch.Tag.pointwise in function.tags:

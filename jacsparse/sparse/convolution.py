@@ -10,7 +10,8 @@ import torch
 
 from ..runtime import RowWork, run_rows
 from .activations import GradientOfSums
-from .blocks import Blocks, Deferred
+from .blocks import Blocks
+from .deferred import Deferred
 from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel
 from .layouts import enter, records_gradients
 from .processor import columns_for, tile_positions

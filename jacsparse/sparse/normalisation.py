@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..runtime import SIMD, run_rows
-from .blocks import Deferred
+from .deferred import Deferred
 from .kernel_runs import empty, numpy_dtype, run_kernel
 from .normalisation_kernels import (
     differentiate_channels,

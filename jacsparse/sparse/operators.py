@@ -12,7 +12,8 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from .activations import GradientOfSums
-from .blocks import FUNCTIONS, RULES, Blocks, Deferred, planes, rule, to_blocks
+from .blocks import FUNCTIONS, RULES, Blocks, planes, rule, to_blocks
+from .deferred import Deferred
 from .kernel_runs import empty
 from .layouts import enter, in_blocks, records_gradients
 from .normalisation import Normalised, Statistics
@@ -117,7 +118,7 @@ class _Relu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        y = enter(*ctx.saved_tensors, ctx.lanes)
+        y = enter(ctx.saved_tensors[0], ctx.lanes)
         if torch.is_grad_enabled():
             return aten.threshold_backward(gradient, y, 0), None
         gradient = enter(gradient, ctx.lanes)
@@ -158,17 +159,6 @@ def _in_place(function: Any, compute: Callable[..., Any]) -> None:
 
 _in_place(aten.relu_.default, _relu_below_autograd)
 _in_place(aten.add_.Tensor, _add)
-
-
-@rule(aten.addcmul.default)
-def _addcmul(x: Any, y: Any, z: Any, **kwargs: Any) -> Any:
-    pending = y.pending if type(y) is Blocks else None
-    per_channel = {(*shape, *(1,) * (len(y.sizes) - 2)) for shape in [y.sizes[1:2]]}
-    if pending is not None and not kwargs and {tuple(x.shape), tuple(z.shape)} == per_channel:
-        scaled = pending.scaled(z.detach().flatten(), x.detach().flatten())
-        if scaled is not None:
-            return y.like(scaled)
-    return elementwise(aten.addcmul.default, x, y, z, **kwargs)
 
 
 @rule(aten.detach.default, aten.alias.default)

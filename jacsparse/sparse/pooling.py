@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from .activations import GradientOfSums
-from .blocks import Blocks, Deferred
+from .blocks import Blocks
+from .deferred import Deferred
 from .kernel_runs import empty, run_kernel
 from .layouts import enter, records_gradients
 from .pooling_kernels import add_to_winners, find_winners, on_windows, take_winners

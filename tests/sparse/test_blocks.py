@@ -1,4 +1,4 @@
-"""Activations in blocks as tensors: what code that gets them may do, and what leaves a model, against the dense model."""
+"""Activations in blocks as tensors: what code may do with them, and what leaves a model; against the dense model."""
 
 from __future__ import annotations
 

@@ -311,8 +311,8 @@ def _gradient_of_weight(model: nn.Module) -> torch.Tensor:
     return dense
 
 
-class Rerun(Between):
-    """Code that takes tensors alone, after what a second run would change again."""
+class Counting(Between):
+    """Code that changes what is outside of it."""
 
     def __init__(self) -> None:
         super().__init__(torch.func.vmap(lambda y: 2 * y))
@@ -324,8 +324,8 @@ class Rerun(Between):
         return self.second(self.code(y))
 
 
-def test_what_runs_again_runs_from_the_same_state() -> None:
-    model, x = pruned(Rerun(), 0.5), torch.randn(3, 3, 4, 5, dtype=torch.float64)
+def test_code_runs_once_in_each_call() -> None:
+    model, x = pruned(Counting(), 0.5), torch.randn(3, 3, 4, 5, dtype=torch.float64)
     sparse, results = sparsify(model, x, measure=False), []
     for each in (sparse, model):
         torch.manual_seed(0)
