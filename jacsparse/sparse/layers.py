@@ -102,6 +102,7 @@ class SparseLayer(nn.Module):
 
         Examples
         --------
+        >>> from jacsparse.nn import SparseLinear
         >>> layer = SparseLinear(2, 2, mask=torch.eye(2))
         >>> layer.set_mask(torch.ones(2, 2))
         >>> (layer.weight != 0).tolist()
