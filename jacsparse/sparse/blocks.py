@@ -120,10 +120,7 @@ class Blocks(torch.Tensor):
     def pending(self) -> Deferred | None:
         """What computes the blocks, where they are not computed yet."""
         content = self.memory.content
-        if self.is_view or not isinstance(content, Deferred):
-            return None
-        content.check()
-        return content
+        return content if isinstance(content, Deferred) and not self.is_view else None
 
     @property
     def blocks(self) -> torch.Tensor:

@@ -274,7 +274,7 @@ class Convolution:
         """The convolution of an activation, differentiable."""
         if records_gradients():
             return _Convolve.apply(x, values, bias, self)  # type: ignore[no-any-return]
-        return x.like(Output(self, x.blocks, values, bias))
+        return x.like(Output(self, x.blocks, values, bias).reading(values, bias))
 
     def input_gradient(self, y: Blocks, values: torch.Tensor) -> Blocks:
         """The gradient of the input, where `y` is that of the output; differentiable."""
@@ -327,23 +327,23 @@ class Output(Deferred):
         self.convolution, self.x, self.values, self.bias = convolution, x, values, bias
         self.other, self.relu = other, relu
         self.shape, self.dtype = (x.shape[0], *convolution.out_shape), x.dtype
-        self.read(values, bias)
 
     def compute(self) -> torch.Tensor:
         floor = 0.0 if self.relu else -np.inf
         return self.convolution.forward(self.x, self.values, self.bias, floor, self.other)
 
     def activated(self) -> Output:
-        return Output(self.convolution, self.x, self.values, self.bias, self.other, True)
+        return Output(self.convolution, self.x, self.values, self.bias, self.other, True).after(self)
 
     def plus(self, other: torch.Tensor) -> Output | None:
         if self.other is not None or self.relu:
             return None
-        return Output(self.convolution, self.x, self.values, self.bias, other)
+        return Output(self.convolution, self.x, self.values, self.bias, other).after(self)
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Output | None:
         if self.relu or self.other is not None:
             return None
+        self.check()
         values = self.values.detach() * scale.index_select(0, self.convolution.structure.outputs)
         bias = shift if self.bias is None else torch.addcmul(shift, self.bias.detach(), scale)
         return Output(self.convolution, self.x, values, bias)
@@ -354,6 +354,7 @@ class Output(Deferred):
         alone = self.relu and self.other is None
         if not (alone and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
             return None
+        self.check()
         return self.convolution.forward.pooled(self.x, self.values, self.bias, pool.kernel, keep)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
 
 import torch
 
@@ -14,7 +15,7 @@ class Deferred:
     other: torch.Tensor | None = None
     shape: tuple[int, ...]
     dtype: torch.dtype
-    _parameters: tuple[torch.Tensor | None, ...] = ()
+    _parameters: Sequence[torch.Tensor] = ()
     _writes = 0
     _blocks: torch.Tensor | None = None
 
@@ -26,13 +27,20 @@ class Deferred:
             self._blocks = self.compute()
         return self._blocks
 
-    def read(self, *parameters: torch.Tensor | None) -> None:
-        """Note which parameters it is computed from, as they are now."""
-        self._parameters, self._writes = parameters, _writes(parameters)
+    def reading(self, *parameters: torch.Tensor | None) -> Self:
+        """This one, which is computed from parameters as they are now."""
+        self._parameters = [each for each in parameters if each is not None and not each.is_inference()]
+        self._writes = sum([each._version for each in self._parameters])
+        return self
+
+    def after(self, other: Deferred) -> Self:
+        """This one, which reads the parameters of another one."""
+        self._parameters, self._writes = other._parameters, other._writes
+        return self
 
     def check(self) -> None:
         """Refuse to compute from other parameters than the layer had when it ran."""
-        if _writes(self._parameters) != self._writes:
+        if sum([each._version for each in self._parameters]) != self._writes:
             raise RuntimeError(
                 "an activation of a sparse model is read after its layer's parameters were written to, as by an "
                 "optimiser, and was not computed before; clone it in the forward pass where it is to be read later"
@@ -57,7 +65,3 @@ class Deferred:
     def pooled(self, pool: Any, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """The maximum of each window of a `Pool`, and the winners if they are to be kept; or None."""
         return None
-
-
-def _writes(parameters: tuple[torch.Tensor | None, ...]) -> int:
-    return sum([each._version for each in parameters if each is not None and not each.is_inference()])

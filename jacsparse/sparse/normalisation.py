@@ -137,15 +137,14 @@ class Normalised(Deferred):
         self.x, self.weight, self.bias, self.eps, self.statistics = x, weight, bias, eps, statistics
         self.other, self.relu = other, relu
         self.shape, self.dtype = x.shape, x.dtype
-        self.read(weight, bias)
 
     def activated(self) -> Normalised:
-        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, self.other, True)
+        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, self.other, True).after(self)
 
     def plus(self, other: torch.Tensor) -> Normalised | None:
         if self.other is not None or self.relu:
             return None
-        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, other)
+        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, other).after(self)
 
     def compute(self) -> torch.Tensor:
         layout = self.statistics.layout

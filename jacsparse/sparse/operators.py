@@ -255,7 +255,8 @@ def _batch_norm(
     if mean is not None:
         statistics.update(mean, variance, momentum)
     deviations = torch.rsqrt(statistics.moments[:, 1] + eps).to(memory.dtype)
-    return x.like(Normalised(blocks, weight, bias, eps, statistics)), statistics.centres, deviations
+    normalised = Normalised(blocks, weight, bias, eps, statistics).reading(weight, bias)
+    return x.like(normalised), statistics.centres, deviations
 
 
 @rule(aten.native_batch_norm_backward.default)
