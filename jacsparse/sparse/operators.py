@@ -296,68 +296,52 @@ def _max_pool2d(
     return max_pool(x, pool)
 
 
-@rule(aten.avg_pool2d.default)
+@rule(functional.avg_pool2d, of=FUNCTIONS)
 def _avg_pool2d(
-    x: Blocks,
+    x: Any,
     kernel_size: Any,
-    stride: Any = (),
+    stride: Any = None,
     padding: Any = 0,
     ceil_mode: bool = False,
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    windows = _windows(x.sizes, kernel_size, stride, padding, divisor_override)
-    return NotImplemented if windows is None else _means(x, windows)
-
-
-@rule(aten.avg_pool2d_backward.default)
-def _avg_pool2d_backward(
-    gradient: Tensor, x: Any, kernel_size: Any, stride: Any, padding: Any, ceil_mode: Any, count: Any, divisor: Any
-) -> Any:
-    windows = _windows(x.shape, kernel_size, stride, padding, divisor)
-    return NotImplemented if windows is None or type(x) is not Blocks else _spread(gradient, x)
-
-
-def _windows(shape: Any, kernel_size: Any, stride: Any, padding: Any, divisor: int | None) -> tuple[int, int] | None:
-    """How many windows there are that cover each position once; None where they do not."""
-    kernel, (rows, columns) = _pair(kernel_size), shape[-2:]
-    if divisor is not None or _pair(padding) != (0, 0) or (stride and _pair(stride) != kernel):
-        return None
-    if len(shape) != 4 or rows % kernel[0] or columns % kernel[1]:
-        return None
-    return rows // kernel[0], columns // kernel[1]
-
-
-@rule(aten._adaptive_avg_pool2d.default)
-def _adaptive_avg_pool2d(x: Blocks, sizes: Any) -> Any:
-    divides = len(x.sizes) == 4 and not any(old % new for old, new in zip(x.sizes[2:], sizes, strict=True))
-    return _means(x, tuple(sizes)) if divides else NotImplemented
-
-
-@rule(aten._adaptive_avg_pool2d_backward.default)
-def _adaptive_avg_pool2d_backward(gradient: Tensor, x: Any) -> Any:
-    divides = not any(old % new for old, new in zip(x.shape[2:], gradient.shape[2:], strict=True))
-    return _spread(gradient, x) if divides and type(x) is Blocks else NotImplemented
-
-
-@rule(aten.mean.dim)
-def _mean(x: Blocks, dims: Any, keepdim: bool = False, **kwargs: Any) -> Any:
-    if len(x.sizes) != 4 or kwargs or {dim % 4 for dim in dims or ()} != {2, 3}:
+    kernel = _pair(kernel_size)
+    if divisor_override is not None or _pair(padding) != (0, 0) or (stride and _pair(stride) != kernel):
         return NotImplemented
-    y = _means(x, (1, 1))
-    return y if keepdim else Blocks(y.memory, y.sizes[:2])
+    return _means(x, kernel)
 
 
-def _means(x: Blocks, sizes: tuple[int, int]) -> Blocks:
-    rows, columns = sizes
-    return x.like(x.blocks.unflatten(3, (columns, -1)).unflatten(2, (rows, -1)).mean((3, 5)))
+@rule(functional.adaptive_avg_pool2d, of=FUNCTIONS)
+def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
+    sizes = zip(_pair(output_size), x.shape[-2:], strict=True)
+    windows = [1 if new is None else old // new if old % new == 0 else 0 for new, old in sizes]
+    return _means(x, windows) if all(windows) else NotImplemented
 
 
-def _spread(gradient: Tensor, x: Blocks) -> Blocks:
-    """The gradient of `x` where the means of windows that cover it have one."""
-    y = in_blocks(gradient, x.memory.lanes).blocks
-    rows, columns = (whole // part for whole, part in zip(x.sizes[2:], y.shape[2:4], strict=True))
-    return x.like((y / (rows * columns)).repeat_interleave(rows, 2).repeat_interleave(columns, 3))
+def _means(x: Any, windows: Any) -> Any:
+    if type(x) is not Blocks or len(x.sizes) != 4 or x.sizes[2] % windows[0] or x.sizes[3] % windows[1]:
+        return NotImplemented
+    return _Means.apply(x, *windows)
+
+
+class _Means(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Blocks, rows: int, columns: int) -> Blocks:
+        ctx.windows, ctx.lanes = (rows, columns), x.memory.lanes
+        return x.like(x.blocks.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).mean((3, 5)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        rows, columns = ctx.windows
+
+        def spread(y: Tensor) -> Tensor:
+            return (y / (rows * columns)).repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+
+        if torch.is_grad_enabled():
+            return spread(gradient), None, None
+        gradient = enter(gradient, ctx.lanes)
+        return gradient.like(spread(gradient.blocks)), None, None
 
 
 def _pair(value: Any) -> tuple[int, int]:

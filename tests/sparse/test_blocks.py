@@ -100,6 +100,7 @@ CODES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a hook that makes numbers of zeros": _hooked,
     "infinite at zero": lambda y: (y.abs().log() + 1 / y).clamp(-3, 3) * (y * y).rsqrt().clamp(max=9),
     "an excitation": lambda y: y * y.mean((2, 3), keepdim=True).sigmoid() + y.mean((2, 3))[:, :, None, None],
+    "means": lambda y: nn.functional.avg_pool2d(y, (2, 5)) + nn.functional.adaptive_avg_pool2d(y, (2, 1)).sin(),
     "windows": lambda y: nn.functional.avg_pool2d(y, (2, 5)) * nn.functional.adaptive_avg_pool2d(y, (4, 1)).sum(),
     "three dimensions": lambda y: (y.flatten(2).softmax(-1) * y.view(len(y), 4, 20).tanh()).view_as(y),
     "halves": lambda y: torch.cat([torch.cat([y, y.sin()], dim=1)[:, 2:6], y], dim=1)[:, 1:5],
