@@ -14,7 +14,8 @@ from jacsparse.nn import SparseConv2d
 from jacsparse.sparse.activations import gradient_of_sums
 from jacsparse.sparse.convolution import Convolution
 from jacsparse.sparse.normalisation import Normalised, Statistics
-from jacsparse.sparse.pooling import Pool, max_pool
+from jacsparse.sparse.pooling import Pool
+from jacsparse.sparse.pooling_kernels import find_winners
 from jacsparse.sparse.processor import lanes_for
 from jacsparse.sparse.windows import Pair
 
@@ -83,8 +84,11 @@ def _forward(layer: _Layer) -> _Kernel:
 
 def _both_gradients(layer: _Layer) -> _Kernel:
     _, values, convolution, x, y, _ = layer
-    work = Work.of(convolution.transposed, x, order=convolution.structure.order)
-    return _Kernel(lambda: convolution.both_gradients(x, y, values), (x, y), (x.clone(),), work, 2, adds_lanes=True)
+    transposed, order = convolution.transposed, convolution.structure.order
+    work = Work.of(transposed, x, order=order)
+    return _Kernel(
+        lambda: transposed.with_products(y, x, values, order), (x, y), (x.clone(),), work, 2, adds_lanes=True
+    )
 
 
 def _weight_gradients(layer: _Layer) -> _Kernel:
@@ -105,17 +109,17 @@ def _others(x: torch.Tensor, batch: int) -> dict[str, _Kernel]:
     pool = Pool((2, 2), (2, 2), (0, 0), (1, 1))
     pooled = torch.randn(*x.shape[:2], x.shape[2] // 2, x.shape[3] // 2, x.shape[4])
     winners, y, scale, shift = torch.zeros(pooled.shape, dtype=torch.uint8), torch.relu(x), *torch.ones(2, x.shape[1])
-    of_statistics = Statistics.of(x, batch)
-    normalised = Normalised(x, scale, shift, None, 1e-5, batch, of_statistics, with_gradients=False, relu=True)
+    maxima, of_statistics = (torch.empty_like(pooled), torch.empty_like(winners)), Statistics.of(x, batch)
+    normalised = Normalised(x, scale, shift, 1e-5, of_statistics, relu=True)
     gradient, needed = torch.randn_like(x), (True, True, True, False)
     return {
-        "max-pooling": _Kernel(lambda: max_pool(x, pool), (x,), (pooled, winners.clone())),
+        "max-pooling": _Kernel(lambda: pool.run(find_winners, x, *maxima), (x,), maxima),
         "gradient through ReLU": _Kernel(lambda: gradient_of_sums(x, y), (x, y), (y.clone(),)),
         "gradient through ReLU and max-pooling": _Kernel(
             lambda: gradient_of_sums(pooled, winners, pool.kernel), (pooled, winners.view(x.dtype)), (y.clone(),)
         ),
         "statistics of a batch": _Kernel(lambda: Statistics.of(x, batch), (x,), ()),
-        "normalisation and ReLU": _Kernel(normalised.run, (x,), (y.clone(),)),
+        "normalisation and ReLU": _Kernel(normalised.compute, (x,), (y.clone(),)),
         "gradients of normalisation and ReLU": _Kernel(
             lambda: normalised.gradients(gradient, y, needed), (x, gradient, y), (y.clone(),)
         ),

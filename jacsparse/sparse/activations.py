@@ -7,6 +7,7 @@ import math
 import torch
 
 from ..runtime import SIMD, run_rows
+from .deferred import Deferred
 from .kernel_runs import empty
 from .pooling_kernels import on_channels, set_row
 from .processor import vector_widths
@@ -56,3 +57,29 @@ def gradient_of_sums(y: torch.Tensor, marks: torch.Tensor, window: Pair = (1, 1)
         lanes=_STORE * SIMD * blocks * rows * columns * window[0] * window[1],
     )
     return x, sums
+
+
+class GradientOfSums(Deferred):
+    """The gradient of sums before it is computed, so that other kernels may read what it is computed from."""
+
+    def __init__(
+        self,
+        y: torch.Tensor,
+        marks: torch.Tensor,
+        window: Pair = (1, 1),
+        source: Deferred | None = None,
+        has_two_summands: bool = False,
+    ) -> None:
+        self.y, self.marks, self.window = y, marks, window
+        blocks, channels, rows, columns, lanes = y.shape
+        self.shape, self.dtype = (blocks, channels, rows * window[0], columns * window[1], lanes), y.dtype
+        #: The ReLU's output, where the windows' winners are those after ReLU.
+        self.source = source
+        #: Whether the sums have two summands, with this gradient each.
+        self.has_two_summands = has_two_summands
+        #: For each channel, all of it added, once it is computed.
+        self.sums: torch.Tensor | None = None
+
+    def compute(self) -> torch.Tensor:
+        x, self.sums = gradient_of_sums(self.y, self.marks, self.window)
+        return x

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -16,10 +15,13 @@ from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
 from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
-from ..tracing import check_initialised, check_module, snapshot
+from ..tracing import check_initialised, check_module
 from . import operators
-from .blocks import Blocks, Form, TensorsNeededError, plain, to_blocks
-from .layers import SparseConv2d, SparseLayer, SparseLinear
+from .blocks import Blocks
+from .convolutional import SparseConv2d
+from .layers import SparseLayer
+from .layouts import enter, plain
+from .linear import SparseLinear
 from .processor import lanes_for
 
 assert operators
@@ -86,8 +88,6 @@ class SparseModel(nn.Module):
     def __init__(self, model: nn.Module, report: SparsityReport) -> None:
         super().__init__()
         self.model, self._report = model, report
-        #: The modes in which the model has run, so that its code is known to take the activations that it gets.
-        self._settled: set[tuple[bool, bool]] = set()
         self.training = model.training
         self.register_state_dict_post_hook(_without_prefix)
         self.register_load_state_dict_pre_hook(_with_prefix)
@@ -100,22 +100,8 @@ class SparseModel(nn.Module):
 
     @uncompiled
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        mode = self.training, torch.is_grad_enabled()
-        while True:
-            restore = None if mode in self._settled else snapshot(self.model)
-            try:
-                result = plain(self.model(*args, **kwargs))
-            except Exception as error:
-                if not _needs_tensors(error):
-                    raise
-                # First, as it undoes changes of attributes, and which layers give tensors is one.
-                if restore is not None:
-                    restore()
-                if not (_give_tensors_to(_innermost(self.model, error)) or _give_tensors_to(self.model)):
-                    raise
-            else:
-                self._settled.add(mode)
-                return result
+        # A cache among the arguments may have got activations too.
+        return plain((self.model(*args, **kwargs), args, kwargs))[0]
 
     def report(self) -> SparsityReport:
         """Which layers are sparse, and why, with the weights that are left now."""
@@ -211,9 +197,6 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     seconds = _least_seconds(*(_pass(each, x, training) for each in (dense, timed)))
     if seconds[1] <= seconds[0]:
         result, reason = _converted(model, paths), "faster with sparse layers"
-        for part, tried in zip(result.modules(), timed.model.modules(), strict=True):
-            if _take_tensors in tried._forward_pre_hooks.values():
-                _give_tensors_to(part)
     else:
         result, reason = copied(model), "slower with sparse layers, and so all are dense"
         lost = "faster by itself, and the whole model is not"
@@ -248,7 +231,6 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
     )
     """
     model = copied(check_module(model.model if isinstance(model, SparseModel) else model))
-    _hand_over_blocks(model)
     dense: dict[nn.Module, nn.Module] = {
         part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
     }
@@ -276,59 +258,7 @@ def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
     """A copy in which the layers at some paths are sparse."""
     model = copied(model)
     layers = {part: _sparse(path, part) for path, part in model.named_modules() if path in paths}
-    for part in model.modules():
-        if part not in layers and any(hooks for name in _HOOKS for hooks in [getattr(part, name)]):
-            part.register_forward_pre_hook(_take_tensors, prepend=True, with_kwargs=True)
-            part.register_forward_hook(_give_tensors, prepend=True)
     return _replaced(model, layers)
-
-
-#: Where modules hold the hooks that see their inputs, outputs or gradients.
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-
-
-def _take_tensors(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Ahead of a module's own hooks, which may ask for what tensors alone have."""
-    return plain(args), plain(kwargs)
-
-
-def _give_tensors(module: nn.Module, args: Any, output: Any) -> Any:
-    return plain(output)
-
-
-def _needs_tensors(error: BaseException | None) -> bool:
-    """Whether an error is one of blocks, or was raised for such a one, as torch.compile does."""
-    while error is not None and not isinstance(error, TensorsNeededError):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _innermost(model: nn.Module, error: Exception) -> nn.Module:
-    """The part of a model whose own code an error comes from."""
-    parts = set(model.modules())
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_argcount]
-    callers = [frame.f_locals.get(frame.f_code.co_varnames[0]) for frame in frames]
-    return [model, *(caller for caller in callers if isinstance(caller, nn.Module) and caller in parts)][-1]
-
-
-def _give_tensors_to(part: nn.Module) -> bool:
-    """Let no blocks come into a module's own code, with its inputs or from what it calls; whether any could before."""
-    layers = [each for each in part.modules() if isinstance(each, SparseLayer) and each.keeps_blocks]
-    takes_blocks = _take_tensors not in part._forward_pre_hooks.values()
-    if takes_blocks:
-        part.register_forward_pre_hook(_take_tensors, prepend=True, with_kwargs=True)
-    for each in layers:
-        each.keeps_blocks = False
-    return takes_blocks or bool(layers)
-
-
-def _hand_over_blocks(model: nn.Module) -> None:
-    """Remove what gave hooks tensors."""
-    for part in model.modules():
-        for hooks in (part._forward_pre_hooks, part._forward_hooks):
-            for key in [key for key, hook in hooks.items() if hook in (_take_tensors, _give_tensors)]:
-                del hooks[key]
-                part._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _sparse(path: str, layer: nn.Module) -> SparseLayer:
@@ -435,10 +365,7 @@ def _costs(path: str, layer: Any, x: _Input, training: bool, left: int) -> tuple
         sparse = _sparse(path, layer)
         example_blocks: Any = example
         if (example.ndim == 4) == isinstance(layer, nn.Conv2d) and example.ndim in (2, 4):
-            lanes = lanes_for(len(example), x.dtype.itemsize)
-            data = to_blocks(example.view(*example.shape, *(1,) * (4 - example.ndim)), lanes)
-            data.requires_grad_(x.requires_grad)
-            example_blocks = Blocks(data, Form(len(example), example.ndim, lanes))
+            example_blocks = enter(example, lanes_for(len(example), x.dtype.itemsize)).requires_grad_(x.requires_grad)
         _COSTS[key] = _least_seconds(
             _pass(copied(layer), example.requires_grad_(x.requires_grad), training),
             _pass(sparse, example_blocks, training),
@@ -451,11 +378,10 @@ def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
 
     def run() -> None:
         with torch.set_grad_enabled(training):
-            results = [
-                each.blocks if isinstance(each, Blocks) else each
-                for each in tree_leaves(module(x))
-                if isinstance(each, (Blocks, torch.Tensor))
-            ]
+            results = [each for each in tree_leaves(module(x)) if isinstance(each, torch.Tensor)]
+        for each in results:
+            if isinstance(each, Blocks):
+                _ = each.blocks
         targets = [result for result in results if result.requires_grad]
         if training and targets:
             torch.autograd.backward(targets, [torch.ones_like(target) for target in targets])

@@ -1,4 +1,4 @@
-"""Sparse convolutions of blocks of samples, and their gradients, as part of autograd."""
+"""Sparse convolutions of activations in blocks, and their gradients, as part of autograd."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import numpy as np
 import torch
 
 from ..runtime import RowWork, run_rows
-from .activations import gradient_of_sums
+from .activations import GradientOfSums
+from .blocks import Blocks
+from .deferred import Deferred
 from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel
+from .layouts import enter, records_gradients
 from .processor import columns_for, tile_positions
 from .vector_kernels import (
     add_products,
@@ -267,114 +270,138 @@ class Convolution:
     def transposed(self) -> Correlation:
         return Correlation(*self._transposed)
 
-    # Where nothing is to be differentiated, as in most backward passes, autograd costs more than a small layer.
+    def __call__(self, x: Blocks, values: torch.Tensor, bias: torch.Tensor | None) -> Blocks:
+        """The convolution of an activation, differentiable."""
+        if records_gradients():
+            return _Convolve.apply(x, values, bias, self)  # type: ignore[no-any-return]
+        return x.like(Output(self, x.blocks, values, bias).reading(values, bias))
 
-    def __call__(
+    def input_gradient(self, y: Blocks, values: torch.Tensor) -> Blocks:
+        """The gradient of the input, where `y` is that of the output; differentiable."""
+        if records_gradients():
+            return _Transposed.apply(y, values, self)  # type: ignore[no-any-return]
+        return y.like(self.transposed(y.blocks, values.index_select(0, self.structure.order), None))
+
+    def weight_gradients(self, x: Blocks, y: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+        """The gradients of the values and of the bias, where `y` is that of the output; differentiable."""
+        if records_gradients():
+            return _Products.apply(x, y, self)  # type: ignore[no-any-return]
+        pending, forward = y.pending, self.forward
+        if isinstance(pending, GradientOfSums) and pending.window != (1, 1) and forward.reads_winners():
+            return forward.products(x.padded, pending.y, pending.marks, pending.window)
+        return forward.products(x.padded, y.padded)
+
+    def both_gradients(self, x: Blocks, y: Blocks, values: torch.Tensor, with_bias: bool) -> tuple[Any, ...]:
+        """The gradients of the input, of the values and, if asked for, of the bias, where `y` is that of the output."""
+        structure, pending, of_bias = self.structure, y.pending, None
+        of_x, of_values = self.transposed.with_products(y.padded, x.padded, values, structure.order)
+        if with_bias:
+            of_bias = pending.sums if isinstance(pending, GradientOfSums) else y.blocks.sum((0, 2, 3, 4))
+        return x.like(of_x), of_values.index_select(0, structure.inverse), of_bias
+
+
+class Output(Deferred):
+    """A convolution's output, perhaps with a summand and ReLU.
+
+    Parameters
+    ----------
+    convolution : Convolution
+        The convolution.
+    x, values, bias : Tensor
+        The input's blocks, the weights that are left and the bias, if there is one.
+    other : Tensor, optional
+        Blocks that are added.
+    relu : bool
+        Whether ReLU follows.
+    """
+
+    def __init__(
         self,
+        convolution: Convolution,
         x: torch.Tensor,
         values: torch.Tensor,
         bias: torch.Tensor | None,
-        relu: bool = False,
         other: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The convolution of blocks `x`, plus `other`, differentiable."""
-        if torch.is_grad_enabled():
-            return _Convolve.apply(x, values, bias, other, self, relu)  # type: ignore[no-any-return]
-        return self.forward(x, values, bias, 0.0 if relu else -np.inf, other)
+        relu: bool = False,
+    ) -> None:
+        self.convolution, self.x, self.values, self.bias = convolution, x, values, bias
+        self.other, self.relu = other, relu
+        self.shape, self.dtype = (x.shape[0], *convolution.out_shape), x.dtype
 
-    def input_gradient(self, y: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """The gradient of the input, where `y` is that of the output; differentiable."""
-        if torch.is_grad_enabled():
-            return _Transposed.apply(y, values, self)  # type: ignore[no-any-return]
-        return self.transposed(y, values.index_select(0, self.structure.order), None)
+    def compute(self) -> torch.Tensor:
+        floor = 0.0 if self.relu else -np.inf
+        return self.convolution.forward(self.x, self.values, self.bias, floor, self.other)
 
-    def weight_gradients(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of the values and of the bias, where `y` is that of the output; differentiable."""
-        if torch.is_grad_enabled():
-            return _Products.apply(x, y, self)  # type: ignore[no-any-return]
-        return self.forward.products(x, y)
+    def activated(self) -> Output:
+        return Output(self.convolution, self.x, self.values, self.bias, self.other, True).after(self)
 
-    def both_gradients(
-        self, x: torch.Tensor, y: torch.Tensor, values: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The gradients of the input and of the values, where `y` is that of the output."""
-        structure = self.structure
-        of_x, of_values = self.transposed.with_products(y, x, values, structure.order)
-        return of_x, of_values.index_select(0, structure.inverse)
+    def plus(self, other: torch.Tensor) -> Output | None:
+        if self.other is not None or self.relu:
+            return None
+        return Output(self.convolution, self.x, self.values, self.bias, other).after(self)
+
+    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Output | None:
+        if self.relu or self.other is not None:
+            return None
+        self.check()
+        values = self.values.detach() * scale.index_select(0, self.convolution.structure.outputs)
+        bias = shift if self.bias is None else torch.addcmul(shift, self.bias.detach(), scale)
+        return Output(self.convolution, self.x, values, bias)
+
+    def pooled(self, pool: Any, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+        _, rows, columns, _ = self.convolution.out_shape
+        # The kernel that pools adds nothing else.
+        alone = self.relu and self.other is None
+        if not (alone and pool.tiles((rows, columns)) and self.convolution.forward.pools(pool.kernel)):
+            return None
+        self.check()
+        return self.convolution.forward.pooled(self.x, self.values, self.bias, pool.kernel, keep)
 
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Any, values: Any, bias: Any, other: Any, convolution: Convolution, relu: bool
-    ) -> torch.Tensor:
-        ctx.convolution = convolution
-        y = convolution(x, values, bias, relu, other)
-        ctx.save_for_backward(x, values, y if relu else None)
-        return y
+    def forward(ctx: Any, x: Blocks, values: Any, bias: Any, convolution: Convolution) -> Blocks:
+        ctx.convolution, ctx.lanes = convolution, x.memory.lanes
+        ctx.save_for_backward(x, values)
+        return convolution(x, values, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        x, values, y = ctx.saved_tensors
-        gradient, of_bias = gradient.contiguous(), None
-        if y is not None and torch.is_grad_enabled():
-            gradient = torch.ops.aten.threshold_backward(gradient, y, 0)
-        elif y is not None:
-            gradient, of_bias = gradient_of_sums(gradient, y)
-        of_other = gradient if ctx.needs_input_grad[3] else None
-        return *gradients(ctx, x, values, gradient, of_bias), of_other, None, None
-
-
-def gradients(
-    ctx: Any, x: torch.Tensor, values: torch.Tensor, gradient: torch.Tensor, of_bias: torch.Tensor | None
-) -> tuple[Any, ...]:
-    """The gradients of a convolution's input, values and bias that `ctx` asks for, from that of its output.
-
-    That of the bias is added up unless it is given.
-    """
-    of_x = of_values = None
-    convolution, (input_too, *parameters) = ctx.convolution, ctx.needs_input_grad[:3]
-    if input_too and any(parameters) and not torch.is_grad_enabled():
-        of_x, of_values = convolution.both_gradients(x, gradient, values)
-        if of_bias is None and parameters[1]:
-            of_bias = gradient.sum((0, 2, 3, 4))
-        return needed(ctx, of_x, of_values, of_bias)
-    if any(parameters):
-        of_values, of_bias = convolution.weight_gradients(x, gradient)
-    if input_too:
-        of_x = convolution.input_gradient(gradient, values)
-    return needed(ctx, of_x, of_values, of_bias)
-
-
-def needed(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-    """Those of the first inputs' gradients that `ctx` asks for, and None for the others."""
-    return tuple([each if asked else None for each, asked in zip(gradients, ctx.needs_input_grad, strict=False)])
+        x, values = ctx.saved_tensors
+        convolution, (input_too, *parameters, _) = ctx.convolution, ctx.needs_input_grad
+        # What is saved may come back in PyTorch's layout, as where hooks have stored it elsewhere.
+        x, gradient = enter(x, ctx.lanes), enter(gradient, ctx.lanes)
+        if input_too and any(parameters) and not torch.is_grad_enabled():
+            gradients = convolution.both_gradients(x, gradient, values, parameters[1])
+        else:
+            of_parameters = convolution.weight_gradients(x, gradient) if any(parameters) else (None, None)
+            gradients = convolution.input_gradient(gradient, values) if input_too else None, *of_parameters
+        return *[each if asked else None for each, asked in zip(gradients, ctx.needs_input_grad, strict=False)], None
 
 
 class _Transposed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Any, values: Any, convolution: Convolution) -> torch.Tensor:
-        ctx.convolution = convolution
+    def forward(ctx: Any, y: Blocks, values: Any, convolution: Convolution) -> Blocks:
+        ctx.convolution, ctx.lanes = convolution, y.memory.lanes
         ctx.save_for_backward(y, values)
         return convolution.input_gradient(y, values)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         y, values = ctx.saved_tensors
-        gradient = gradient.contiguous()
+        y, gradient = enter(y, ctx.lanes), enter(gradient, ctx.lanes)
         of_values, _ = ctx.convolution.weight_gradients(gradient, y)
         return ctx.convolution(gradient, values, None), of_values, None
 
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, y: Any, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.convolution = convolution
+    def forward(ctx: Any, x: Blocks, y: Blocks, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.convolution, ctx.lanes = convolution, x.memory.lanes
         ctx.save_for_backward(x, y)
         return convolution.weight_gradients(x, y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any, bias_gradient: Any) -> tuple[Any, ...]:
-        x, y = ctx.saved_tensors
-        of_x = ctx.convolution.input_gradient(y, gradient)
-        return of_x, ctx.convolution(x, gradient, bias_gradient), None
+        x, y = (enter(each, ctx.lanes) for each in ctx.saved_tensors)
+        return ctx.convolution.input_gradient(y, gradient), ctx.convolution(x, gradient, bias_gradient), None

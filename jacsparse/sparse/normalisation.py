@@ -1,4 +1,4 @@
-"""Batch normalisation of blocks by the statistics of the batch, with the sum and the ReLU that follow, for autograd."""
+"""Batch normalisation of blocks by the statistics of the batch, with the sum and the ReLU that follow."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.nn import functional
 
 from ..runtime import SIMD, run_rows
-from .blocks import Blocks, from_blocks, to_blocks
+from .deferred import Deferred
 from .kernel_runs import empty, numpy_dtype, run_kernel
 from .normalisation_kernels import (
     differentiate_channels,
@@ -27,8 +26,6 @@ from .normalisation_kernels import (
 from .processor import vector_widths
 from .vectors import Tile
 
-#: The fields of `Normalised` that gradients are of: the first ones.
-_TENSORS = 4
 #: Elementary operations that take the time in which a vector is read and written.
 _PASS = 5
 
@@ -96,7 +93,7 @@ class Statistics(NamedTuple):
                 layout.count,
             )
 
-        run_kernel(measure_channels, channels, arguments, (x.detach(),), (centres, moments), lanes=2 * layout.work)
+        run_kernel(measure_channels, channels, arguments, (x,), (centres, moments), lanes=2 * layout.work)
         return cls(centres, moments, layout)
 
     def update(self, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:
@@ -108,49 +105,48 @@ class Statistics(NamedTuple):
             variance.lerp_(unbiased.to(variance.dtype), momentum)
 
 
-class Normalised(NamedTuple):
-    """A batch, normalised by its own statistics, before that is computed."""
+class Normalised(Deferred):
+    """A batch, normalised by its own statistics.
 
-    x: torch.Tensor
-    #: Of the channels.
-    weight: torch.Tensor
-    bias: torch.Tensor
-    #: What is added.
-    other: torch.Tensor | None
-    eps: float
-    batch: int
-    statistics: Statistics
-    #: Whether gradients were asked for where it was normalised.
-    with_gradients: bool
-    relu: bool = False
+    Parameters
+    ----------
+    x : Tensor
+        Blocks.
+    weight, bias : Tensor
+        Of the channels.
+    eps : float
+        What is added to the variance.
+    statistics : Statistics
+        The batch's.
+    other : Tensor, optional
+        Blocks that are added.
+    relu : bool
+        Whether ReLU follows.
+    """
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.x.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.x.dtype
-
-    def compute(self) -> torch.Tensor:
-        if not self.with_gradients:
-            return self.run()
-        return _Normalise.apply(*self)  # type: ignore[no-any-return]
+    def __init__(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        eps: float,
+        statistics: Statistics,
+        other: torch.Tensor | None = None,
+        relu: bool = False,
+    ) -> None:
+        self.x, self.weight, self.bias, self.eps, self.statistics = x, weight, bias, eps, statistics
+        self.other, self.relu = other, relu
+        self.shape, self.dtype = x.shape, x.dtype
 
     def activated(self) -> Normalised:
-        return self._replace(relu=True)
+        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, self.other, True).after(self)
 
-    def plus(self, other: Blocks) -> Normalised | None:
-        return self._replace(other=other.blocks) if self.other is None and not self.relu else None
+    def plus(self, other: torch.Tensor) -> Normalised | None:
+        if self.other is not None or self.relu:
+            return None
+        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, other).after(self)
 
-    def pooled(self, pool: Any) -> None:
-        return None
-
-    def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> None:
-        return None
-
-    def run(self) -> torch.Tensor:
-        """The blocks, without gradients."""
+    def compute(self) -> torch.Tensor:
         layout = self.statistics.layout
         function, floor = normalise if self.other is None else normalise_and_add, 0.0 if self.relu else -np.inf
 
@@ -179,7 +175,7 @@ class Normalised(NamedTuple):
 
         y = empty(self.shape, self.dtype)
         tensors = (self.x, self.other, self.weight, self.bias, self.statistics.centres, self.statistics.moments)
-        inputs = tuple([None if each is None else each.detach().contiguous() for each in tensors])
+        inputs = tuple([None if each is None else each.contiguous() for each in tensors])
         run_kernel(normalise_channels, self.shape[1], arguments, inputs, (y,), lanes=layout.work)
         return y
 
@@ -203,7 +199,7 @@ class Normalised(NamedTuple):
             0 if of_x is None else of_x.data_ptr(),
             centres.numpy(),
             moments.numpy(),
-            self.weight.detach().contiguous().numpy(),
+            self.weight.contiguous().numpy(),
             self.eps,
             numpy_dtype(self.dtype)(np.nan if y is None else 0.0),
             sums.numpy(),
@@ -214,34 +210,3 @@ class Normalised(NamedTuple):
         of_bias, of_weight = sums.to(self.dtype).T.contiguous()
         of_each = (of_x, of_weight, of_bias, masked)
         return tuple([each if asked else None for each, asked in zip(of_each, needed, strict=True)])
-
-    def reference(self) -> torch.Tensor:
-        """The blocks by PyTorch's operators, whose derivatives have derivatives."""
-        x = from_blocks(self.x, self.batch)
-        y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
-        blocks = to_blocks(y, self.shape[-1])
-        blocks = blocks if self.other is None else blocks + self.other
-        return torch.relu(blocks) if self.relu else blocks
-
-
-class _Normalise(torch.autograd.Function):
-    """What a `Normalised` computes, whose fields are the arguments, the tensors first."""
-
-    @staticmethod
-    def forward(ctx: Any, *fields: Any) -> torch.Tensor:
-        normalised = Normalised(*fields)
-        y = normalised.run()
-        ctx.options = fields[_TENSORS:]
-        ctx.save_for_backward(*fields[:_TENSORS], y if normalised.relu else None)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        *tensors, y = ctx.saved_tensors
-        normalised, needed = Normalised(*tensors, *ctx.options), ctx.needs_input_grad[:_TENSORS]
-        nothing = (None,) * len(ctx.options)
-        if not torch.is_grad_enabled():
-            return *normalised.gradients(gradient.contiguous(), y, needed), *nothing
-        inputs = [each for each, asked in zip(tensors, needed, strict=True) if asked]
-        gradients = iter(torch.autograd.grad(normalised.reference(), inputs, gradient, create_graph=True))
-        return *[next(gradients) if asked else None for asked in needed], *nothing

@@ -1,235 +1,283 @@
-"""Functions of PyTorch for activations in blocks, beside the sparse layers."""
+"""Operators of PyTorch on activations in blocks, beside the sparse layers."""
 
 from __future__ import annotations
 
-import inspect
+import functools
 import math
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn import functional
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map_only
 
-from .blocks import Blocks, Sum, TensorsNeededError, alike, operator, records_gradients
+from .activations import GradientOfSums
+from .blocks import FUNCTIONS, RULES, Blocks, planes, rule, to_blocks
+from .deferred import Deferred
+from .kernel_runs import empty
+from .layouts import enter, in_blocks, records_gradients
 from .normalisation import Normalised, Statistics
 from .pooling import MOST_POSITIONS, Pool, max_pool
 
-_ELEMENTWISE = (
-    "leaky_relu", "relu6", "elu", "selu", "celu", "gelu", "silu", "hardswish", "hardsigmoid", "hardtanh", "softplus",
-    "mish", "sigmoid", "tanh", "logsigmoid", "softsign",
-)  # fmt: skip
-_ELEMENTWISE_METHODS = ("sigmoid", "tanh", "abs", "exp", "square", "neg", "__neg__", "clamp")
-#: In place, and of more than values.
-_OTHER_FORMS = (
-    "detach_", "set_", "resize_", "resize_as_", "squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "t_",
-    "as_strided_",
-)  # fmt: skip
-#: By a function of two operands, its operators in Python, those in place last.
-_BINARY = {
-    "add": ("__add__", "__radd__", "__iadd__"),
-    "sub": ("__sub__", "__isub__"),
-    "mul": ("__mul__", "__rmul__", "__imul__"),
-    "div": ("__truediv__", "__itruediv__"),
-}
+aten = torch.ops.aten
+Tensor = torch.Tensor
 
 
-@operator(functional.relu, torch.relu, torch.Tensor.relu)
-def _relu(x: Blocks, inplace: bool = False) -> Any:
-    if inplace and not x.is_alone:
+def elementwise(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """An elementwise operator of ATen, in place too, for blocks and what is broadcast to them."""
+    is_written = function._schema.is_mutable
+    if "out" in kwargs or (is_written and type(args[0]) is not Blocks):
         return NotImplemented
-    y = x.like(torch.relu(x.blocks) if x.pending is None else x.pending.activated())
-    return x.replace(y) if inplace else y
+    x = next((each for each in (*args, *kwargs.values()) if type(each) is Blocks), None)
+    if x is None or torch.Tag.nondeterministic_seeded in function.tags:
+        return NotImplemented
+    operands = [_operand(each, x) for each in args]
+    named = {name: _operand(each, x) for name, each in kwargs.items()}
+    if any(each is NotImplemented for each in (*operands, *named.values())):
+        return NotImplemented
+    if is_written:
+        operands[0] = operands[0].clone()
+        return x.replace(function(*operands, **named))
+    result = function(*operands, **named)
+    return x.like(result) if isinstance(result, torch.Tensor) else NotImplemented
 
 
-@operator(functional.relu_, torch.relu_, torch.Tensor.relu_)
-def _relu_in_place(x: Blocks) -> Any:
+def _operand(value: Any, x: Blocks) -> Any:
+    """What stands for an operand beside the blocks of `x`; NotImplemented where that takes tensors."""
+    if not isinstance(value, torch.Tensor) or value.ndim == 0:
+        return value
+    batch, rank = x.memory.batch, len(x.sizes)
+    if type(value) is Blocks:
+        memory = value.memory
+        is_alike = memory.content is not None and (memory.batch, memory.lanes) == (batch, x.memory.lanes)
+        return value.blocks if is_alike and len(value.sizes) == rank else NotImplemented
+    if value.shape == x.sizes:
+        # Its gradient would be in blocks too.
+        return NotImplemented
+    if value.ndim == rank and value.shape[0] == batch:
+        return to_blocks(planes(value), x.memory.lanes)
+    if value.ndim == rank and value.shape[0] == 1:
+        value = value[0]
+    if value.ndim >= rank:
+        return NotImplemented
+    return value.reshape(*(1,) * (rank - 1 - value.ndim), *value.shape, *(1,) * (5 - rank))
+
+
+RULES[torch.Tag.pointwise] = elementwise
+#: Elementwise operators without the tag.
+for _function in (
+    *(aten.hardswish.default, aten.hardswish_.default, aten.leaky_relu.default, aten.leaky_relu_.default),
+    *(aten.hardswish_backward.default, aten.leaky_relu_backward.default, aten.elu_backward.default),
+    *(aten.hardtanh_backward.default, aten.softplus_backward.default, aten.mish_backward.default),
+    aten.hardsigmoid_backward.default,
+):
+    RULES[_function] = functools.partial(elementwise, _function)
+
+
+@rule(functional.relu, torch.relu, Tensor.relu, of=FUNCTIONS)
+def _relu(x: Any, inplace: bool = False) -> Any:
+    if type(x) is not Blocks or x.memory.content is None:
+        return NotImplemented
+    if records_gradients():
+        return _Relu.apply(x, inplace)
+    y = _activated(x)
+    if not inplace:
+        return x.like(y)
+    if not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version(x)
+    return x.replace(y)
+
+
+@rule(functional.relu_, torch.relu_, Tensor.relu_, of=FUNCTIONS)
+def _relu_in_place(x: Any) -> Any:
     return _relu(x, inplace=True)
 
 
-@operator(torch.Tensor.register_hook, torch.Tensor.retain_grad)
-def _take_gradient(x: Blocks, *hook: Any) -> Any:
-    _check_gradients(x)
-    return NotImplemented
+@rule(aten.relu.default)
+def _relu_below_autograd(x: Blocks) -> Blocks:
+    return x.like(_activated(x))
 
 
-@operator(torch.autograd.grad)
-def _grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-    for each in tree_leaves(inputs):
-        if isinstance(each, Blocks):
-            _check_gradients(each)
-    return NotImplemented
+def _activated(x: Blocks) -> Tensor | Deferred:
+    pending = x.pending
+    activated = None if pending is None else pending.activated()
+    return torch.relu(x.blocks) if activated is None else activated
 
 
-def _check_gradients(x: Blocks) -> None:
-    if x.was_read:
-        raise TensorsNeededError("what was computed from an activation in blocks adds to no gradient of its tensor")
+class _Relu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Blocks, inplace: bool) -> Blocks:
+        y = _activated(x)
+        ctx.lanes, ctx.has_two_summands = y.shape[-1], isinstance(y, Deferred) and y.other is not None
+        # Not the output itself, whose blocks a later write may replace.
+        ctx.save_for_backward(x.like(y))
+        if not inplace:
+            return x.like(y)
+        ctx.mark_dirty(x)
+        return x.replace(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        y = enter(ctx.saved_tensors[0], ctx.lanes)
+        if torch.is_grad_enabled():
+            return aten.threshold_backward(gradient, y, 0), None
+        gradient = enter(gradient, ctx.lanes)
+        pending = gradient.pending
+        if isinstance(pending, GradientOfSums) and pending.source is not None and pending.source is y.pending:
+            # Pooling within the convolution has left out what ReLU makes zero.
+            return gradient, None
+        return gradient.like(GradientOfSums(gradient.padded, y.blocks, has_two_summands=ctx.has_two_summands)), None
 
 
-@operator(*(getattr(torch.Tensor, name) for name in _OTHER_FORMS))
-def _change_form(x: Blocks, *args: Any, **kwargs: Any) -> Any:
-    raise TensorsNeededError("an activation in blocks keeps its shape and its graph")
+@rule(aten.add.Tensor)
+def _add(x: Any, y: Any, **kwargs: Any) -> Any:
+    if kwargs or not type(x) is type(y) is Blocks or _form(x) != _form(y):
+        return elementwise(aten.add.Tensor, x, y, **kwargs)
+    for first, second in ((x, y), (y, x)):
+        added = None if first.pending is None else first.pending.plus(second.blocks)
+        if added is not None:
+            return x.like(added)
+    # Where a gradient is added to another one, the allocation would take longer than the sum.
+    blocks = x.blocks
+    return x.like(torch.add(blocks, y.blocks, out=empty(blocks.shape, blocks.dtype)))
 
 
-def _elementwise(function: Any) -> None:
-    place = _place_of_inplace(function)
+def _form(x: Blocks) -> tuple[Any, ...]:
+    return x.sizes, x.memory.lanes, x.memory.dtype
 
-    @operator(function)
-    def compute(x: Any, *args: Any, inplace: bool = False, **kwargs: Any) -> Any:
-        if not isinstance(x, Blocks) or any(isinstance(each, torch.Tensor) for each in (*args, *kwargs.values())):
+
+def _in_place(function: Any, compute: Callable[..., Any]) -> None:
+    """What computes an operator in place where another one has the same values."""
+
+    @rule(function)
+    def call(x: Any, *args: Any, **kwargs: Any) -> Any:
+        y = compute(x, *args, **kwargs) if type(x) is Blocks else NotImplemented
+        if y is NotImplemented or (y.sizes, y.memory.dtype) != (x.sizes, x.memory.dtype):
             return NotImplemented
-        inplace = inplace or any(args[place:])
-        if inplace and not x.is_alone:
-            return NotImplemented
-        # Never in place: layers that are not computed yet may read these blocks.
-        y = x.like(function(x.blocks, *args[:place], **kwargs))
-        return x.replace(y) if inplace else y
+        return x.replace(y.memory.content)
 
 
-def _place_of_inplace(function: Any) -> int:
-    """Where, after a function's first argument, the last one tells to write to it; beyond all, where none does."""
-    try:
-        names = list(inspect.signature(function).parameters)
-    except ValueError:  # A function in C++, of which none has that argument.
-        names = []
-    return names.index("inplace") - 1 if "inplace" in names else sys.maxsize
+_in_place(aten.relu_.default, _relu_below_autograd)
+_in_place(aten.add_.Tensor, _add)
 
 
-for _function in {
-    *(getattr(functional, name) for name in _ELEMENTWISE),
-    *(getattr(torch.Tensor, name) for name in _ELEMENTWISE_METHODS),
-    *(getattr(torch, name) for name in _ELEMENTWISE_METHODS if not name.startswith("_")),
-}:
-    _elementwise(_function)
+@rule(aten.detach.default, aten.alias.default)
+def _alias(x: Blocks) -> Blocks:
+    y = Blocks(x.memory, x.sizes)
+    y.is_view = x.is_view
+    return y
 
 
-@operator(functional.dropout)
-def _dropout(x: Blocks, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    if not training or not p:
-        return x
-    if inplace and not x.is_alone:
+@rule(aten.clone.default)
+def _clone(x: Blocks, memory_format: Any = None) -> Any:
+    return NotImplemented if memory_format is torch.channels_last else x.like(x.blocks)
+
+
+@rule(aten.view.default)
+def _view(x: Blocks, shape: Any) -> Any:
+    count, known = math.prod(x.sizes), -math.prod(shape)
+    sizes = tuple(count // known if size == -1 else size for size in shape)
+    if not 2 <= len(sizes) <= 4 or sizes[0] != x.memory.batch or math.prod(sizes) != count:
         return NotImplemented
-    y = x.like(functional.dropout(x.blocks, p))
-    return x.replace(y) if inplace else y
+    y = Blocks(x.memory, sizes)
+    y.is_view = True
+    return y
 
 
-def _binary(name: str, *others: str) -> None:
-    function, tensor = getattr(torch, name), torch.Tensor
-
-    @operator(function, *(getattr(tensor, each) for each in (name, *others[:-1])))
-    def compute(x: Any, y: Any, **kwargs: Any) -> Any:
-        form = alike((x, y))
-        if form is None or "out" in kwargs:
-            return NotImplemented
-        if name == "div" and form.batch % form.lanes and isinstance(y, torch.Tensor) and y.ndim:
-            # Zeros of lanes without a sample would be divided by zero, and their gradients are added to all others.
-            return NotImplemented
-        if name == "add" and not kwargs and (content := _sum(x, y)) is not None:
-            return Blocks(content, form)
-        first, second = (_data(each, x if isinstance(x, Blocks) else y) for each in (x, y))
-        if first is NotImplemented or second is NotImplemented:
-            return NotImplemented
-        return Blocks(function(first, second, **kwargs), form)
-
-    @operator(getattr(tensor, f"{name}_"), getattr(tensor, others[-1]))
-    def compute_in_place(x: Any, y: Any, **kwargs: Any) -> Any:
-        if not isinstance(x, Blocks) or not x.is_alone:
-            return NotImplemented
-        result = compute(x, y, **kwargs)
-        if not isinstance(result, Blocks) or (result.shape, result.dtype) != (x.shape, x.dtype):
-            return NotImplemented
-        return x.replace(result)
+@rule(aten.empty_like.default)
+def _empty_like(x: Blocks, **kwargs: Any) -> Any:
+    return NotImplemented if any(kwargs.values()) else x.like(torch.empty_like(x.blocks))
 
 
-def _sum(x: Any, y: Any) -> Sum | None:
-    """The sum of two activations, where that can become part of what computes one of them."""
-    if isinstance(x, Blocks) and isinstance(y, Blocks) and x.shape == y.shape and x.dtype == y.dtype:
-        for first, second in ((x, y), (y, x)):
-            if first.pending is not None and (content := first.pending.plus(second)) is not None:
-                return content
-    return None
+@rule(aten.bernoulli_.float)
+def _bernoulli(x: Blocks, p: float = 0.5, **kwargs: Any) -> Blocks:
+    # The numbers that a tensor would get, as of dropout.
+    drawn = torch.empty(x.sizes, dtype=x.memory.dtype).bernoulli_(p, **kwargs)
+    return x.replace(in_blocks(drawn, x.memory.lanes).blocks)
 
 
-def _data(value: Any, other: Blocks) -> Any:
-    """What stands for an operand beside an activation in blocks: a number, or blocks."""
-    if isinstance(value, Blocks):
-        return value.blocks
-    if not isinstance(value, torch.Tensor):
-        return value
-    if value.ndim == 0:
-        return value
-    return other.blocks_of(value) if value.shape == other.shape else NotImplemented
-
-
-for _name, _others in _BINARY.items():
-    _binary(_name, *_others)
-
-
-@operator(torch.flatten, torch.Tensor.flatten)
-def _flatten(x: Blocks, start_dim: int = 0, end_dim: int = -1) -> Any:
-    if start_dim % x.ndim != 1 or end_dim % x.ndim != x.ndim - 1:
+@rule(torch.cat, torch.concat, torch.concatenate, of=FUNCTIONS)
+def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
+    if kwargs or dim not in (1, 1 - tensors[0].ndim) or not all(type(each) is Blocks for each in tensors):
         return NotImplemented
-    return _as_features(x)
+    forms = {(each.memory.dtype, each.memory.lanes, each.sizes[:1] + each.sizes[2:]) for each in tensors}
+    return _Cat.apply(*tensors) if len(forms) == 1 else NotImplemented
 
 
-@operator(torch.reshape, torch.Tensor.reshape, torch.Tensor.view)
-def _reshape(x: Blocks, *shape: Any, **named: Any) -> Any:
-    if named or not shape or isinstance(shape[0], torch.dtype):
-        return NotImplemented
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-    features = x.shape[1:].numel()
-    if len(sizes) != 2 or sizes[0] not in (x.form.batch, -1) or sizes[1] not in (features, -1) or sizes == (-1, -1):
-        return NotImplemented
-    return _as_features(x)
+class _Cat(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Blocks) -> Blocks:
+        ctx.channels = [each.sizes[1] for each in tensors]
+        return tensors[0].like(torch.cat([each.blocks for each in tensors], dim=1))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        if torch.is_grad_enabled() or type(gradient) is not Blocks:
+            return gradient.split(ctx.channels, dim=1)
+        return tuple([gradient.like(each.contiguous()) for each in gradient.blocks.split(ctx.channels, dim=1)])
 
 
-def _as_features(x: Blocks) -> Blocks:
-    blocks, channels, rows, columns, lanes = x.blocks.shape
-    return x.view_of(x.blocks.view(blocks, channels * rows * columns, 1, 1, lanes), rank=2)
-
-
-@operator(torch.cat, torch.concat, torch.concatenate)
-def _cat(tensors: Any, dim: int = 0, **named: Any) -> Any:
-    form = alike(tensors)
-    if named or form is None or form.rank != 4 or dim % 4 != 1 or not all(isinstance(each, Blocks) for each in tensors):
-        return NotImplemented
-    return Blocks(torch.cat([each.blocks for each in tensors], dim=1), form)
-
-
-@operator(functional.batch_norm)
-def _batch_norm(
+@rule(functional.batch_norm, of=FUNCTIONS)
+def _evaluated_batch_norm(
     x: Any,
-    running_mean: Any,
-    running_var: Any,
+    mean: Any,
+    variance: Any,
     weight: Any = None,
     bias: Any = None,
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if not isinstance(x, Blocks):
+    if training or type(x) is not Blocks:
         return NotImplemented
-    if not training:
-        scale = torch.rsqrt(running_var + eps)
-        scale = scale if weight is None else scale * weight
-        shift = -running_mean * scale if bias is None else bias - running_mean * scale
-        if x.pending is not None and (scaled := x.pending.scaled(scale, shift)) is not None:
-            return x.like(scaled)
-        view = (-1, 1, 1, 1)
-        return x.like(torch.addcmul(shift.view(view), x.blocks, scale.view(view)))
-    parameters = [each for each in (running_mean, running_var, weight, bias) if each is not None]
-    if len(x) * x.shape[2:].numel() < 2 or any(each.dtype != x.dtype for each in parameters):
-        return NotImplemented
-    channels, batch, data = x.shape[1], x.form.batch, x.blocks.contiguous()
-    weight = torch.ones(channels, dtype=x.dtype) if weight is None else weight
-    bias = torch.zeros(channels, dtype=x.dtype) if bias is None else bias
-    statistics = Statistics.of(data, batch)
-    if running_mean is not None:
-        statistics.update(running_mean, running_var, momentum)
-    return x.like(Normalised(data, weight, bias, None, eps, batch, statistics, records_gradients()))
+    scale = torch.rsqrt(variance + eps)
+    scale = scale if weight is None else scale * weight
+    shift = -mean * scale if bias is None else bias - mean * scale
+    scaled = None if x.pending is None or records_gradients() else x.pending.scaled(scale, shift)
+    if scaled is not None:
+        return x.like(scaled)
+    shape = (-1, *(1,) * (len(x.sizes) - 2))
+    return torch.addcmul(shift.view(shape), x, scale.view(shape))
 
 
-@operator(functional.max_pool2d, torch.max_pool2d)
+@rule(aten.native_batch_norm.default)
+def _batch_norm(
+    x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
+) -> Any:
+    parameters = [each for each in (weight, bias, mean, variance) if each is not None]
+    if not training or type(x) is not Blocks or any(each.dtype != x.memory.dtype for each in parameters):
+        return NotImplemented
+    memory = x.memory
+    weight = torch.ones(x.sizes[1], dtype=memory.dtype) if weight is None else weight.detach()
+    bias = torch.zeros(x.sizes[1], dtype=memory.dtype) if bias is None else bias.detach()
+    blocks = x.blocks
+    statistics = memory.statistics = Statistics.of(blocks, memory.batch)
+    if mean is not None:
+        statistics.update(mean, variance, momentum)
+    deviations = torch.rsqrt(statistics.moments[:, 1] + eps).to(memory.dtype)
+    normalised = Normalised(blocks, weight, bias, eps, statistics).reading(weight, bias)
+    return x.like(normalised), statistics.centres, deviations
+
+
+@rule(aten.native_batch_norm_backward.default)
+def _batch_norm_backward(gradient: Tensor, x: Any, weight: Any, *others: Any) -> Any:
+    *_, training, eps, mask = others
+    if not training or type(x) is not Blocks or x.memory.statistics is None:
+        return NotImplemented
+    gradient = in_blocks(gradient, x.memory.lanes)
+    weight = torch.ones(x.sizes[1], dtype=x.memory.dtype) if weight is None else weight.detach()
+    normalised = Normalised(x.blocks, weight, weight, eps, x.memory.statistics)
+    pending = gradient.pending
+    if isinstance(pending, GradientOfSums) and pending.window == (1, 1):
+        of_x, *of_parameters, masked = normalised.gradients(pending.y, pending.marks, (*mask, pending.has_two_summands))
+        if masked is not None:
+            gradient.memory.content = masked
+    else:
+        of_x, *of_parameters, _ = normalised.gradients(gradient.blocks, None, (*mask, False))
+    return None if of_x is None else x.like(of_x), *of_parameters
+
+
+@rule(functional.max_pool2d, torch.max_pool2d, of=FUNCTIONS)
 def _max_pool2d(
     x: Any,
     kernel_size: Any,
@@ -240,17 +288,15 @@ def _max_pool2d(
     return_indices: bool = False,
 ) -> Any:
     kernel = _pair(kernel_size)
-    if ceil_mode or return_indices or x.form.rank != 4 or math.prod(kernel) > MOST_POSITIONS:
+    if type(x) is not Blocks or ceil_mode or return_indices or len(x.sizes) != 4 or math.prod(kernel) > MOST_POSITIONS:
         return NotImplemented
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
-    if min(pool.out_size(x.shape[2:])) < 1 or any(2 * pool.padding[axis] > kernel[axis] for axis in (0, 1)):
+    if min(pool.out_size(x.sizes[2:])) < 1 or any(2 * pool.padding[axis] > kernel[axis] for axis in (0, 1)):
         return NotImplemented
-    if x.pending is not None and (pooled := x.pending.pooled(pool)) is not None:
-        return x.like(pooled)
-    return x.like(max_pool(x.blocks, pool))
+    return max_pool(x, pool)
 
 
-@operator(functional.avg_pool2d)
+@rule(functional.avg_pool2d, of=FUNCTIONS)
 def _avg_pool2d(
     x: Any,
     kernel_size: Any,
@@ -260,28 +306,91 @@ def _avg_pool2d(
     count_include_pad: bool = True,
     divisor_override: int | None = None,
 ) -> Any:
-    kernel, (_, _, rows, columns) = _pair(kernel_size), x.shape
-    divides = rows % kernel[0] == 0 and columns % kernel[1] == 0
-    if divisor_override is not None or _pair(padding) != (0, 0) or not divides:
+    kernel = _pair(kernel_size)
+    if divisor_override is not None or _pair(padding) != (0, 0) or (stride and _pair(stride) != kernel):
         return NotImplemented
-    if stride and _pair(stride) != kernel:
-        return NotImplemented
-    return x.like(_means(x.blocks, (rows // kernel[0], columns // kernel[1])))
+    return _means(x, kernel)
 
 
-@operator(functional.adaptive_avg_pool2d)
+@rule(functional.adaptive_avg_pool2d, of=FUNCTIONS)
 def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
-    sizes = tuple(old if new is None else new for new, old in zip(_pair(output_size), x.shape[2:], strict=True))
-    if any(old % new for old, new in zip(x.shape[2:], sizes, strict=True)):
+    sizes = zip(_pair(output_size), x.shape[-2:], strict=True)
+    windows = [1 if new is None else old // new if old % new == 0 else 0 for new, old in sizes]
+    return _means(x, windows) if all(windows) else NotImplemented
+
+
+def _means(x: Any, windows: Any) -> Any:
+    if type(x) is not Blocks or len(x.sizes) != 4 or x.sizes[2] % windows[0] or x.sizes[3] % windows[1]:
         return NotImplemented
-    return x.like(_means(x.blocks, sizes))
+    return _Means.apply(x, *windows)
 
 
-def _means(data: torch.Tensor, sizes: tuple[int, ...]) -> torch.Tensor:
-    rows, columns = sizes
-    return data.unflatten(3, (columns, -1)).unflatten(2, (rows, -1)).mean((3, 5))
+class _Means(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Blocks, rows: int, columns: int) -> Blocks:
+        ctx.windows, ctx.lanes = (rows, columns), x.memory.lanes
+        return x.like(x.blocks.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).mean((3, 5)))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        rows, columns = ctx.windows
+
+        def spread(y: Tensor) -> Tensor:
+            return (y / (rows * columns)).repeat_interleave(rows, 2).repeat_interleave(columns, 3)
+
+        if torch.is_grad_enabled():
+            return spread(gradient), None, None
+        gradient = enter(gradient, ctx.lanes)
+        return gradient.like(spread(gradient.blocks)), None, None
 
 
 def _pair(value: Any) -> tuple[int, int]:
     first, second = (value, value) if isinstance(value, int) else (value[0], value[-1])
     return first, second
+
+
+def _join(function: Any, in_place: bool) -> None:
+    """Let an operator take a tensor beside blocks, whose gradient is a tensor too."""
+
+    @rule(function, of=FUNCTIONS)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and type(args[0]) is not type(args[1]):
+            args = args[0] if in_place else _joined(*args), _joined(args[1], args[0])
+        return function(*args, **kwargs)
+
+
+def _joined(x: Any, y: Any) -> Any:
+    """An operand, in blocks if the other one is."""
+    is_alike = type(y) is Blocks and type(x) is Tensor and (x.shape, x.dtype) == (y.sizes, y.memory.dtype)
+    return enter(x, y.memory.lanes) if is_alike else x
+
+
+for _names, _is_in_place in (
+    (("add", "sub", "mul", "div", "__add__", "__radd__", "__sub__", "__mul__", "__rmul__", "__truediv__"), False),
+    (("add_", "sub_", "mul_", "div_", "__iadd__", "__isub__", "__imul__", "__itruediv__"), True),
+):
+    for _name in _names:
+        _join(getattr(Tensor, _name), _is_in_place)
+        if hasattr(torch, _name):
+            _join(getattr(torch, _name), _is_in_place)
+
+
+def _read_memory(function: Any) -> None:
+    """Let a function read an activation's memory, which is a tensor's from then on."""
+
+    @rule(function, of=FUNCTIONS)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # A slice is a view, and so no blocks.
+        return function(*tree_map_only(Blocks, lambda x: aten.slice(x, 0), args), **kwargs)
+
+
+for _name in (
+    *("numpy", "tolist", "data_ptr", "storage", "untyped_storage", "share_memory_", "__array__", "__dlpack__"),
+    *("__reduce_ex__", "__deepcopy__", "__repr__", "__format__"),
+):
+    _read_memory(getattr(Tensor, _name))
+
+
+@rule(Tensor.data.__set__, of=FUNCTIONS)  # type: ignore[attr-defined]
+def _set_data(x: Tensor, value: Tensor) -> None:
+    raise TypeError("an activation of a sparse model cannot be given other data; write to it by copy_()")

@@ -1,16 +1,19 @@
-"""Max-pooling of blocks, alone or within a convolution, as part of autograd."""
+"""Max-pooling of activations in blocks, as part of autograd."""
 
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .activations import gradient_of_sums
-from .convolution import Convolution, gradients, needed
+from .activations import GradientOfSums
+from .blocks import Blocks
+from .deferred import Deferred
 from .kernel_runs import empty, run_kernel
+from .layouts import enter, records_gradients
 from .pooling_kernels import add_to_winners, find_winners, on_windows, take_winners
 from .vectors import Tile
 from .windows import Pair
@@ -68,94 +71,76 @@ class Pool:
         planes = x.shape[0] * x.shape[1]
         run_kernel(on_windows, planes, arguments, (x,), (y, winners), lanes=work, blocks=x.shape[0])
 
-    def scattered(self, y: torch.Tensor, winners: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """Blocks of a shape with `y` where each window's maximum was, and zeros elsewhere; differentiable."""
+    def scattered(self, y: Blocks, winners: torch.Tensor, sizes: tuple[int, ...], source: Deferred | None) -> Blocks:
+        """An activation with `y` where each window's maximum was, and zeros elsewhere; differentiable."""
         if torch.is_grad_enabled():
-            return _Scatter.apply(y, winners, shape, self)  # type: ignore[no-any-return]
-        if self.tiles((shape[2], shape[3])):
-            return gradient_of_sums(y, winners, self.kernel)[0]
-        x = empty(shape, y.dtype).zero_()
-        self.run(add_to_winners, x, y, winners)
-        return x
+            return _Scatter.apply(y, winners, sizes, self)  # type: ignore[no-any-return]
+        if self.tiles((sizes[2], sizes[3])):
+            return y.like(GradientOfSums(y.padded, winners, self.kernel, source))
+        x = empty((*winners.shape[:1], *sizes[1:], y.memory.lanes), y.memory.dtype).zero_()
+        self.run(add_to_winners, x, y.blocks, winners)
+        return y.like(x)
 
 
-def max_pool(x: torch.Tensor, pool: Pool) -> torch.Tensor:
-    """The maximum of each window, as ``torch.nn.functional.max_pool2d``; `x` are blocks."""
-    return _MaxPool.apply(x, pool)  # type: ignore[no-any-return]
+def max_pool(x: Blocks, pool: Pool) -> Blocks:
+    """The maximum of each window, as ``torch.nn.functional.max_pool2d``."""
+    if records_gradients() and x.requires_grad:
+        return _MaxPool.apply(x, pool)  # type: ignore[no-any-return]
+    return x.like(_maxima(x, pool, keep=False)[0])
 
 
-def convolve_and_pool(
-    x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None, convolution: Convolution, pool: Pool
-) -> torch.Tensor:
-    """The maximum of each window of a convolution's output, then ReLU; the output itself is never stored."""
-    if torch.is_grad_enabled():
-        return _ConvolveAndPool.apply(x, values, bias, convolution, pool)  # type: ignore[no-any-return]
-    return convolution.forward.pooled(x, values, bias, pool.kernel, keep=False)[0]
+def _maxima(x: Blocks, pool: Pool, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, Deferred | None]:
+    """The maxima, the winners if they are to be kept, and what has computed both in the place of `x`."""
+    pending = x.pending
+    pooled = None if pending is None else pending.pooled(pool, keep)
+    if pooled is not None:
+        return *pooled, pending
+    blocks = x.blocks
+    y = empty((*blocks.shape[:2], *pool.out_size((blocks.shape[2], blocks.shape[3])), blocks.shape[4]), blocks.dtype)
+    winners = torch.empty(y.shape, dtype=torch.uint8)
+    pool.run(find_winners, blocks, y, winners)
+    return y, winners, None
 
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, pool: Pool) -> torch.Tensor:
-        y = empty((*x.shape[:2], *pool.out_size(x.shape[2:4]), x.shape[4]), x.dtype)
-        winners = torch.empty(y.shape, dtype=torch.uint8)
-        pool.run(find_winners, x, y, winners)
-        ctx.shape, ctx.pool = x.shape, pool
+    def forward(ctx: Any, x: Blocks, pool: Pool) -> Blocks:
+        y, winners, source = _maxima(x, pool, keep=True)
+        # Autograd releases what is saved, and not what else is held here.
+        ctx.source = (lambda: None) if source is None else weakref.ref(source)
+        ctx.sizes, ctx.pool = x.sizes, pool
         ctx.save_for_backward(winners)
-        return y
+        return x.like(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (winners,) = ctx.saved_tensors
-        return ctx.pool.scattered(gradient.contiguous(), winners, ctx.shape), None
+        return ctx.pool.scattered(enter(gradient, winners.shape[-1]), winners, ctx.sizes, ctx.source()), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Any, winners: Any, shape: Any, pool: Pool) -> torch.Tensor:
+    def forward(ctx: Any, y: Blocks, winners: Any, sizes: Any, pool: Pool) -> Blocks:
         ctx.pool = pool
         ctx.save_for_backward(winners)
-        return pool.scattered(y, winners, shape)
+        return pool.scattered(y, winners, sizes, None)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (winners,) = ctx.saved_tensors
-        return _Gather.apply(gradient.contiguous(), winners, ctx.pool), None, None, None
+        return _Gather.apply(enter(gradient, winners.shape[-1]), winners, ctx.pool), None, None, None
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, winners: Any, pool: Pool) -> torch.Tensor:
-        ctx.shape, ctx.pool = x.shape, pool
+    def forward(ctx: Any, x: Blocks, winners: Any, pool: Pool) -> Blocks:
+        ctx.sizes, ctx.pool = x.sizes, pool
         ctx.save_for_backward(winners)
-        y = empty(winners.shape, x.dtype)
-        pool.run(take_winners, x, y, winners)
-        return y
+        y = empty(winners.shape, x.memory.dtype)
+        pool.run(take_winners, x.blocks, y, winners)
+        return x.like(y)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
         (winners,) = ctx.saved_tensors
-        return ctx.pool.scattered(gradient.contiguous(), winners, ctx.shape), None, None
-
-
-class _ConvolveAndPool(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Any, values: Any, bias: Any, convolution: Convolution, pool: Pool) -> torch.Tensor:
-        y, winners = convolution.forward.pooled(x, values, bias, pool.kernel, keep=any(ctx.needs_input_grad))
-        ctx.convolution, ctx.pool = convolution, pool
-        ctx.save_for_backward(x, values, winners)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        x, values, winners = ctx.saved_tensors
-        gradient, forward = gradient.contiguous(), ctx.convolution.forward
-        if not (ctx.needs_input_grad[0] or torch.is_grad_enabled()) and forward.reads_winners():
-            # As of the first layer of a model, whose output is the largest.
-            products = forward.products(x, gradient, winners, ctx.pool.kernel)
-            return *needed(ctx, None, *products), None, None
-        of_bias = None
-        if torch.is_grad_enabled():
-            gradient = ctx.pool.scattered(gradient, winners, (x.shape[0], *ctx.convolution.out_shape))
-        else:
-            gradient, of_bias = gradient_of_sums(gradient, winners, ctx.pool.kernel)
-        return *gradients(ctx, x, values, gradient, of_bias), None, None
+        return ctx.pool.scattered(enter(gradient, winners.shape[-1]), winners, ctx.sizes, None), None, None

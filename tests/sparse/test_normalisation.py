@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from jacsparse.sparse import freeze, sparsify
-from jacsparse.sparse.blocks import Blocks, Form, to_blocks
+from jacsparse.sparse.layouts import enter, leave
 from jacsparse.sparse.processor import lanes_for
 
 from ..helpers import close
@@ -98,9 +98,9 @@ def test_float32_is_as_exact_as_pytorch(batch: int, offset: float) -> None:
         leaf = x.to(dtype).requires_grad_()
         mean, variance, scale, shift = (torch.full((3,), each, dtype=dtype) for each in (0.0, 1.0, 1.5, 0.5))
         parameters = [scale.requires_grad_(), shift.requires_grad_()]
-        inputs = Blocks(to_blocks(leaf, lanes), Form(batch, 4, lanes)) if in_blocks else leaf
+        inputs = enter(leaf, lanes) if in_blocks else leaf
         y = functional.batch_norm(inputs, mean, variance, *parameters, training=True)
-        y = y.tensor if in_blocks else y
+        y = leave(y) if in_blocks else y
         (y * weights.to(dtype)).sum().backward()
         tensors = [y.detach(), leaf.grad, *[each.grad for each in parameters], mean, variance]
         return [each.double() for each in tensors]

@@ -300,7 +300,7 @@ def test_hooks_within_get_tensors(training: bool) -> None:
 
     def see(module: nn.Module, *values: object) -> None:
         tensors = [value for each in values for value in (each if isinstance(each, tuple) else (each,))]
-        assert all(type(tensor) is torch.Tensor for tensor in tensors)
+        assert all(isinstance(tensor, torch.Tensor) for tensor in tensors)
         seen.extend(tensor.detach().clone() for tensor in tensors)
 
     hooked = model[1], model[1].norms[0], model[2]

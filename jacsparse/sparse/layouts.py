@@ -1,0 +1,118 @@
+"""Activations into blocks and out of them again, as steps of autograd."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import MutableMapping
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from .blocks import Blocks, Memory, from_blocks, planes, to_blocks
+
+#: What holds no activations, or is the model's own.
+_LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType)
+
+
+def in_blocks(x: torch.Tensor, lanes: int) -> Blocks:
+    """A tensor in blocks, below autograd."""
+    return x if type(x) is Blocks else _entered(x, lanes, 1)
+
+
+def records_gradients() -> bool:
+    """Whether autograd sees what is computed; in inference mode it does not, whatever else enables gradients."""
+    return torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, lanes: int, columns: int) -> Blocks:
+        ctx.batch, ctx.lanes, ctx.columns = len(x), lanes, columns
+        return _entered(x, lanes, columns)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        return leave(enter(gradient, ctx.lanes), ctx.batch, ctx.columns), None, None
+
+
+class _Leave(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Blocks, batch: int, columns: int) -> torch.Tensor:
+        ctx.lanes, ctx.columns = x.memory.lanes, columns
+        return _left(x, batch, columns)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+        return enter(gradient, ctx.lanes, ctx.columns), None, None
+
+
+def enter(x: torch.Tensor, lanes: int, columns: int = 1) -> Blocks:
+    """A tensor in blocks, as a step of autograd.
+
+    With several columns, `x` is of two dimensions, and so many of its blocks stand side by side in one of four.
+    """
+    if type(x) is Blocks and columns == 1:
+        return x
+    if records_gradients() and x.requires_grad:
+        return _Enter.apply(x, lanes, columns)  # type: ignore[no-any-return]
+    return _entered(x, lanes, columns)
+
+
+def leave(x: Blocks, batch: int = 0, columns: int = 1) -> torch.Tensor:
+    """The tensor that `enter` takes, as a step of autograd; `batch` is for several columns."""
+    if records_gradients() and x.requires_grad:
+        return _Leave.apply(x, batch, columns)  # type: ignore[no-any-return]
+    return _left(x, batch, columns)
+
+
+def _entered(x: torch.Tensor, lanes: int, columns: int) -> Blocks:
+    blocks = to_blocks(planes(x), lanes * columns)
+    if columns == 1:
+        return Blocks(Memory(blocks, len(x)), tuple(x.shape))
+    batch, channels = len(blocks) * lanes, blocks.shape[1]
+    return Blocks(Memory(blocks.view(-1, channels, 1, columns, lanes), batch), (batch, channels, 1, columns))
+
+
+def _left(x: Blocks, batch: int, columns: int) -> torch.Tensor:
+    if columns == 1:
+        return x.copied()
+    return from_blocks(x.blocks.flatten(3)[:, :, :, None], batch).flatten(1)
+
+
+def plain(value: Any) -> Any:
+    """A value with tensors in PyTorch's layout for blocks, those in containers and in objects' attributes too."""
+    return value if type(value) is torch.Tensor else _plain(value, {})
+
+
+def _plain(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
+    if isinstance(value, _LEAVES) and not isinstance(value, Blocks):
+        return value
+    if id(value) in done:
+        return done[id(value)][1]
+    if isinstance(value, Blocks):
+        result: Any = leave(value)
+    elif isinstance(value, tuple):
+        items = [_plain(each, done) for each in value]
+        if all(new is each for new, each in zip(items, value, strict=True)):
+            return value
+        result = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    else:
+        result = value
+    # With the value, so that no other one gets its number.
+    done[id(value)] = value, result
+    if result is not value:
+        return result
+    if isinstance(value, list):
+        value[:] = [_plain(each, done) for each in value]
+    elif isinstance(value, MutableMapping):
+        for name, each in list(value.items()):
+            if (new := _plain(each, done)) is not each:
+                value[name] = new
+    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
+    for name in {*fields, *getattr(value, "__dict__", ())}:
+        each = getattr(value, name, None)
+        if (new := _plain(each, done)) is not each:
+            # Frozen ones too.
+            object.__setattr__(value, name, new)
+    return result
