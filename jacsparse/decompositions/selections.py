@@ -148,19 +148,19 @@ def _as_lines(x: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
 
 def _selected(lines: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """The elements of lines, ``(..., size)``, that an index names along their last axis."""
-    chosen = index[..., None] % lines.shape[-1] == torch.arange(lines.shape[-1], device=lines.device)
+    chosen = index[..., None] % max(1, lines.shape[-1]) == torch.arange(lines.shape[-1], device=lines.device)
     return torch.where(chosen, lines[..., None, :], lines.new_zeros(())).sum(-1)
 
 
 def _placed(lines: torch.Tensor, index: torch.Tensor, source: torch.Tensor, *, adds: bool) -> torch.Tensor:
     """Lines, ``(..., size)``, with a source's elements put or added where an index names them."""
-    named = index[..., None] % lines.shape[-1] == torch.arange(lines.shape[-1], device=lines.device)
+    named = index[..., None] % max(1, lines.shape[-1]) == torch.arange(lines.shape[-1], device=lines.device)
     sums = torch.where(named, source[..., None], source.new_zeros(())).sum(-2)
     return sums + (lines if adds else torch.where(named.any(-2), lines.new_zeros(()), lines))
 
 
 def selection(overload: Any, args: Sequence[Any]) -> Callable[..., torch.Tensor] | None:
-    """A selection by computed indices as a sum; None where a call is none, or writes in place."""
+    """A selection by computed indices as a sum; None where a call is none."""
     return _SELECTIONS.get(overload)
 
 
@@ -173,8 +173,10 @@ _SELECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.index_fill.int_Scalar: _index_fill,
     aten.index_fill.int_Tensor: _index_fill,
     aten.index_put.default: _index_put,
+    aten.index_put_.default: _index_put,
     aten.index_select.default: _index_select,
     aten.masked_scatter.default: _masked_scatter,
+    aten.masked_scatter_.default: _masked_scatter,
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,

@@ -111,6 +111,11 @@ def _segment_reduce(
     return torch.where(reduced < initial if reduce == "max" else reduced > initial, initial, reduced)
 
 
+def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    x, mask = torch.broadcast_tensors(x, mask)
+    return x[mask]
+
+
 _OURS: dict[Any, Callable[..., Any]] = {
     **SOLVES,
     **BACKWARD,
@@ -119,5 +124,6 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten._pdist_forward.default: _pdist,
     aten.index_reduce.default: _index_reduce,
     aten.segment_reduce.default: _segment_reduce,
+    aten.masked_select.default: _masked_select,
     aten.linalg_cross.default: _cross,
 }

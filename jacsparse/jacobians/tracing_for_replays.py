@@ -20,11 +20,13 @@ from ..decompositions import indices_of, is_sparse
 from ..patterns import UnsupportedOperatorError
 from ..stages import chain_of, refuse_hooks
 from ..tracing import (
+    BackwardPass,
     FunctionCall,
     Node,
     Trace,
     Value,
     check_module,
+    function_error,
     memory_of,
     module_of,
     name_of,
@@ -247,6 +249,8 @@ def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.
         memories = {value: memory_of(trace.tensor(value)) for value in values}
         if isinstance(node.overload, FunctionCall) and node.arguments["elements"].number in graph.captures:
             raise refusal(node, f"{node.overload.function.__name__} computes by no operator of PyTorch's", again)
+        if isinstance(node.overload, BackwardPass) and node.overload.problem:
+            raise function_error(node)
         if any(isinstance(value, torch.UntypedStorage) for value in node.arguments.values()):
             raise refusal(node, f"{node.name} takes the memory of a tensor", again)
         if node.draws:
@@ -256,7 +260,8 @@ def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.
             effect = f"{node.name} shows Python what a tensor holds"
             raise refusal(node, effect, f"{again}; {_STATIC}" if of_numbers else again)
         read = [trace.tensor(value).dtype for value in values if value in floats]
-        if read and (node.name == "aten._to_sparse" or (node.facts.dynamic and shows(node.overload, read))):
+        sized = node.facts.dynamic and not node.by_parts
+        if read and (node.name == "aten._to_sparse" or (sized and shows(node.overload, read))):
             raise refusal(
                 node, f"the size of the result of {node.name} depends on what a tensor of floats holds", again
             )

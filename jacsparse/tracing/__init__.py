@@ -17,16 +17,18 @@
     The calls of a graph through which a derivative passes, each an `Operation`, as one sample sees them.
 
 **What decides a graph** is in `CapturedRun.key`: for each call the operator, whether autograd recorded it, literal
-arguments, which values its tensors are, the classes of autograd's nodes of these, the sizes that depend on elements,
-and the path of the module; of captures the form, and whether they have gradients; where writes go; the form of the
-input and the default dtype. A float is no part of it, unless it is 0 or 1, in a list, or the call depends on the input
-and has no rule, has parts, or has a rule that reads numbers or contents (`Facts.bakes`); nor is an integer that is a
-factor or term. Nothing of an earlier run is taken for this one's: tensors, numbers and autograd's nodes are the run's
-own.
+arguments, which values its tensors are, the classes of autograd's nodes of these, the sizes that depend on elements
+but for those of what masks select and put back (`masks`), and the path of the module; of captures the form, and whether
+they have gradients; where writes go; the form of the input and the default dtype. The calls of a Function's backward
+pass (`functions`) are among the run's. A float is no part of it, unless it is 0 or 1, in a list, or the call depends on
+the input and has no rule, has parts, or has a rule that reads numbers or contents (`Facts.bakes`); nor is an integer
+that is a factor or term. Nothing of an earlier run is taken for this one's: tensors, numbers and autograd's nodes are
+the run's own.
 """
 
 from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients
 from .calls import calls_of, with_constants, with_identities
+from .functions import function_error
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
 from .graphs import GRAPHS
 from .modules import (
@@ -45,7 +47,7 @@ from .modules import (
     undisturbed,
     without_autocast,
 )
-from .operators import FunctionCall, Rewrite, facts_of, shows
+from .operators import BackwardPass, FunctionCall, Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, excluded_by, mask_of
 from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
@@ -56,6 +58,7 @@ from .traces import StaleError, Trace, is_recording
 __all__ = [
     "GRAPHS",
     "SAMPLES",
+    "BackwardPass",
     "Form",
     "FunctionCall",
     "Graph",
@@ -81,6 +84,7 @@ __all__ = [
     "excluded_by",
     "facts_of",
     "form_of",
+    "function_error",
     "has_node_hooks",
     "is_hooked",
     "is_recording",

@@ -10,12 +10,23 @@ import torch
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
+from torch.overrides import enable_reentrant_dispatch
 
 Result = TypeVar("Result")
 
 
 #: The number of the node of autograd's graph that this thread makes next.
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+#: The class of the nodes that only raise errors.
+OF_ERRORS = type(torch._C._functions.DelayedError(b"", 1)(torch.empty(0, device="cpu", requires_grad=True)).grad_fn)  # type: ignore[attr-defined]
+
+
+def recording_derivatives() -> contextlib.AbstractContextManager[Any]:
+    """A context in which autograd records, also while a mode handles a call, where PyTorch leaves that out."""
+    within = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
+    return enable_reentrant_dispatch() if within else contextlib.nullcontext()
 
 
 def node_of(tensor: torch.Tensor) -> Any:
@@ -80,8 +91,25 @@ def with_all_gradients(function: Callable[[], Result]) -> Result:
 def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor | None, ...]:
     """The gradients that a node passes on, one for each of its ``next_functions``; no hook is called."""
     with torch.no_grad():
+        if isinstance(node, BackwardCFunction):
+            zeros = zeros_for(node)
+            given = [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
+            results = iter(apply_function(node, given))
+            return tuple([None if behind is None else next(results) for behind, _ in node.next_functions])
         passed = node(*gradients)
     return passed if isinstance(passed, tuple) else (passed,)
+
+
+def zeros_for(node: Any) -> list[torch.Tensor]:
+    """Zeros as gradients of all that a node is of."""
+    return [torch.zeros(each.shape, dtype=each.dtype, device=each.device) for each in node._input_metadata]
+
+
+def apply_function(node: Any, gradients: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """What a ``torch.autograd.Function``'s backward pass returns for those of its inputs that need a gradient."""
+    passed = node.apply(*gradients)
+    passed = passed if isinstance(passed, (tuple, list)) else (passed,)
+    return [passed[place] for place, needed in enumerate(node.needs_input_grad) if needed]
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator as operator_
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,16 +21,24 @@ from torch.autograd.function import BackwardCFunction
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import DispatchMode, a_type
-from .autograd_nodes import is_of_hooks, is_of_operator, leads_to, next_node, node_of
+from .autograd_nodes import (
+    OF_ERRORS,
+    is_of_hooks,
+    is_of_operator,
+    leads_to,
+    next_node,
+    node_of,
+    recording_derivatives,
+)
 from .callers import Callers, hooks_so_far, place
 from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
+from .functions import RecordedBackward, value_of_function
 from .graph import Scalar, Value, captured_form, form_of
-from .modules import name_of
+from .masks import PUTS, Masks
+from .modules import name_of, without_autocast
 from .operators import (
+    BackwardPass,
     Facts,
-    FunctionCall,
-    Gather,
-    Rewrite,
     facts_of,
     named_tensors,
     number_types,
@@ -41,18 +49,8 @@ from .operators import (
     written_tensors,
 )
 from .saved_tensors import saves_by_hooks
-from .storages import (
-    OUTSIDE,
-    Contents,
-    Pieces,
-    Storages,
-    are_alike,
-    base_of,
-    extent_of,
-    memory_of,
-    numbered,
-    replaces,
-)
+from .storages import Storages, are_alike, extent_of, memory_of, replaces
+from .writes import begin_write, current, end_write
 
 aten = torch.ops.aten
 
@@ -107,25 +105,30 @@ class Recorder(DispatchMode):
         self.key: list[Hashable] = [torch.get_default_dtype()]
         #: The first call that is refused: the run goes on, since what it raises itself comes first.
         self.problem: Exception | None = None
-        self._storages = Storages(self.run.tensors)
+        self.storages = Storages(self.run.tensors)
+        self.masks = Masks(self.run)
         #: Values that no call computes again.
-        self._irreplaceable = set[int]()
-        self._functions: dict[tuple[Any, int], int] = {}
+        self.irreplaceable = set[int]()
+        #: By autograd's node of a Function, what its backward pass computes; by the output too, the value that has the
+        #: derivative, and those of the result by the values that have its elements.
+        self.backward_passes: dict[Any, RecordedBackward] = {}
+        self.functions: dict[tuple[Any, int], tuple[int, dict[int, int]]] = {}
         #: Tensors without a gradient, by their ids, whose values others have that may have one.
         self._detached = set[int]()
         # Of the call that is recorded: its operands, and the class of autograd's node of each.
         self._operands: list[int] = []
-        self._kinds: list[type | None] = []
+        self.kinds: list[type | None] = []
         self._flags = 0
         self._has_floats = False
         self._sequence = -1
+        self._apart = False
         self._has_hooks = self._saved_by_hooks = False
 
     def begin(self, x: torch.Tensor, flags: int = DEPENDENT | ACTIVE | DIFFERENTIABLE) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
         self.key.append(form_of(x))
         number = self.bind(x, flags)
-        self._irreplaceable.add(number)
+        self.irreplaceable.add(number)
         if x.grad_fn is not None:
             self.run.gradient_edges[number] = x.grad_fn, x.output_nr
         return number
@@ -144,23 +147,24 @@ class Recorder(DispatchMode):
         overload = with_memory(overload)
         self.callers.call = overload, args
         facts = facts_of(overload)
-        if facts.viewed is not None and not facts.written and self._storages.written:
+        if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
-            if viewed is not None and self._storages.get(viewed) is not None:
+            if viewed is not None and self.storages.get(viewed) is not None:
                 result = overload(*args, **kwargs)
                 views = tensors_in(result)
                 if all(are_alike(view, viewed) for view in views):
                     # Where they are read, they are what the storage holds then.
                     self.alive += views
+                    self.masks.leave([] if overload is aten.view.default else [self.numbers.get(id(viewed))])
                     return result
                 return self._record(overload, facts, args, kwargs, lambda: result)
         if facts.reshapes:
-            self._storages.look_at(args[0])
+            self.storages.look_at(args[0])
             # Its value has its shape of now.
             number = self.numbers.pop(id(args[0]), None)
             if number is not None:
                 self.run.tensors[number] = args[0].detach()
-            self._storages.forget(args[0])
+            self.storages.forget(args[0])
             return overload(*args, **kwargs)
         if overload is aten.copy_.default and replaces(*args[:2]):
             return self._replaced(*args)
@@ -175,7 +179,11 @@ class Recorder(DispatchMode):
                 "one tensor"
             )
         run.output, *run.beside = self.values_of([output, *beside])
-        run.active = self._kinds[0] not in (None, _NONE) and bool(self.flags[run.output] & ACTIVE)
+        run.active = self.kinds[0] not in (None, _NONE) and bool(self.flags[run.output] & ACTIVE)
+        if self.masks.selected:
+            sizes, error = self.masks.finish([run.output, *run.beside])
+            self.key += sizes
+            self.problem = self.problem or error
         if self.problem is not None:
             raise self.problem
         run.saved_by_hooks = self._saved_by_hooks
@@ -192,66 +200,102 @@ class Recorder(DispatchMode):
         self.run.tensors.append(tensor)
         self.flags.append(flags)
         self.numbers[id(tensor)] = number
-        if self._storages.written:
-            self._storages.note(tensor)
+        if self.storages.written:
+            self.storages.note(tensor)
         return number
 
     def alias(self, result: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """Give a tensor without a gradient the value of another one, which has the same elements."""
         self.numbers[id(result)] = self.numbers[id(tensor)]
-        self._storages.note_as(result, tensor)
+        self.storages.note_as(result, tensor)
         self._detached.add(id(result))
         self.alive.append(result)
         return result
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """A context, while a call is recorded, for others that come before it, whose results are constants to it.
+
+        Python may not read what depends on the input there.
+        """
+        state = self._operands, self.kinds, self._flags, self._has_floats, self._sequence
+        outer = self.in_parts, self.readable, self._apart
+        self.in_parts, self.readable, self._apart = True, False, True
+        try:
+            with recording_derivatives(), torch.no_grad(), without_autocast(self.run.tensors[0].device), self:
+                yield
+        finally:
+            self._operands, self.kinds, self._flags, self._has_floats, self._sequence = state
+            self.in_parts, self.readable, self._apart = outer
+
     def depends_on_input(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on the input."""
         number = self.numbers.get(id(tensor))
-        if self._storages.written:
-            number = self._current(tensor, number)
+        if self.storages.written:
+            number = current(self, tensor, number)
         return number is not None and bool(self.flags[number] & DEPENDENT)
 
     def values_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """The values that tensors hold after all calls."""
-        self._operands, self._kinds = [], []
+        self._operands, self.kinds = [], []
         return [self.read(tensor) for tensor in tensors]
 
     def read(self, tensor: torch.Tensor) -> int:
         """The value that a tensor holds now, an operand of the call that is recorded."""
         number = self.numbers.get(id(tensor))
-        if self._storages.written:
-            number = self._current(tensor, number)
+        if self.storages.written:
+            number = current(self, tensor, number)
         elif number is None:
-            number = self._from_elsewhere(tensor)
+            number = self.from_elsewhere(tensor)
         kind: type | None = None
         if self.in_parts:
-            passes = self.flags[number] & DIFFERENTIABLE and id(tensor) not in self._detached
+            passes = self.flags[number] & DIFFERENTIABLE and not self._apart and id(tensor) not in self._detached
             kind = Recorder if passes and (tensor.is_floating_point() or tensor.is_complex()) else None
         elif tensor.requires_grad:
             node = node_of(tensor)
             kind = type(node)
             if node is not None:
                 if kind.__base__ is BackwardCFunction:
-                    number = self._of_function(tensor, node, number)
+                    if (value := self._of_function(tensor, node, number)) is not None:
+                        # Which Function it is, its calls tell.
+                        number, kind = value, BackwardCFunction
+                elif kind is OF_ERRORS:
+                    # Else it would be taken for a constant, as PyTorch's Hessians do.
+                    what = "a backward pass that is marked with once_differentiable is differentiated"
+                    self.refuse(what, "leave the mark out where it is made of operators with derivatives")
                 # Another tensor with the same elements may be a view of this one.
                 edges = self.run.gradient_edges
                 if number not in edges and self.run.tensors[number] is tensor:
                     edges[number] = node, tensor.output_nr
         flags = self.flags[number]
         self._flags |= flags & DEPENDENT if kind is None else flags & ~ACTIVE if kind is _NONE else flags
-        self._kinds.append(kind)
+        self.kinds.append(kind)
         self._operands.append(number)
         return number
 
-    def _from_elsewhere(self, tensor: torch.Tensor) -> int:
-        """The value of a tensor that no call has made."""
-        if memory_of(tensor) and any(value not in self.run.captures for value in self._storages.values_on(tensor)):
-            # Another name of what a call has made, as ``.data`` gives.
-            self._storages.look_at(tensor)
-            return self._current(tensor, None)
-        return self._captured(tensor)
+    def _of_function(self, tensor: torch.Tensor, node: Any, number: int) -> int | None:
+        """The value of what a ``torch.autograd.Function`` returned, with the elements of another; None of a hook's."""
+        if is_of_hooks(node) or is_of_operator(node):
+            self._has_hooks |= is_of_hooks(node)
+            return None
+        number = self.numbers[id(tensor)] = value_of_function(self, tensor, node, number)
+        return number
 
-    def _captured(self, tensor: torch.Tensor) -> int:
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The value of a tensor that a call has made, which is no operand here."""
+        number, node = self.numbers[id(tensor)], node_of(tensor)
+        value = self._of_function(tensor, node, number) if isinstance(node, BackwardCFunction) else None
+        return number if value is None else value
+
+    def from_elsewhere(self, tensor: torch.Tensor) -> int:
+        """The value of a tensor that no call has made."""
+        if memory_of(tensor) and any(value not in self.run.captures for value in self.storages.values_on(tensor)):
+            # Another name of what a call has made, as ``.data`` gives.
+            self.storages.look_at(tensor)
+            return current(self, tensor, None)
+        return self.captured(tensor)
+
+    def captured(self, tensor: torch.Tensor) -> int:
         """A new value from elsewhere."""
         start = self.run.gradient_edges.get(0)
         if tensor.grad_fn is not None and start is not None and leads_to(tensor.grad_fn, {start[0]}):
@@ -263,93 +307,20 @@ class Recorder(DispatchMode):
         self.key.append(form)
         number = self.bind(tensor, DIFFERENTIABLE * tensor.requires_grad)
         self.run.captures[number] = form
-        self._irreplaceable.add(number)
+        self.irreplaceable.add(number)
         return number
-
-    # Storages that are written to.
-
-    def _current(self, tensor: torch.Tensor, number: int | None) -> int:
-        """The value that a tensor holds now, of which it may have had another one."""
-        storage = self._storages.get(tensor)
-        if storage is None:
-            return self._from_elsewhere(tensor) if number is None else number
-        if number is not None and self._storages.is_noted(tensor, storage):
-            return number
-        if tensor.element_size() != storage.itemsize or tensor.is_conj() or tensor.is_neg():
-            raise self.callers.unsupported("a tensor is written to as numbers of another kind", "compute new ones")
-        number = self._held(tensor, storage.contents)
-        edge = self.run.gradient_edges.get(number)
-        # What autograd saved is another tensor with the same node.
-        if tensor.requires_grad and edge != (node_of(tensor), tensor.output_nr):
-            derivative = self._held(tensor, storage.derivatives(tensor))
-            if derivative != number:
-                number = self._append(Rewrite(), (number, derivative), tensor, (False, True))
-        self.numbers[id(tensor)] = number
-        self._storages.note(tensor)
-        self.alive.append(tensor)
-        return number
-
-    def _held(self, tensor: torch.Tensor, contents: Contents) -> int:
-        """The value that has a tensor's elements, by what its storage holds."""
-        pieces = contents.read(extent_of(tensor))
-        if isinstance(pieces, int):
-            return pieces
-        if len(pieces.values) == 1 and self._is_whole(pieces, tensor.shape):
-            return pieces.values[0]
-        values = list(pieces.values)
-        if OUTSIDE in values:
-            # What no value had is as it was before the run.
-            place = values.index(OUTSIDE)
-            values[place] = self._captured(tensor.detach().clone())
-            pieces.places[pieces.which == place] = numbered(tensor.shape)[pieces.which == place]
-        return self._append(Gather(pieces.which, pieces.places), values, tensor)
-
-    def _is_whole(self, pieces: Pieces, shape: torch.Size) -> bool:
-        """Whether a tensor of a shape has all elements of one value in their order."""
-        (value,) = pieces.values
-        known = self.run.tensors[value] if value != OUTSIDE else None
-        return known is not None and known.shape == shape and bool((pieces.places == numbered(shape)).all())
-
-    def _begin_write(self, tensor: torch.Tensor, seen: bool) -> None:
-        """Refuse a write that cannot be recorded, and copy what it is about to change and no call computes again."""
-        base = base_of(tensor)
-        if seen and any(self._kinds) and (tensor.dtype != base.dtype or tensor.is_conj()):
-            # Autograd makes the view again under a lock, which a look at its node within that call waits for.
-            what = "it writes to a part, or a conjugate, of a complex tensor"
-            raise self.callers.unsupported(what, "compute new parts, and take torch.complex of these")
-        if base.requires_grad and base.is_leaf and id(base) not in self.numbers:
-            self._captured(base)
-        if seen and self.run.captures.get(self.numbers.get(id(base), -1), (None, False))[1]:
-            self.refuse("a tensor that has a gradient from before the call is written to", "write to a clone of it")
-        self._storages.look_at(tensor)
-        for value in self._storages.overwrite(tensor):
-            self.run.overwritten.add(value)
-            if value in self._irreplaceable and value not in self.run.copies:
-                self.run.copies[value] = self.run.tensors[value].detach().clone()
-
-    def _end_write(self, tensor: torch.Tensor, value: int, *, seen: bool) -> None:
-        """Take a value for what a tensor was overwritten with."""
-        storage = self._storages.get(tensor)
-        if storage is None:
-            return
-        storage.write(tensor, value, seen=seen)
-        self.numbers[id(tensor)] = value
-        if seen:
-            self._storages.note(tensor)
-        # Views of a written storage are no calls, and a value may lie at several places.
-        self.key.append((storage.number, value, extent_of(tensor), seen, storage.family(tensor)))
 
     def _replaced(self, tensor: torch.Tensor, other: torch.Tensor, *_: Any) -> torch.Tensor:
         """Copy a tensor onto another one, which then is the same value."""
-        self._operands, self._kinds, seen = [], [], self.in_parts or torch.is_grad_enabled()
+        self._operands, self.kinds, seen = [], [], self.in_parts or torch.is_grad_enabled()
         value = self.read(other)
-        flags, kind = self.flags[value], self._kinds[0]
+        flags, kind = self.flags[value], self.kinds[0]
         if seen and (flags & ACTIVE if kind is _NONE else kind is None and flags & DIFFERENTIABLE):
             # It has the elements alone.
-            value = self._append(aten.alias.default, (value,), other, (False,))
-        self._begin_write(tensor, seen)
+            value = self.append(aten.alias.default, (value,), other, (False,))
+        begin_write(self, tensor, seen)
         aten.copy_.default(tensor, other)
-        self._end_write(tensor, value, seen=seen)
+        end_write(self, tensor, value, seen=seen)
         self.alive.append(tensor)
         return tensor
 
@@ -359,7 +330,7 @@ class Recorder(DispatchMode):
         self, overload: Any, facts: Facts, args: Any, kwargs: dict[str, Any], run: Callable[[], Any] | None = None
     ) -> Any:
         """Run a call and record it."""
-        self._operands, self._kinds, self._flags = [], [], 0
+        self._operands, self.kinds, self._flags = [], [], 0
         keys = self._keys_of(args)
         if kwargs:
             keys += (*kwargs, *self._keys_of(kwargs.values()))
@@ -367,32 +338,44 @@ class Recorder(DispatchMode):
         depends = flags & DEPENDENT and not facts.of_shape
         if not depends:
             flags &= DIFFERENTIABLE
-        elif facts.reads and not self.readable:
-            self._check_reads(overload)
+        selection = None
+        if depends and facts.reads:
+            if facts.dynamic and not self.in_parts:
+                selection = self.masks.selection(overload, args, self._operands)
+            if selection is None and not self.readable:
+                self._check_reads(overload)
         scalars: tuple[tuple[str, Scalar], ...] = ()
         if (self._has_floats or facts.of_numbers) and not (self.in_parts or (depends and facts.bakes)):
             scalars = self._free_numbers(facts, args, kwargs, keys)
         self._has_floats = False
         written = written_tensors(facts, args, kwargs) if facts.written else ()
+        of_masks: Collection[int] = ()
+        if written and self.masks.selected:
+            of_masks = {id(tensor) for tensor in written if self.numbers.get(id(tensor)) in self.masks.selected}
         for tensor in written:
-            self._begin_write(tensor, seen)
+            begin_write(self, tensor, seen)
         result = overload(*args, **kwargs) if run is None else run()
         results = (result,) if type(result) is torch.Tensor and not written else with_written(result, written)
         first, count, path = len(self.run.tensors), len(results), self.callers.path
         for tensor in results:
             number = self.bind(tensor, flags)
             if written and any(tensor is each for each in written):
-                self._end_write(tensor, number, seen=seen)
+                end_write(self, tensor, number, seen=seen, sized=id(tensor) not in of_masks)
         if facts.keeps:
-            self._irreplaceable.update(range(first, first + count))
-        kinds = tuple(self._kinds)
-        sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic else count
+            self.irreplaceable.update(range(first, first + count))
+        kinds = tuple(self.kinds)
+        sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic and selection is None else count
         self.key += (id(overload), seen, *keys, kinds, sizes, path)
         call = (overload, args, kwargs, self._operands, kinds, scalars, seen, first, count, bool(written))
-        self.run.calls.append(tuple.__new__(CapturedCall, (*call, self._sequence, path, place())))
+        captured = tuple.__new__(CapturedCall, (*call, self._sequence, path, place()))
+        self.run.calls.append(captured)
+        if selection is not None:
+            self.masks.begin(captured, selection, None if self.readable else self.callers.read_error(overload))
+        elif (self.masks.selected or facts.name in PUTS) and self.masks.follow(captured, facts) and not self.readable:
+            self.problem = self.problem or self.callers.read_error(torch.ops.aten.nonzero.default)
         return result
 
-    def _append(
+    def append(
         self, operator: Any, operands: Sequence[int], result: torch.Tensor, passes: Sequence[bool] | None = None
     ) -> int:
         """Record a call that the run did not make; derivatives pass through all operands, or those that `passes` says.
@@ -402,12 +385,14 @@ class Recorder(DispatchMode):
         flags_of = [self.flags[value] for value in operands]
         through = [each if passes is None or passes[place] else each & DEPENDENT for place, each in enumerate(flags_of)]
         number, path = self.bind(result, functools.reduce(operator_.or_, through, 0)), self.callers.path
-        kinds = tuple([FunctionCall if each & DIFFERENTIABLE else None for each in through])
+        kinds = tuple([Recorder if each & DIFFERENTIABLE else None for each in through])
         args = [result] * len(operands)
         call = CapturedCall(operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place())
         self.run.calls.append(call)
-        kind = operator.function if isinstance(operator, FunctionCall) else type(operator)
-        self.key += (id(kind), tuple(operands), kinds, path, extent_of(result))
+        if self.masks.selected:
+            self.masks.follow(call, facts_of(operator))
+        kind = operator if isinstance(operator, BackwardPass) else id(type(operator))
+        self.key += (kind, tuple(operands), kinds, path, extent_of(result))
         return number
 
     def _keys_of(self, values: Iterable[Any]) -> list[Hashable]:
@@ -448,38 +433,6 @@ class Recorder(DispatchMode):
         tensors = [self.run.tensors[value] for value in self._operands if self.flags[value] & DEPENDENT]
         if shows(overload, [tensor.dtype for tensor in tensors]):
             raise self.callers.read_error(overload)
-
-    # Functions that have backward passes of their own.
-
-    def _of_function(self, tensor: torch.Tensor, node: Any, number: int) -> int:
-        """The value of what a ``torch.autograd.Function`` returned, whose elements are those of another value."""
-        if is_of_hooks(node) or is_of_operator(node):
-            self._has_hooks |= is_of_hooks(node)
-            return number
-        place = node, tensor.output_nr
-        if place not in self._functions:
-            operands = [self._behind(*edge) for edge in node.next_functions]
-            known = [value for value in operands if value is not None]
-            function = FunctionCall(type(node)._forward_cls, tensor.output_nr)
-            passes = [False, *[True] * len(known)]
-            self._functions[place] = self._append(function, [number, *known], tensor, passes)
-        self.numbers[id(tensor)] = self._functions[place]
-        return self._functions[place]
-
-    def _behind(self, node: Any, output: int) -> int | None:
-        """The value whose gradient a node computes; None where that is nobody's."""
-        if node is None:
-            return None
-        if hasattr(node, "variable"):
-            number = self.numbers.get(id(node.variable))
-            return self._from_elsewhere(node.variable) if number is None else number
-        for value, edge in self.run.gradient_edges.items():
-            if edge == (node, output):
-                return value
-        for tensor in (*self.run.tensors, *self.alive):
-            if tensor.grad_fn is node and tensor.output_nr == output:
-                return self.numbers[id(tensor)]
-        raise UnsupportedOperatorError(f"{node.name()} is computed by no operator that was seen")
 
     def refuse(self, what: str, remedy: str) -> None:
         """Set the error that the run ends with, unless one is set."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ DEPENDENT, ACTIVE, DIFFERENTIABLE = 1, 2, 4
 class CapturedCall(NamedTuple):
     """A call of a run."""
 
-    #: An OpOverload, a `Gather`, a `Rewrite` or a `FunctionCall`.
+    #: An OpOverload, a `Gather`, a `Rewrite` or a `BackwardPass`.
     overload: Any
     #: As they were passed; of a call that the run did not make, any tensors.
     args: Sequence[Any]
@@ -72,6 +72,10 @@ class CapturedRun:
     hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: How many hooks had been registered when it began.
     hooks: int = 0
+    #: The values of elements that masks select which are of the masks' own shapes in a graph.
+    spread: set[int] = field(default_factory=set)
+    #: What computes the results of some calls from tensors of such shapes, by the first result: see `Masks`.
+    by_mask: dict[int, tuple[Callable[..., torch.Tensor] | None, int | None]] = field(default_factory=dict)
     key: tuple[Hashable, ...] = ()
     output: int = -1
     #: Whether a derivative passes through the output.

@@ -9,7 +9,6 @@ from torch.autograd.function import BackwardCFunction
 from ..patterns import UnsupportedOperatorError
 from .autograd_nodes import is_of_hooks
 from .graph import Node
-from .operators import FunctionCall
 from .traces import Trace
 
 
@@ -19,12 +18,10 @@ def check_derivatives(trace: Trace) -> None:
     Raises
     ------
     UnsupportedOperatorError
-        Where one is not that of the operator which made the value, as that of a ``torch.autograd.Function``.
+        Where one is not that of the operator which made the value.
     """
     infos = trace.graph.infos
     for node in trace.graph.differentiated:
-        if isinstance(node.overload, FunctionCall) and any(operand.active for operand in node.operands):
-            raise _of_function(node)
         for operand in node.operands:
             maker = infos[operand.value].maker
             # An operator copies a lazy negative, without autograd.
@@ -81,19 +78,6 @@ def _is_of_operand(trace: Trace, number: int, maker: Node) -> bool:
         if is_view and edge is not None and edge[0]._sequence_nr() == number:
             return True
     return False
-
-
-def _of_function(node: Node) -> UnsupportedOperatorError:
-    """The error where a ``torch.autograd.Function`` works on what depends on the input."""
-    function = node.overload.function
-    remedy = "write it with operators, as x + (f(x) - x).detach(), or make it a custom operator with a rule"
-    if function.__module__ == "torch.utils.checkpoint":
-        remedy = "pass use_reentrant=False to checkpoint"
-    what = f"{function.__name__} is a torch.autograd.Function, whose derivative is its own"
-    if function.__module__.startswith("jacsparse.jacobians"):
-        what = "values of a Jacobian are not differentiated by rules"
-        remedy = "take jacsparse.hessian of a scalar function, or torch.autograd's Jacobian of the values"
-    return _unsupported(node, what, remedy)
 
 
 def _unsupported(node: Node, what: str, remedy: str) -> UnsupportedOperatorError:

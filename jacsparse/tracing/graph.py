@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
 from .callers import Place, source_of
-from .operators import RUNNING, Facts, FunctionCall, Gather, Rewrite, is_written, operator_name, with_written
+from .operators import RUNNING, BackwardPass, Facts, Gather, Rewrite, is_written, operator_name, with_written
 
 
 class _Known(dict[int, "Value"]):
@@ -100,7 +100,7 @@ def captured_form(tensor: torch.Tensor) -> tuple[Form, bool]:
 class Node:
     """One call of an operator."""
 
-    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, a `Gather`, a `Rewrite` or a `FunctionCall`.
+    #: An OpOverload, as in ``torch.ops.aten.add.Tensor``, a `Gather`, a `Rewrite` or a `BackwardPass`.
     overload: Any
     facts: Facts
     #: As it was called, with references in the place of tensors and of numbers that may change.
@@ -204,6 +204,8 @@ class Graph:
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     #: The value here of each of a run's values.
     numbers: list[int] = field(default_factory=list)
+    #: Whether values have the shape of a mask in the place of what it selects in runs.
+    spreads: bool = False
     #: If there are backward hooks of modules: the calls within each module, from one to another.
     hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: The output as an operand.
@@ -213,8 +215,10 @@ class Graph:
 
     @functools.cached_property
     def numbers_as_runs(self) -> bool:
-        """Whether its values have the numbers that runs give them."""
-        return len(self.numbers) == len(self.infos) and self.numbers == list(range(len(self.infos)))
+        """Whether its values have the numbers and shapes that runs give them."""
+        return (
+            not self.spreads and len(self.numbers) == len(self.infos) and self.numbers == list(range(len(self.infos)))
+        )
 
     @functools.cached_property
     def differentiated(self) -> list[Node]:
@@ -274,7 +278,7 @@ class Graph:
             if number in others:
                 return True
             maker = self.infos[number].maker
-            if number not in seen and maker is not None:
+            if number not in seen and maker is not None and not maker.facts.of_shape:
                 seen.add(number)
                 waiting.extend(each for _, each in maker.tensors)
         return False
@@ -288,7 +292,7 @@ class Graph:
 
 def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
-    if isinstance(overload, (Gather, Rewrite, FunctionCall)):
+    if isinstance(overload, (Gather, Rewrite, BackwardPass)):
         return [overload(*arguments.values())]
     if overload is torch.ops.aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
         # A number may be a tensor without axes.

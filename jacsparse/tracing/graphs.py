@@ -22,9 +22,11 @@ from .callers import Callers
 from .capture import Recorder
 from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .derivatives import check_derivatives
+from .functions import is_linear, products
 from .graph import Graph, Info, Node, Operand, Value
+from .masks import with_mask
 from .modules import without_autocast
-from .operators import draws, facts_of, operand_names, tensors_in
+from .operators import BackwardPass, draws, facts_of, operand_names, tensors_in
 from .storages import memory_of
 from .traces import Trace
 
@@ -105,7 +107,7 @@ class _Analysis:
     """Makes the graph of a run call by call, and with it the run's trace, which has the values so far."""
 
     def __init__(self, module: nn.Module, run: CapturedRun) -> None:
-        self.graph = graph = Graph()
+        self.graph = graph = Graph(spreads=bool(run.spread))
         self.trace = trace = Trace(module, graph, run.tensors[0])
         trace.tensors, trace.versions = [], []
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
@@ -150,7 +152,7 @@ class _Analysis:
 
     def _node(self, call: CapturedCall, run: CapturedRun, numbers: list[int], *, in_parts: bool = False) -> Node:
         """The node of a call, whose results get their values; `numbers` are those of a run's values so far."""
-        graph, trace, facts = self.graph, self.trace, facts_of(call.overload)
+        graph, trace, facts, call = self.graph, self.trace, facts_of(call.overload), with_mask(call, run)
 
         operands, scalars = iter(call.operands), dict(call.scalars)
         names = facts.names or operand_names(call.overload, len(call.args))
@@ -172,7 +174,6 @@ class _Analysis:
         differentiable = tuple([kind is not None for kind in call.kinds])
         node = Node(call.overload, facts, args, kwargs, arguments, (), differentiable, call.seen)
         node.place, node.path, node.line = len(graph.nodes), call.path, call.place
-        values = [value for _, value in node.tensors]
         if not facts.of_shape:
             pairs = zip(node.tensors, run.active_operands(call), strict=True)
             dependent = ((*each, active) for each, active in pairs if graph.infos[each[1]].dependent)
@@ -186,7 +187,9 @@ class _Analysis:
             }
         if facts.random:
             node.draws = draws(call.overload, {name: trace.read(argument) for name, argument in arguments.items()})
-        memories = {memory_of(trace.tensor(value)) for value in values}
+        # What a mask selects is computed in memory of its own.
+        operands_of_run = zip(call.operands, node.tensors, strict=True)
+        memories = {memory_of(run.tensors[n] if n in run.spread else trace.tensor(v)) for n, (_, v) in operands_of_run}
         results = [run.tensors[number] for number in call.results]
         node.writes = call.writes
         node.writes_outside = call.writes and not memories & self._inside
@@ -205,11 +208,15 @@ class _Analysis:
         dependent, made = bool(node.operands), [run.tensors[number] for number in call.results]
         # What makes a dense result of a sparse one has the parts of both.
         has_parts = dependent and not all(map(is_sparse, made))
-        if has_parts and (in_parts or any(operand.active for operand in node.operands)):
-            parts = self._parts_of(node)
+        parts = by_mask = run.by_mask.get(call.first, (None, None))[0]
+        if parts is None and has_parts and (in_parts or any(operand.active for operand in node.operands)):
             # Complex results are refused under the operator's own name.
-            if parts is not None and not any(tensor.is_complex() for tensor in made):
-                known, dependent = self._decomposed(node, parts, in_parts=in_parts), False
+            parts = None if any(tensor.is_complex() for tensor in made) else self._parts_of(node)
+        if parts is not None:
+            known, dependent = self._decomposed(node, parts, in_parts=in_parts), False
+            node.by_parts |= by_mask is not None
+            if isinstance(node.overload, BackwardPass) and not is_linear(node, graph, known):
+                known, dependent = [], True
         results = list[int]()
         for place, number in enumerate(call.results):
             value = known[place] if place < len(known) else -1
@@ -235,6 +242,8 @@ class _Analysis:
     def _parts_of(self, node: Node) -> Callable[..., Any] | None:
         """Other operators that have the derivative of a call, if it needs such."""
         facts, tensors = node.facts, {name: self.trace.tensor(value) for name, value in node.tensors}
+        if isinstance(node.overload, BackwardPass):
+            return None if node.overload.problem else products(node, self.graph, self.trace.scalars)
         if any(map(is_sparse, tensors.values())):
             return operator_on_elements(node.overload, [self._given(each) for each in node.args])
         if facts.contents and any(not tensors[operand.name].is_floating_point() for operand in node.operands):
@@ -302,7 +311,8 @@ class _Analysis:
         self._take_constants(inner, numbers, len(inner.tensors))
         node.parts = tuple(made)
         # The derivative of a cross product is not elementwise.
-        node.by_parts = node.overload is _CROSS or any(is_sparse(self.trace.tensor(value)) for _, value in node.tensors)
+        is_whole = node.overload is _CROSS or isinstance(node.overload, BackwardPass)
+        node.by_parts = is_whole or any(is_sparse(self.trace.tensor(value)) for _, value in node.tensors)
         return [numbers[number] for number in returned]
 
     def _take_constants(self, inner: CapturedRun, numbers: list[int], stop: int) -> None:

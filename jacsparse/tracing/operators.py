@@ -1,14 +1,15 @@
 """Operators, and facts about them that hold for every call: ATen's, and those that a record has in the place of writes.
 
 A record has no writes. What a tensor on a storage that was written to has of several values, it takes by a `Gather`;
-where autograd did not see a write, by a `Rewrite`. A `FunctionCall` is what a ``torch.autograd.Function`` did.
+where autograd did not see a write, by a `Rewrite`. A `FunctionCall` is what a ``torch.autograd.Function`` returned, and
+its derivative that of a `BackwardPass`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,20 +56,56 @@ class Rewrite:
     name = "jacsparse.rewrite"
 
     def __call__(self, elements: torch.Tensor, derivative: torch.Tensor) -> torch.Tensor:
-        return derivative + (elements - derivative).detach() if derivative.requires_grad else elements.detach()
+        return _Rewritten.apply(elements, derivative) if derivative.requires_grad else elements.detach()  # type: ignore[no-any-return]
+
+
+class _Rewritten(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, elements: torch.Tensor, derivative: torch.Tensor) -> torch.Tensor:
+        return elements.view_as(elements)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, gradient
 
 
 @dataclass(frozen=True, eq=False)
-class FunctionCall:
-    """An operator: what a ``torch.autograd.Function`` returned, whose backward pass has the derivative."""
+class FunctionCall(Rewrite):
+    """An operator: what a ``torch.autograd.Function`` returned, with the derivative of its `BackwardPass`."""
 
     function: type
-    #: Which one of its results it is.
-    output: int
 
     name = "jacsparse.function"
 
-    def __call__(self, elements: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+
+@dataclass(frozen=True)
+class BackwardPass:
+    """An operator: the products of a Function's Jacobians with its operands, summed.
+
+    Its arguments are what the Function returned, the gradients that its backward pass took in the run, what that
+    computed of these, the operands whose gradients they are, and what else it read for that. Other operators take its
+    place where the derivative passes through it.
+
+    Attributes
+    ----------
+    output : int
+        Which one of the Function's results it is of.
+    gradients, results : int
+        How many of the arguments these are.
+    problem : str
+        Why no operators take its place, and the remedy.
+    """
+
+    #: For messages: what it computes, the run's calls tell.
+    function: type = field(compare=False)
+    output: int
+    gradients: int = 0
+    results: int = 0
+    problem: str = ""
+
+    name = "jacsparse.backward_pass"
+
+    def __call__(self, elements: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         return elements.detach()
 
 
@@ -286,10 +323,7 @@ def number_types(facts: Facts, name: str, first: Any) -> tuple[type, ...]:
 
 def operand_names(overload: Any, count: int) -> tuple[str, ...]:
     """The names of the arguments of an operator that is no overload of ATen's."""
-    tensors = tuple(f"tensors.{n}" for n in range(count))
-    if isinstance(overload, Rewrite):
-        return "elements", "derivative"
-    return tensors if isinstance(overload, Gather) else ("elements", *tensors[1:])
+    return ("elements", "derivative") if isinstance(overload, Rewrite) else tuple(f"tensors.{n}" for n in range(count))
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -305,4 +339,4 @@ def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Ten
     return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
 
 
-_OURS |= {kind: Facts(kind.name, rule_of(kind.name), (), ()) for kind in (Gather, Rewrite, FunctionCall)}
+_OURS |= {kind: Facts(kind.name, rule_of(kind.name), (), ()) for kind in (Gather, Rewrite, FunctionCall, BackwardPass)}

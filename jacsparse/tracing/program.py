@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from ..patterns import CONSTANT, WHOLE, Call, Layout, MixedSamplesError, Rule, UnsupportedOperatorError, Use, rule_of
+from .functions import function_error
 from .graph import Node, Operand, Value, results_of
-from .operators import Gather, Rewrite, defaults_of, operator_name
+from .operators import BackwardPass, Gather, Rewrite, defaults_of, operator_name
 from .traces import Trace
 
 _SAME = torch.ops.aten.alias.default
@@ -60,8 +61,9 @@ class Operation:
 
     @functools.cached_property
     def random(self) -> bool:
-        """Whether the operator may draw random numbers, so that it must not run again."""
-        return torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
+        """Whether only its run has the derivative: it may draw random numbers, or is a Function's without operators."""
+        is_function = isinstance(self.overload, BackwardPass)
+        return is_function or torch.Tag.nondeterministic_seeded in getattr(self.overload, "tags", ())
 
     def number_of(self, name: str) -> int:
         """The value of an argument that is a tensor."""
@@ -119,7 +121,7 @@ class Program:
             if self.layouts.get(value) == self.layouts[0]
             and self.shapes[value][:1] == (1,)
             and value not in self.uncut
-            and not isinstance(self.operations[value].node.overload, (Gather, Rewrite))
+            and type(self.operations[value].node.overload) not in (Gather, Rewrite)
         ]
         return [0, *inner, self.output]
 
@@ -268,6 +270,11 @@ def _operation(
         same = {program.layouts[each] for each in active.values() if trace.tensor(each).shape == result.shape}
         return same.pop() if len(same) == 1 else None
 
+    if isinstance(overload, BackwardPass):
+        # Autograd takes vectors through it.
+        if not couples:
+            raise function_error(node)
+        return replace(coupling, mixes=True, layout=unchanged())
     of_operands = {argument: program.layouts[operand] for argument, operand in active.items()}
     use = Use(name, arguments, of_operands, result, program.batch, coupling.evaluate)
     rule = rule_of(name)

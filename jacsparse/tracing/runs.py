@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import has_tangent, is_transformed, transform_under_way, without_compiling
 from .callers import Callers, is_users
-from .capture import Recorder, capture
+from .capture import capture
 from .graphs import GRAPHS, new_trace
 from .modules import name_of, tensors_of
 from .operators import operator_name, tensors_in
+from .reads import Unreadable
 from .traces import Observing, Trace
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
@@ -96,49 +95,6 @@ def check_outside_transforms(f: Any, tensors: Iterable[Any]) -> None:
         raise TypeError(f"{name}: the call is within {transform_under_way()}, which does not see it; {remedy}")
     if any(isinstance(tensor, torch.Tensor) and has_tangent(tensor) for tensor in tensors):
         raise TypeError(f"{name}: a tensor has a tangent of forward mode, which would be lost; {remedy}")
-
-
-class Unreadable(TorchFunctionMode):
-    """Raises where Python reads elements, without a call of an operator, that may be others in another call.
-
-    These are all but those that the run computes of constants alone. ``.data`` calls no operator either: its result is
-    taken for one that depends on the input.
-    """
-
-    READS = frozenset((torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__))
-    TEXTS = frozenset((torch.Tensor.__repr__, torch.Tensor.__format__))
-    #: What makes a tensor of the elements of others, in lists or tuples.
-    MAKES = frozenset((torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor, torch.sparse_coo_tensor))
-    DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
-
-    def __init__(self, recorder: Recorder, hidden: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.recorder, self.hidden = recorder, hidden
-
-    def _may_not_be_read(self, tensor: torch.Tensor) -> bool:
-        if self.recorder.depends_on_input(tensor) or any(tensor is each for each in self.hidden):
-            return True
-        return self.recorder.run.is_of_captures(self.recorder.numbers.get(id(tensor)))
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read: Sequence[Any] = ()
-        is_text = function in self.TEXTS
-        if is_text or function in self.READS:
-            read = args[:1]
-        elif function in self.MAKES:
-            lists = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, (list, tuple))]
-            read = [each for each in _pytree.tree_leaves(lists) if isinstance(each, torch.Tensor)]
-        if any(map(self._may_not_be_read, read)):
-            raise self.recorder.callers.read_error(as_text=is_text)
-        if function in self.MAKES and args and "dtype" not in (kwargs or {}):
-            number = next((each for each in self.hidden if each is args[0]), None)
-            if number is not None and number.dtype != torch.get_default_dtype():
-                what = f"torch.tensor makes a number {torch.get_default_dtype()}, coarser than {number.dtype}"
-                raise self.recorder.callers.unsupported(what, "pass a dtype, as that of the other tensors")
-        result = function(*args, **(kwargs or {}))
-        if function is self.DATA and self.recorder.depends_on_input(args[0]):
-            self.recorder.alias(result, args[0])
-        return result
 
 
 def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Tensor, error: Exception) -> None:

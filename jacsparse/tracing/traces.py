@@ -65,7 +65,9 @@ class Trace:
         return trace
 
     def place(self, value: int, number: int, run: CapturedRun) -> None:
-        """Take a tensor of a run, by its number there, for a value."""
+        """Take a tensor of a run, by its number there, for a value, if they are of one shape."""
+        if number in run.spread:
+            return
         tensor = self.tensors[value] = run.tensors[number]
         self.versions[value] = -1 if number in run.overwritten else version_of(tensor)
         if number in run.copies:

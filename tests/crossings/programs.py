@@ -158,6 +158,9 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "checkpoint": lambda x, *_: checkpoint(torch.sin, x, use_reentrant=False),
     "custom": lambda x, *_: Cube.apply(x),
     "replaced derivative": lambda x, *_: Straight.apply(x * 1.1),
+    "own linear": lambda x, *_: Masking.apply(x, x.detach() > 0.2),
+    "written by a mask": lambda x, *_: written_by_a_mask(x),
+    "selected and put back": lambda x, *_: selected_and_put_back(x),
     "dropout": lambda x, *_: functional.dropout(x, 0.3),
     "mean of samples": lambda x, *_: x - x.mean(0),
 }  # fmt: skip
@@ -167,6 +170,19 @@ def assigned(x: Tensor) -> Tensor:
     y = torch.zeros_like(x)
     y[..., ::2] = x[..., 1::2].sin()
     y[..., 1] += x[..., 0]
+    return y
+
+
+def written_by_a_mask(x: Tensor) -> Tensor:
+    y = x * 1.5
+    y[x < -0.1] = 0
+    return y
+
+
+def selected_and_put_back(x: Tensor) -> Tensor:
+    y, mask = x * 1.5, x > 0.1
+    y[mask] = -x[mask].sin()
+    y[~mask] *= 2
     return y
 
 
@@ -203,6 +219,22 @@ class Cube(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         (x,) = ctx.saved_tensors
         return gradient * 3 * x**2
+
+
+class Masking(torch.autograd.Function):
+    """A custom Function whose backward pass goes on where a mask is true, by a write."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor) -> Tensor:
+        ctx.save_for_backward(x, mask)
+        return x.round() * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        x, mask = ctx.saved_tensors
+        gradient = gradient * x.cos()
+        gradient[~mask] = 0
+        return gradient, None
 
 
 class Straight(torch.autograd.Function):

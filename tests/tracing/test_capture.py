@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from jacsparse import UnsupportedOperatorError
 from jacsparse.tracing.capture import capture
 from jacsparse.tracing.captured_run import CapturedRun
-from jacsparse.tracing.operators import FunctionCall, Gather, Rewrite, facts_of, with_written, written_tensors
+from jacsparse.tracing.operators import BackwardPass, Gather, Rewrite, facts_of, with_written, written_tensors
 from tests.helpers import Straight
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -54,8 +54,13 @@ def computed(run: CapturedRun, x: torch.Tensor) -> torch.Tensor:
 
         if isinstance(call.overload, (Gather, Rewrite)):
             results = [call.overload(*operands)]
-        elif isinstance(call.overload, FunctionCall):
-            results = [_OfNode.apply(run.gradient_edges[call.first][0], call.overload.output, *operands)]
+        elif isinstance(call.overload, BackwardPass):
+            elements, *others = operands
+            pairs = zip(others, run.active_operands(call)[1:], strict=True)
+            if active := [operand for operand, passes in pairs if passes]:
+                node = run.gradient_edges[call.first + 1][0]
+                elements = _OfNode.apply(node, call.overload.output, elements, *active)
+            results = [elements]
         else:
             args, kwargs = [*map(given, call.args)], {name: given(each) for name, each in call.kwargs.items()}
             facts = facts_of(call.overload)

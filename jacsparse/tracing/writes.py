@@ -1,0 +1,91 @@
+"""Writes in a run, and the values that tensors on written storages hold."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from .autograd_nodes import node_of
+from .operators import Gather, Rewrite
+from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, numbered
+
+if TYPE_CHECKING:
+    from .capture import Recorder
+
+
+def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int:
+    """The value that a tensor holds now, of which it may have had another one."""
+    storage = recorder.storages.get(tensor)
+    if storage is None:
+        return recorder.from_elsewhere(tensor) if number is None else number
+    if number is not None and recorder.storages.is_noted(tensor, storage):
+        return number
+    if tensor.element_size() != storage.itemsize or tensor.is_conj() or tensor.is_neg():
+        raise recorder.callers.unsupported("a tensor is written to as numbers of another kind", "compute new ones")
+    number, derivatives = _held(recorder, tensor, storage.contents), storage.derivatives(tensor)
+    edge = recorder.run.gradient_edges.get(number)
+    # What autograd saved is another tensor with the same node.
+    if tensor.requires_grad and derivatives is not storage.contents and edge != (node_of(tensor), tensor.output_nr):
+        derivative = _held(recorder, tensor, derivatives)
+        if derivative != number:
+            number = recorder.append(Rewrite(), (number, derivative), tensor, (False, True))
+    recorder.numbers[id(tensor)] = number
+    recorder.storages.note(tensor)
+    recorder.alive.append(tensor)
+    return number
+
+
+def _held(recorder: Recorder, tensor: torch.Tensor, contents: Contents) -> int:
+    """The value that has a tensor's elements, by what its storage holds."""
+    pieces = contents.read(extent_of(tensor))
+    if isinstance(pieces, int):
+        return pieces
+    if len(pieces.values) == 1 and _is_whole(recorder, pieces, tensor.shape):
+        return pieces.values[0]
+    values = list(pieces.values)
+    if OUTSIDE in values:
+        # What no value had is as it was before the run.
+        place = values.index(OUTSIDE)
+        values[place] = recorder.captured(tensor.detach().clone())
+        pieces.places[pieces.which == place] = numbered(tensor.shape)[pieces.which == place]
+    return recorder.append(Gather(pieces.which, pieces.places), values, tensor)
+
+
+def _is_whole(recorder: Recorder, pieces: Pieces, shape: torch.Size) -> bool:
+    """Whether a tensor of a shape has all elements of one value in their order."""
+    (value,) = pieces.values
+    known = recorder.run.tensors[value] if value != OUTSIDE else None
+    return known is not None and known.shape == shape and bool((pieces.places == numbered(shape)).all())
+
+
+def begin_write(recorder: Recorder, tensor: torch.Tensor, seen: bool) -> None:
+    """Refuse a write that cannot be recorded, and copy what it is about to change and no call computes again."""
+    base = base_of(tensor)
+    if seen and any(recorder.kinds) and (tensor.dtype != base.dtype or tensor.is_conj()):
+        # Autograd makes the view again under a lock, which a look at its node within that call waits for.
+        what = "it writes to a part, or a conjugate, of a complex tensor"
+        raise recorder.callers.unsupported(what, "compute new parts, and take torch.complex of these")
+    if base.requires_grad and base.is_leaf and id(base) not in recorder.numbers:
+        recorder.captured(base)
+    if seen and recorder.run.captures.get(recorder.numbers.get(id(base), -1), (None, False))[1]:
+        recorder.refuse("a tensor that has a gradient from before the call is written to", "write to a clone of it")
+    recorder.storages.look_at(tensor)
+    for value in recorder.storages.overwrite(tensor):
+        recorder.run.overwritten.add(value)
+        if value in recorder.irreplaceable and value not in recorder.run.copies:
+            recorder.run.copies[value] = recorder.run.tensors[value].detach().clone()
+
+
+def end_write(recorder: Recorder, tensor: torch.Tensor, value: int, *, seen: bool, sized: bool = True) -> None:
+    """Take a value for what a tensor was overwritten with; its size may be that of another run's, or not."""
+    storage = recorder.storages.get(tensor)
+    if storage is None:
+        return
+    storage.write(tensor, value, seen=seen)
+    recorder.numbers[id(tensor)] = value
+    if seen:
+        recorder.storages.note(tensor)
+    # Views of a written storage are no calls, and a value may lie at several places.
+    extent = extent_of(tensor) if sized else None
+    recorder.key.append((storage.number, value, extent, seen, storage.family(tensor)))
