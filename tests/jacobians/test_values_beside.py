@@ -7,7 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import scipy.sparse
 import torch
 from torch import nn
 from torch.nn.utils import prune
@@ -348,13 +350,14 @@ def test_operators_without_a_rule() -> None:
     """PyTorch has no forward mode of this one either."""
 
     def f(x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.pdist(x.reshape(3, 2))
+        where = torch.full((2, 1, 2), 0.5, dtype=FLOAT)
+        return nn.functional.fractional_max_pool2d(x.reshape(2, 1, 3, 3), 2, output_size=(2, 2), _random_samples=where)
 
-    with pytest.raises(UnsupportedOperatorError, match=r"aten\._pdist_forward has no rule"):
-        jacobian(f, drawn(6), batched=False)
-    pattern = Pattern((3, 6), [0, 4, 8, 12], [0, 1, 2, 3, 0, 1, 4, 5, 2, 3, 4, 5])
-    prepared = prepare_jacobian(f, drawn(6), batched=False, pattern=pattern)
-    x = drawn(6, seed=1)
+    with pytest.raises(UnsupportedOperatorError, match=r"aten\.fractional_max_pool2d has no rule"):
+        jacobian(f, drawn(18), batched=False)
+    blocks = Pattern.from_scipy(scipy.sparse.block_diag([np.ones((4, 9))] * 2, format="csr"))
+    prepared = prepare_jacobian(f, drawn(18), batched=False, pattern=blocks)
+    x = drawn(18, seed=1)
     assert_equal(prepared(x), dense(f, x, batched=False))
 
 
