@@ -20,7 +20,7 @@ import jacsparse
 from tests.cuda.harness import DEVICE
 from tests.cuda.test_linear_recurrence import FORMS, matrices
 from tests.cuda.test_products import values_of
-from tests.helpers import random_pattern
+from tests.helpers import by_products, random_pattern
 
 
 def multiply(left: Pattern, right: Pattern, method: str, batches: Iterable[int], dtype: torch.dtype) -> None:
@@ -36,7 +36,7 @@ def values() -> None:
         (nn.AvgPool2d(2), (1, 4, 4)),
     ):
         for batch in (1, 33):
-            jacsparse.jacobian(module.to(DEVICE), torch.randn(batch, *shape).to(DEVICE))
+            by_products(module.to(DEVICE), torch.randn(batch, *shape).to(DEVICE))
 
 
 def products() -> None:

@@ -293,7 +293,9 @@ def test_graphs_hold_no_node() -> None:
     gc.collect()
     assert len(GRAPHS) and prepared.pattern.nnz
     assert not any(
-        isinstance(each, BackwardCFunction) and type(each).__name__.startswith("Gelu") for each in gc.get_objects()
+        # An object may stand for one that is gone.
+        issubclass(kind, BackwardCFunction) and kind.__name__.startswith("Gelu")
+        for kind in map(type, gc.get_objects())
     )
 
 
