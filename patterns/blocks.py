@@ -22,13 +22,26 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import frozen
+from ..runtime import frozen, index_dtype, row_starts
 from .axis import axis_labels, split_at_axis
 from .layout import Labels, MixedSamplesError
 from .pattern import Pattern
 from .rules import Call, Placement, Rule, Use, add_rule
-from .structure import Blocks, Diagonal, Full
+from .structure import Blocks, Csr, Diagonal, Full
 from .value_kernels import gathered
+
+
+def with_entries(places: np.ndarray, present: np.ndarray, call: Call) -> Pattern:
+    """The pattern whose rows have, of the columns along the last axis of `places`, those that are `present`."""
+    indices, counts = places[present], present.sum(axis=-1).reshape(-1)
+    dtype = index_dtype(len(indices), call.out_size, call.in_size)
+    starts = row_starts(counts, dtype)
+    return Pattern.of(Csr(call.out_size, call.in_size, frozen(starts), frozen(indices.astype(dtype))))
+
+
+def scores_left(mask: torch.Tensor) -> torch.Tensor:
+    """A mask of scores as a weight: zero, or False, where it leaves a score out by minus infinity, or by False."""
+    return mask if mask.dtype == torch.bool else (mask != -math.inf).to(mask.dtype)
 
 
 def block_pattern(outer: int, rows: int, columns: int, inner: int = 1) -> Pattern:
@@ -141,7 +154,7 @@ class _SoftmaxRule(_AxisLineRule):
         return [call.argument]
 
     def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
-        return value if value.dtype == torch.bool else (value != -math.inf).to(value.dtype)
+        return scores_left(value)
 
     def entries(self, call: Call) -> int:
         return call.in_size * self.lines(call).length
@@ -160,8 +173,7 @@ class _SoftmaxRule(_AxisLineRule):
         if present is None:
             return pattern
         left = present.cpu().flatten(0, 2).numpy()
-        starts = np.concatenate([[0], left.sum(axis=1).cumsum()])
-        return Pattern((call.out_size, call.in_size), starts, pattern.indices[left.reshape(-1)])
+        return with_entries(pattern.indices.reshape(left.shape), left, call)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         return self._of_entries(call, pattern) if call.masks else super().values(call, pattern)

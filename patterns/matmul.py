@@ -16,14 +16,12 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from ..runtime import frozen, index_dtype, row_starts
-from .blocks import block_pattern, equal_rows
+from .blocks import block_pattern, equal_rows, scores_left, with_entries
 from .convolution import Convolution, packed
 from .layout import Labels
 from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
 from .strided import pattern_from_sources
-from .structure import Csr
 
 #: Axes of the factors, and of the product; a summand is broadcast to the product.
 _AXES: dict[str, tuple[dict[str, str], str]] = {
@@ -74,7 +72,7 @@ class _ProductRule(Rule):
         places = places[:, :, None, :] if left else places.swapaxes(1, 2)[:, None, :, :]
         shape = (lead, rows, columns, inner)
         present = self._per_entry(call, mask.cpu()).expand(shape).numpy()
-        return _with_entries(np.broadcast_to(places, shape), present, call)
+        return with_entries(np.broadcast_to(places, shape), present, call)
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         lead, rows, inner, columns = self._sizes(call)
@@ -159,14 +157,6 @@ class _ProductRule(Rule):
         sizes = (inner, columns) if self._is_left(call) else (rows, inner)
         lead = factor.numel() // max(1, samples * math.prod(sizes)) if factor.numel() else 1
         return factor.reshape(samples, lead, *sizes), samples
-
-
-def _with_entries(places: np.ndarray, present: np.ndarray, call: Call) -> Pattern:
-    """The pattern whose rows have, of the columns along the last axis of `places`, those that are `present`."""
-    indices, counts = places[present], present.sum(axis=-1).reshape(-1)
-    dtype = index_dtype(len(indices), call.out_size, call.in_size)
-    starts = row_starts(counts, dtype)
-    return Pattern.of(Csr(call.out_size, call.in_size, frozen(starts), frozen(indices.astype(dtype))))
 
 
 class _SummandRule(Rule):
@@ -275,7 +265,7 @@ class _AttentionRule(Rule):
         return [name for name in _SCORE_MASKS if call.arguments.get(name) is not None]
 
     def as_weight(self, call: Call, name: str, value: torch.Tensor) -> torch.Tensor:
-        return value if value.dtype == torch.bool else (value != -math.inf).to(value.dtype)
+        return scores_left(value)
 
     def entries(self, call: Call) -> int:
         return self.multiply_adds(call)
@@ -296,7 +286,7 @@ class _AttentionRule(Rule):
         if present is not None:
             places = np.arange(call.in_size).reshape(heads, 1, keys, -1)
             places = places.reshape(heads, 1, 1, -1) if call.argument == "key" else places.transpose(0, 1, 3, 2)
-            return _with_entries(np.broadcast_to(places, present.shape), present, call)
+            return with_entries(np.broadcast_to(places, present.shape), present, call)
         if call.in_shape[:-2] != call.out_shape[:-2]:
             return self._grouped(call)
         if call.argument == "key":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from operator import index
@@ -227,14 +227,6 @@ class Arguments:
                 return None
         return leaves
 
-    def with_leaves(self, leaves: list[Any]) -> Arguments:
-        """The same arguments with other leaves of this form."""
-        alike = object.__new__(Arguments)
-        # All that is cached depends on the form alone.
-        _ = self._sizes, self._constant_places
-        alike.__dict__.update(self.__dict__, leaves=leaves)
-        return alike
-
     def check_form(self, prepared: Arguments) -> None:
         """Raise ValueError where these are of another form than those that a Jacobian is prepared for."""
         (default_dtype, autocast), (expected, expected_autocast) = self.form[3], prepared.form[3]
@@ -386,7 +378,11 @@ def _constant(leaf: Any) -> Any:
         return type(leaf), repr(leaf)
     if isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
         return leaf.shape, leaf.dtype, leaf.tobytes()
-    return leaf if isinstance(leaf, Hashable) else object()
+    try:
+        hash(leaf)
+    except TypeError:
+        return object()
+    return leaf
 
 
 def _form(leaf: Any) -> Any:

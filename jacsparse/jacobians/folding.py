@@ -104,8 +104,8 @@ class Folding:
         limit = max(FEW_TERMS, TERMS_PER_ENTRY * max(size, sum(sizes) // 2))
         if most is not None:
             limit = min(most, max(FEW_TERMS, TERMS_OF_WEIGHTS * size))
-        if most is not None and sum(sizes) > limit:
-            raise NotFoldableError("its local Jacobians have more elements of weights than pay")
+            if sum(sizes) > limit:
+                raise NotFoldableError("its local Jacobians have more elements of weights than pay")
         matrices = self.matrices()
         if not len(chain):
             return terms_at(chain.pattern)

@@ -136,7 +136,7 @@ class PreparedJacobian(Generic[Result]):
                 values = None if memory is None else self._first.values_of_memory(memory, leaves)
                 if values is not None:
                     return (values, None, None), self._first
-            arguments = self._arguments.with_leaves(leaves)
+            arguments = replace(self._arguments, leaves=leaves)
         program = self._program(arguments)
         return program(arguments, returns), program
 
@@ -221,7 +221,8 @@ class PreparedJacobian(Generic[Result]):
         """
         with torch.no_grad():
             jacobian = SparseJacobian(self.pattern, self.values(*args))
-        arguments = Arguments.of_call(self._f, args, self._arguments.argnums, self._arguments.batched)
+        like = self._arguments
+        arguments = Arguments.of_call(self._f, args, like.argnums, like.batched, like.static)
         limit, options, method = self._tolerance if tolerance is None else tolerance, self._options, self.method
         registered = bool(self._first.traced.function.chain.registered_values) or len(REGISTERED) != self._rules
         return compared(self._f, arguments, jacobian, options, method=method, limit=limit, registered=registered)

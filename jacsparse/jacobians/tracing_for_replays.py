@@ -194,7 +194,9 @@ def _run(f: Callable[..., Any], arguments: Arguments, options: Options) -> _Run:
         try:
             trace = traced(function, arguments.flat(), readable=False, hidden=numbers, beside=beside)
         except UnsupportedOperatorError as error:
-            raise UnsupportedOperatorError(f"{error}; {_STATIC}") if numbers else error from error
+            if not numbers:
+                raise
+            raise UnsupportedOperatorError(f"{error}; {_STATIC}") from error
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             # As of a call that takes a size, and gets a tensor.
             if numbers:

@@ -238,25 +238,24 @@ class JacobianPlan:
             numbers = repr([trace.scalars[place] for place in self._constants]) if self._constants else ""
             way = self._ways.get(numbers)
             if way is None:
-                way, values = self._chosen(TracedFunction(trace, self.chain))
-                if len(self._ways) < self.MOST_WAYS:
-                    way.function.forget(module=True)
-                    # Another thread may have chosen one meanwhile, which is as good.
-                    self._ways[numbers] = way
-            else:
-                values = way.values(trace)
-            return SparseJacobian(way.pattern, values)
+                return self._by_new_way(trace, numbers)
+            return SparseJacobian(way.pattern, way.values(trace))
 
-    def _chosen(self, function: TracedFunction) -> tuple[Evaluator, torch.Tensor]:
-        """A way for a run, and for others with its numbers, and its values."""
-        trace = function.trace
-        if len(self._ways) < self.MOST_WAYS:
-            way = evaluator_of(function)
-            values = way.values(trace)
-            if not isinstance(way, Compressed) or _is_autograds(SparseJacobian(way.pattern, values), function):
-                return way, values
-        products = ChainProducts(function)
-        return products, products.values(trace)
+    def _by_new_way(self, trace: Trace, numbers: str) -> SparseJacobian:
+        """The Jacobian in a run by a way that other runs with its numbers take, if there are few ways so far."""
+        function = TracedFunction(trace, self.chain)
+        if len(self._ways) >= self.MOST_WAYS:
+            products = ChainProducts(function)
+            return SparseJacobian(products.pattern, products.values(trace))
+        way = evaluator_of(function)
+        jacobian = SparseJacobian(way.pattern, way.values(trace))
+        if isinstance(way, Compressed) and not _is_autograds(jacobian, function):
+            way = ChainProducts(function)
+            jacobian = SparseJacobian(way.pattern, way.values(trace))
+        function.forget(module=True)
+        # Another thread may have chosen one meanwhile, which is as good.
+        self._ways[numbers] = way
+        return jacobian
 
 
 def _is_autograds(jacobian: SparseJacobian, function: TracedFunction) -> bool:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional
@@ -22,6 +22,9 @@ from torch.utils._pytree import tree_map_only
 
 from ..runtime import is_transformed, uncompiled
 from .deferred import Deferred
+
+if TYPE_CHECKING:
+    from .normalisation import Statistics
 
 #: By an ATen operator, what computes it for blocks, below autograd, or returns NotImplemented; and what computes those
 #: tagged as pointwise.
@@ -83,7 +86,7 @@ class Memory:
         #: Where there are no blocks any more.
         self.tensor: torch.Tensor | None = None
         #: The batch's statistics, where they have been measured.
-        self.statistics: Any = None
+        self.statistics: Statistics | None = None
 
 
 class Blocks(torch.Tensor):

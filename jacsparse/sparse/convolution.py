@@ -11,7 +11,7 @@ import torch
 from ..runtime import RowWork, run_rows
 from .activations import GradientOfSums
 from .blocks import Blocks
-from .deferred import Deferred
+from .deferred import LayerOutput
 from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel
 from .layouts import enter, records_gradients
 from .processor import columns_for, tile_positions
@@ -300,7 +300,7 @@ class Convolution:
         return x.like(of_x), of_values.index_select(0, structure.inverse), of_bias
 
 
-class Output(Deferred):
+class Output(LayerOutput):
     """A convolution's output, perhaps with a summand and ReLU.
 
     Parameters
@@ -309,36 +309,17 @@ class Output(Deferred):
         The convolution.
     x, values, bias : Tensor
         The input's blocks, the weights that are left and the bias, if there is one.
-    other : Tensor, optional
-        Blocks that are added.
-    relu : bool
-        Whether ReLU follows.
     """
 
     def __init__(
-        self,
-        convolution: Convolution,
-        x: torch.Tensor,
-        values: torch.Tensor,
-        bias: torch.Tensor | None,
-        other: torch.Tensor | None = None,
-        relu: bool = False,
+        self, convolution: Convolution, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         self.convolution, self.x, self.values, self.bias = convolution, x, values, bias
-        self.other, self.relu = other, relu
         self.shape, self.dtype = (x.shape[0], *convolution.out_shape), x.dtype
 
     def compute(self) -> torch.Tensor:
         floor = 0.0 if self.relu else -np.inf
         return self.convolution.forward(self.x, self.values, self.bias, floor, self.other)
-
-    def activated(self) -> Output:
-        return Output(self.convolution, self.x, self.values, self.bias, self.other, True).after(self)
-
-    def plus(self, other: torch.Tensor) -> Output | None:
-        if self.other is not None or self.relu:
-            return None
-        return Output(self.convolution, self.x, self.values, self.bias, other).after(self)
 
     def scaled(self, scale: torch.Tensor, shift: torch.Tensor) -> Output | None:
         if self.relu or self.other is not None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..runtime import a_type
-from .layers import SparseLayer, masked
+from .layers import SparseLayer
 from .layouts import enter, leave
 from .processor import lanes_for
 from .weights import Structure
@@ -102,10 +102,7 @@ class SparseConv2d(SparseLayer):
         """
         if type(layer) is not nn.Conv2d:
             raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.Conv2d")
-        sparse = cls.__new__(cls)
-        nn.Module.__init__(sparse)
-        sparse._like(layer, mask)
-        return sparse
+        return cls._made_like(layer, mask)
 
     def _like(self, layer: nn.Conv2d, mask: torch.Tensor | None) -> None:
         self.in_channels, self.out_channels, self.groups = layer.in_channels, layer.out_channels, layer.groups
@@ -113,8 +110,7 @@ class SparseConv2d(SparseLayer):
         self.padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
         self.dilation, self.padding_mode = _pair(layer.dilation), layer.padding_mode
         self.weight_shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
-        self._take(*masked(layer, mask), layer.bias)
-        self.train(layer.training)
+        self._take(layer, mask)
 
     def to_dense(self) -> nn.Conv2d:
         """A ``torch.nn.Conv2d`` with copies of the weights, masked by ``torch.nn.utils.prune``."""

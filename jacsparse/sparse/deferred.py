@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
 
 
-class Deferred:
+class Deferred(ABC):
     """Blocks that are not computed yet, so that what follows may become part of the kernel."""
 
     #: Another summand of it.
@@ -33,11 +35,6 @@ class Deferred:
         self._writes = sum([each._version for each in self._parameters])
         return self
 
-    def after(self, other: Deferred) -> Self:
-        """This one, which reads the parameters of another one."""
-        self._parameters, self._writes = other._parameters, other._writes
-        return self
-
     def check(self) -> None:
         """Refuse to compute from other parameters than the layer had when it ran."""
         if sum([each._version for each in self._parameters]) != self._writes:
@@ -46,9 +43,9 @@ class Deferred:
                 "optimiser, and was not computed before; clone it in the forward pass where it is to be read later"
             )
 
+    @abstractmethod
     def compute(self) -> torch.Tensor:
         """The blocks, anew."""
-        raise NotImplementedError
 
     def activated(self) -> Deferred | None:
         """They after ReLU; None where that cannot be part of the kernel."""
@@ -65,3 +62,27 @@ class Deferred:
     def pooled(self, pool: Any, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None] | None:
         """The maximum of each window of a `Pool`, and the winners if they are to be kept; or None."""
         return None
+
+
+class LayerOutput(Deferred):
+    """A layer's output, to which a summand and ReLU may be added before it is computed."""
+
+    #: Whether ReLU follows.
+    relu = False
+
+    def activated(self) -> Self:
+        following = self._anew()
+        following.relu = True
+        return following
+
+    def plus(self, other: torch.Tensor) -> Self | None:
+        if self.other is not None or self.relu:
+            return None
+        following = self._anew()
+        following.other = other
+        return following
+
+    def _anew(self) -> Self:
+        following = copy.copy(self)
+        following._blocks = None
+        return following

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -34,8 +34,19 @@ class SparseLayer(nn.Module):
     keeps_blocks: bool = False
     weight_shape: tuple[int, ...]
 
-    def _take(self, weight: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None) -> None:
-        """Hold the weights that a mask leaves, copied."""
+    @classmethod
+    def _made_like(cls, layer: nn.Module, mask: torch.Tensor | None) -> Self:
+        sparse = cls.__new__(cls)
+        nn.Module.__init__(sparse)
+        sparse._like(layer, mask)
+        return sparse
+
+    def _like(self, layer: Any, mask: torch.Tensor | None) -> None:
+        raise NotImplementedError
+
+    def _take(self, layer: Any, mask: torch.Tensor | None) -> None:
+        """Hold the weights of a dense layer that a mask leaves, copied."""
+        weight, mask = _masked(layer, mask)
         self._structure = self._structure_of(check_mask(mask, self.weight_shape))
         values = weight.detach().flatten()[self._structure.places]
         if bool(values.isnan().any()):
@@ -46,9 +57,10 @@ class SparseLayer(nn.Module):
         _check_dtype("the weight", values)
         self.values = nn.Parameter(values.clone(), requires_grad=weight.requires_grad)
         self.bias = None
-        if bias is not None:
-            self.bias = nn.Parameter(bias.detach().clone(), requires_grad=bias.requires_grad)
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=layer.bias.requires_grad)
         self._convolutions: dict[Any, Convolution] = {}
+        self.train(layer.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Add a parameter; those that ``torch.nn.utils.prune`` would put in the weights' place are refused."""
@@ -268,7 +280,7 @@ def check_mask(mask: object, shape: tuple[int, ...]) -> torch.Tensor:
     return (mask != 0).cpu()
 
 
-def masked(layer: nn.Module, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+def _masked(layer: nn.Module, mask: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """A layer's weight, before the mask of its own is applied, and the mask to take."""
     check_initialised(layer)
     if hasattr(layer, "bias_mask"):

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from ..runtime import a_type
-from .layers import SparseLayer, masked
+from .layers import SparseLayer
 from .layouts import enter, leave
 from .processor import lanes_for, tile_positions
 from .weights import Structure
@@ -59,16 +59,12 @@ class SparseLinear(SparseLayer):
         """The sparse layer of a dense one, as `SparseConv2d.from_dense`."""
         if type(layer) is not nn.Linear:
             raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.Linear")
-        sparse = cls.__new__(cls)
-        nn.Module.__init__(sparse)
-        sparse._like(layer, mask)
-        return sparse
+        return cls._made_like(layer, mask)
 
     def _like(self, layer: nn.Linear, mask: torch.Tensor | None) -> None:
         self.in_features, self.out_features = layer.in_features, layer.out_features
         self.weight_shape = (self.out_features, self.in_features)
-        self._take(*masked(layer, mask), layer.bias)
-        self.train(layer.training)
+        self._take(layer, mask)
 
     def to_dense(self) -> nn.Linear:
         """A ``torch.nn.Linear`` with copies of the weights, masked by ``torch.nn.utils.prune``."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..runtime import SIMD, run_rows
-from .deferred import Deferred
+from .deferred import LayerOutput
 from .kernel_runs import empty, numpy_dtype, run_kernel
 from .normalisation_kernels import (
     differentiate_channels,
@@ -105,7 +105,7 @@ class Statistics(NamedTuple):
             variance.lerp_(unbiased.to(variance.dtype), momentum)
 
 
-class Normalised(Deferred):
+class Normalised(LayerOutput):
     """A batch, normalised by its own statistics.
 
     Parameters
@@ -118,33 +118,13 @@ class Normalised(Deferred):
         What is added to the variance.
     statistics : Statistics
         The batch's.
-    other : Tensor, optional
-        Blocks that are added.
-    relu : bool
-        Whether ReLU follows.
     """
 
     def __init__(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        bias: torch.Tensor,
-        eps: float,
-        statistics: Statistics,
-        other: torch.Tensor | None = None,
-        relu: bool = False,
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float, statistics: Statistics
     ) -> None:
         self.x, self.weight, self.bias, self.eps, self.statistics = x, weight, bias, eps, statistics
-        self.other, self.relu = other, relu
         self.shape, self.dtype = x.shape, x.dtype
-
-    def activated(self) -> Normalised:
-        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, self.other, True).after(self)
-
-    def plus(self, other: torch.Tensor) -> Normalised | None:
-        if self.other is not None or self.relu:
-            return None
-        return Normalised(self.x, self.weight, self.bias, self.eps, self.statistics, other).after(self)
 
     def compute(self) -> torch.Tensor:
         layout = self.statistics.layout

@@ -92,9 +92,8 @@ def apply_node(node: Any, gradients: Sequence[torch.Tensor | None]) -> tuple[tor
     """The gradients that a node passes on, one for each of its ``next_functions``; no hook is called."""
     with torch.no_grad():
         if isinstance(node, BackwardCFunction):
-            zeros = zeros_for(node)
-            given = [zero if gradient is None else gradient for gradient, zero in zip(gradients, zeros, strict=True)]
-            results = iter(apply_function(node, given))
+            pairs = zip(gradients, zeros_for(node), strict=True)
+            results = iter(apply_function(node, [zero if gradient is None else gradient for gradient, zero in pairs]))
             return tuple([None if behind is None else next(results) for behind, _ in node.next_functions])
         passed = node(*gradients)
     return passed if isinstance(passed, tuple) else (passed,)

@@ -157,9 +157,10 @@ def products(node: Node, graph: Graph, scalars: Sequence[Any]) -> Callable[..., 
     end = begin + operator.results
 
     def parts(*tensors: torch.Tensor) -> torch.Tensor:
-        given = [*range(1, 1 + operator.gradients), *range(end, len(tensors))]
+        # The calls of the backward pass begin with these.
+        inputs = [*range(1, 1 + operator.gradients), *range(end, len(tensors))]
         with torch.enable_grad():
-            known = {values[n]: tensors[n] for n in given}
+            known = {values[n]: tensors[n] for n in inputs}
             gradient = known[values[1 + operator.output]].requires_grad_()
             computed = Values(graph, known, scalars)
             results = [computed[value] for value in values[1 + operator.gradients : begin]]
