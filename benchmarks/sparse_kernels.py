@@ -110,7 +110,7 @@ def _others(x: torch.Tensor, batch: int) -> dict[str, _Kernel]:
     pooled = torch.randn(*x.shape[:2], x.shape[2] // 2, x.shape[3] // 2, x.shape[4])
     winners, y, scale, shift = torch.zeros(pooled.shape, dtype=torch.uint8), torch.relu(x), *torch.ones(2, x.shape[1])
     maxima, of_statistics = (torch.empty_like(pooled), torch.empty_like(winners)), Statistics.of(x, batch)
-    normalised = Normalised(x, scale, shift, 1e-5, of_statistics, relu=True)
+    normalised = Normalised(x, scale, shift, 1e-5, of_statistics).activated()
     gradient, needed = torch.randn_like(x), (True, True, True, False)
     return {
         "max-pooling": _Kernel(lambda: pool.run(find_winners, x, *maxima), (x,), maxima),
