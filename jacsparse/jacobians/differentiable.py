@@ -150,7 +150,7 @@ class _WeightedSum:
         if differentiable:
             check_no_hooks(self.inputs[1:])
         ends = [(end, x) for end, x, each in zip(self.ends, self.inputs, needed, strict=True) if each]
-        walked = iter(walk(get_gradient_edge(product), torch.ones_like(product), ends))
+        walked = iter(walk([(get_gradient_edge(product), torch.ones_like(product))], ends))
         return [next(walked) if each else None for each in needed]
 
 

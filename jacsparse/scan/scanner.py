@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 import torch
 
 from ..patterns import Pattern, batch_last
 from ..runtime import allocated, announced_where_long
-from ..schedule import Schedule, resolve
+from ..recurrence import Dense, Report, linear_recurrence
+from ..schedule import Schedule, parse, resolve
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
-from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
+from ..stages import Chain, Loop, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
 from .execution_plan import AutogradPass, ExecutionPlan, Slices, WantedGradients
+from .loop_gradients import pull_back_through_loops
 
 #: Execution plans that a chain keeps.
 _MOST_PLANS = 16
@@ -42,13 +47,16 @@ class Scanner:
     module: ClassVar[str] = "nn.Scan"
 
     def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
-        self.chain = chain
+        self.chain, self._asked = chain, schedule
         self.schedule = resolve(schedule, len(chain), chain)
         self.memory_limit = check_limit(memory_limit)
         light = {len(chain) - number for number, stage in enumerate(chain.stages) if stage.light}
         self._executed, _ = self.schedule.deferred(light)
         self._multiplies = any(step.kind == "mm" for step in self._executed.steps)
         self._executions: dict[WantedGradients, ExecutionPlan] = {}
+        #: How the loops and the stages beside them were gone through in the last backward pass.
+        self.reports: list[Report] = []
+        self._scanners: list[tuple[slice, Scanner | list[Loop]]] = []
 
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
@@ -75,7 +83,13 @@ class Scanner:
         return plans
 
     def pull_back(
-        self, records: Sequence[Record], gradient: torch.Tensor, externals: Iterable[int], *, for_input: bool
+        self,
+        records: Sequence[Record],
+        gradient: torch.Tensor,
+        externals: Iterable[int],
+        *,
+        for_input: bool,
+        apart: Collection[int] = (),
     ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
         """Gradients of the chain's input and of externals, for a gradient of its output.
 
@@ -89,6 +103,8 @@ class Scanner:
             The externals whose gradients are returned, by their places in the trace.
         for_input : bool
             Whether the input's gradient is returned too.
+        apart : collection of int
+            The externals that stages of other records read too.
 
         Returns
         -------
@@ -103,11 +119,79 @@ class Scanner:
         externals_of = tuple([tuple(sorted(record.externals & places)) for record in records])
         if not for_input and not any(externals_of):
             return None, {}
+        self.reports = []
         with without_autocast(gradient.device):
+            if self._parts(records):
+                return self._pull_back_in_parts(records, gradient, externals_of, for_input=for_input)
             plan = self._plan(records, externals_of, for_input=for_input)
-            execution = _Execution(self, plan, records, gradient)
+            execution = _Execution(self, plan, records, gradient, plan.apart.union(apart))
             execution.run()
+        self.reports.append(self._report())
         return execution.input_gradient, execution.external_gradients
+
+    def _report(self) -> Report:
+        name = self.schedule.name.partition(":")[0]
+        return Report("backward", len(self.chain), self.chain.name, [name], tree=self.schedule)
+
+    def _parts(self, records: Sequence[Record]) -> list[tuple[slice, Scanner | list[Loop]]]:
+        """The stages in order, in parts that are loops and others; empty where all go through the schedule."""
+        regions, refusals = self.chain.loops(records[0].trace)
+        if isinstance(self._asked, Schedule) or parse(self._asked)[0] in ("auto", "linear"):
+            return []
+        hooked = [record for each in regions for record in records[each.first : each.stop]]
+        hooked = [record for record in hooked if has_hooks(record, of_nodes=True)]
+        if hooked:
+            regions, refusals = [], [f"{hooked[0].stage.path}: a backward hook sees gradients within a loop", *refusals]
+        for refusal in refusals:
+            warnings.warn(f"{refusal}; autograd goes through it step by step", RuntimeWarning, stacklevel=2)
+        if not regions:
+            return []
+        if not self._scanners:
+            ends = [0, *(end for each in regions for end in (each.first, each.stop)), len(self.chain)]
+            loops = {each.first: each.loops for each in regions}
+            for first, stop in itertools.pairwise(ends):
+                if first < stop:
+                    scanner = None if first in loops else Scanner(self.chain.part(first, stop), self._asked, self.memory_limit)
+                    self._scanners.append((slice(first, stop), scanner or loops[first]))
+        return self._scanners
+
+    def _pull_back_in_parts(
+        self,
+        records: Sequence[Record],
+        gradient: torch.Tensor,
+        externals: Sequence[tuple[int, ...]],
+        *,
+        for_input: bool,
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """As `pull_back`, loop by loop."""
+        of_externals: dict[int, torch.Tensor] = {}
+        parts = self._parts(records)
+        places = [sorted(set().union(*externals[part])) for part, _ in parts]
+        readers = Counter(place for each in places for place in each)
+        apart = {place for place, count in readers.items() if count > 1}
+        of_input: torch.Tensor | None = gradient
+        for number, (part, way) in reversed([*enumerate(parts)]):
+            assert of_input is not None
+            if isinstance(way, Scanner):
+                for_part = for_input or number > 0
+                of_input, terms = way.pull_back(records[part], of_input, places[number], for_input=for_part, apart=apart)
+                self.reports += way.reports
+            else:
+                of_input, terms = pull_back_through_loops(
+                    way, records[part], of_input, places[number], self._solve, self.memory_limit
+                )
+            add_gradients(of_externals, terms)
+        return of_input if for_input else None, of_externals
+
+    def _solve(self, loop: Loop, A: torch.Tensor, b: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """Solve the recurrence of a loop's gradients."""
+        assert not isinstance(self._asked, Schedule)
+        name, number = parse(self._asked)
+        # Blocks of equal numbers of steps.
+        way = self._asked if name != "balanced" else f"chunked:{max(1, -(-len(b) // number))}"
+        states = linear_recurrence(Dense(A), b, last, reverse=True, schedule=way, reports=self.reports)
+        self.reports[-1].layer = loop.path
+        return states
 
     def _plan(
         self, records: Sequence[Record], externals: tuple[tuple[int, ...], ...], *, for_input: bool
@@ -134,9 +218,14 @@ class _Execution:
     """One execution of a plan on a batch."""
 
     def __init__(
-        self, scanner: Scanner, plan: ExecutionPlan, records: Sequence[Record], gradient: torch.Tensor
+        self,
+        scanner: Scanner,
+        plan: ExecutionPlan,
+        records: Sequence[Record],
+        gradient: torch.Tensor,
+        apart: Collection[int],
     ) -> None:
-        self.scanner, self.plan, self.records = scanner, plan, records
+        self.scanner, self.plan, self.records, self.apart = scanner, plan, records, apart
         self.batch = gradient.shape[0]
         self.vectors = {0: gradient}
         # Products have the input's dtype, although operators may have others.
@@ -161,7 +250,7 @@ class _Execution:
             self.vectors[autograd_pass.gradient],
             [record(number) for number, _ in autograd_pass.inputs],
             autograd_pass.externals,
-            self.plan.apart,
+            self.apart,
             strict=[*map(record, autograd_pass.strict)],
         )
         add_gradients(self.external_gradients, external_gradients)

@@ -37,18 +37,22 @@ from .forward_passes import Owner, Run, chain_of_trace, forward_pass, trace_of_c
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
 from .infinite_entries import all_finite, with_backward_passes
 from .local_jacobian import LocalJacobian
+from .loops import Loop, LoopRegion
 from .order import DENSE, PASS, START
-from .record import Record, pull_back_all
+from .record import GRADIENT_BYTES, Record, pull_back_all
 from .stage import Edge, Stage
 
 __all__ = [
     "DENSE",
+    "GRADIENT_BYTES",
     "PASS",
     "START",
     "Accumulation",
     "Chain",
     "Edge",
     "LocalJacobian",
+    "Loop",
+    "LoopRegion",
     "Owner",
     "Record",
     "Region",

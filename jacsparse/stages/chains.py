@@ -32,6 +32,7 @@ from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
 from .cutting import stages_of
 from .graph_gradients import has_hooks
+from .loops import LoopRegion, loop_regions
 from .order import Estimates, Order, accumulated, best_order
 from .record import Record, pull_back_all
 from .stage import Edge, Stage
@@ -64,6 +65,7 @@ class Chain:
     ) -> None:
         self.name, self.stages = name, tuple(stages)
         self.in_shape, self.out_shape = in_shape, out_shape
+        self._loops: tuple[list[LoopRegion], list[str]] | None = None
 
     def __len__(self) -> int:
         return len(self.stages)
@@ -87,6 +89,17 @@ class Chain:
     def records(self, trace: Trace) -> list[Record]:
         """The record of each stage in a run in which all that the patterns omit is zero."""
         return [Record(stage, trace) for stage in self.stages]
+
+    def loops(self, trace: Trace) -> tuple[list[LoopRegion], list[str]]:
+        """The stages that are loops, and why others are none, from a run of the chain's graph."""
+        if self._loops is None:
+            self._loops = loop_regions(trace, self.stages)
+        return self._loops
+
+    def part(self, first: int, stop: int) -> Chain:
+        """The chain of the stages from `first` to `stop`, of which there is one."""
+        stages = self.stages[first:stop]
+        return Chain(self.name, stages, stages[0].in_shape, stages[-1].out_shape)
 
     def trained_zeros(self, trace: Trace) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""

@@ -80,7 +80,7 @@ def pull_back(
         ends = [(edge_of(tensors[place]), tensors[place]) for place in alone]
         start = trace.gradient_edge(records[-1].stage.start)
         behind = [] if start is None else [(start, records[-1].input)]
-        gradients |= zip(alone, walk(output, gradient, [*ends, *behind]), strict=False)
+        gradients |= zip(alone, walk([(output, gradient)], [*ends, *behind]), strict=False)
     return of_inputs, {place: result for place, result in gradients.items() if result is not None}
 
 
@@ -147,12 +147,12 @@ def add_gradients(gradients: dict[int, torch.Tensor], terms: Mapping[int, torch.
         gradients[place] = gradients[place] + term if place in gradients else term
 
 
-def walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
-    """Gradients at some edges of autograd's graph, for one at another edge, node by node and without hooks."""
-    return with_all_gradients(lambda: _walk(output, gradient, ends))
+def walk(starts: Sequence[tuple[GradientEdge, torch.Tensor]], ends: Sequence[End]) -> list[torch.Tensor | None]:
+    """Gradients at some edges of autograd's graph, for those at other edges, node by node and without hooks."""
+    return with_all_gradients(lambda: _walk(starts, ends))
 
 
-def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> list[torch.Tensor | None]:
+def _walk(starts: Sequence[tuple[GradientEdge, torch.Tensor]], ends: Sequence[End]) -> list[torch.Tensor | None]:
     targets = {edge[:2]: number for number, (edge, _) in enumerate(ends)}
 
     def followed(node: Any) -> list[Any]:
@@ -161,12 +161,13 @@ def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> 
         # A node with a variable gathers the gradient of a leaf.
         return [behind for behind, _ in edges if not hasattr(behind, "variable")]
 
-    waiting, users = [output.node], Counter([output.node])
+    first = [*dict.fromkeys(edge.node for edge, _ in starts if edge[:2] not in targets)]
+    waiting, users = list(first), Counter(dict.fromkeys(first, 0))
     while waiting:
         for behind in followed(waiting.pop()):
-            users[behind] += 1
-            if users[behind] == 1:
+            if behind not in users:
                 waiting.append(behind)
+            users[behind] += 1
     pending: dict[Any, list[torch.Tensor | None]] = {}
     gradients: list[torch.Tensor | None] = [None] * len(ends)
 
@@ -186,8 +187,9 @@ def _walk(output: GradientEdge, gradient: torch.Tensor, ends: Sequence[End]) -> 
         term, total = term.sum_to_size(shape), sums[number]
         sums[number] = term if total is None else total + term
 
-    add(output[:2], gradient)
-    ready = [output.node]
+    for edge, gradient in starts:
+        add(edge[:2], gradient)
+    ready = [node for node in first if not users[node]]
     while ready:
         node = ready.pop()
         if node in pending:

@@ -29,7 +29,7 @@ the run's own.
 from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients
 from .calls import calls_of, with_constants, with_identities
 from .functions import function_error
-from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of
+from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of, referred
 from .graphs import GRAPHS
 from .modules import (
     check_initialised,
@@ -96,6 +96,7 @@ __all__ = [
     "passed_by_all_paths",
     "program_of",
     "random_tensor",
+    "referred",
     "refresh_weights",
     "samples_of",
     "saved_buffers",
