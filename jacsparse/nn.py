@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .patterns import UnsupportedOperatorError
-from .recurrence import GRU, LSTM, RNN, Recurrent, convert
+from .recurrence import GRU, LSTM, RNN, Recurrent, Report, convert
 from .runtime import a_type, transform_under_way, uncompiled
 from .scan import Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
@@ -41,12 +42,15 @@ class _OfChain(nn.Module):
         self.pruned = pruned
         self.reset()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``module(x)``; `x` has shape ``(batch, *input_shape)``, float32 or float64."""
+    def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Return ``module(x, *arguments)``; `x` has shape ``(batch, *input_shape)``, float32 or float64.
+
+        Tensors among the other arguments, as first states, have gradients as parameters do.
+        """
         if not torch.is_grad_enabled() or is_recording() or torch.compiler.is_compiling():
-            return self.module(x)
-        if not getattr(x, "requires_grad", False) and not any(p.requires_grad for p in self.module.parameters()):
-            return self.module(x)
+            return self.module(x, *arguments)
+        if not any(getattr(each, "requires_grad", False) for each in (x, *arguments, *self.module.parameters())):
+            return self.module(x, *arguments)
         transform = transform_under_way()
         if transform:
             raise TypeError(
@@ -55,14 +59,14 @@ class _OfChain(nn.Module):
             )
         check_input("x", x)
         if not len(x):
-            return self.module(x)
-        chain, run = self._forward_pass(x)
+            return self.module(x, *arguments)
+        chain, run = self._forward_pass(x, arguments)
         with without_saving_hooks():
             puller = self._puller(chain, run)
         return scanned(puller, run, x)
 
-    def _forward_pass(self, x: torch.Tensor) -> tuple[Chain, Run]:
-        return forward_pass(self.module, x, self._owner, pruned=self.pruned, couples=True)
+    def _forward_pass(self, x: torch.Tensor, arguments: Sequence[Any] = ()) -> tuple[Chain, Run]:
+        return forward_pass(self.module, x, self._owner, pruned=self.pruned, couples=True, arguments=arguments)
 
     def _puller(self, chain: Chain, run: Run) -> Puller:
         """What pulls gradients back through a chain, after a forward pass."""
@@ -167,10 +171,12 @@ class Scan(_OfChain):
         self.memory_limit = memory_limit
         self._across = StageRanks.of(process_group, exchange)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return ``module(x)``, or the whole chain's output where it goes across ranks."""
+    def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        """Return ``module(x, *arguments)``, or the whole chain's output for `x` where it goes across ranks."""
         if self._across is None:
-            return super().forward(x)
+            return super().forward(x, *arguments)
+        if arguments:
+            raise TypeError(f"a Scan across ranks takes x alone, and got {len(arguments)} more; make them parameters")
         return self._forward_across(self._across, x)
 
     @uncompiled
@@ -193,7 +199,7 @@ class Scan(_OfChain):
     def _scanner(self, chain: Chain) -> Scanner:
         scanner = self._scanners.pop(id(chain), None)
         if scanner is None:
-            scanner = Scanner(chain, self.schedule, self.memory_limit)
+            scanner = Scanner(chain, self.schedule, self.memory_limit, self.reports)
         self._scanners[id(chain)] = scanner
         # Plans may be large: only the last ones stay.
         while len(self._scanners) > _MOST_SCANNERS:
@@ -201,11 +207,12 @@ class Scan(_OfChain):
         return scanner
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_scanners": None}
+        return {**super().__getstate__(), "_scanners": None, "reports": None}
 
     def reset(self) -> None:
         """Forget patterns and plans; the next forward makes new ones for its weights."""
         super().reset()
+        self.reports: list[Report] = []
         # By the chain's id: a scanner holds its chain, so that no other chain gets the id.
         self._scanners: OrderedDict[int, Scanner] = OrderedDict()
 

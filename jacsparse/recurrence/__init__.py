@@ -9,9 +9,10 @@ from .prices import NODES, PRICES, Nodes, Prices
 from .recurrent import Recurrent
 from .reports import Report
 from .sequences import Sequences
-from .solvers import SOLVERS, Choice, Problem, Recurrence, Solver, Work, parse
+from .solvers import ASKED, SOLVERS, Choice, Problem, Recurrence, Solver, Work, parse
 
 __all__ = [
+    "ASKED",
     "CELLS",
     "GRU",
     "LSTM",

@@ -10,7 +10,7 @@ import torch
 
 from ..patterns import Layout
 from ..stages import GRADIENT_BYTES, Loop, Record, add_gradients, walk
-from ..tracing import Node, Trace, Value, edge_of, referred
+from ..tracing import Node, Rewrite, Trace, Value, edge_of, referred
 
 #: Solves ``g[t] = A[t] g[t + 1] + b[t]`` for the gradients of a loop's states, from A, b and the one after the last.
 Solve = Callable[[Loop, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -114,7 +114,7 @@ class _Steps:
             known = {**shared, **dict(zip(along, tensors, strict=True))}
             numbers = {**constant, **dict(zip(varying, floats, strict=True))}
             for node in loop.calls:
-                known |= node.by_value(node.computed(_arguments(node, known, numbers)))
+                known |= node.by_value(_results(node, _arguments(node, known, numbers)))
             return [known[value] for value in values]
 
         with torch.enable_grad():
@@ -219,6 +219,14 @@ def _arguments(node: Node, values: Mapping[int, torch.Tensor], numbers: Mapping[
         for name, argument in node.arguments.items()
         for each in (referred(argument, values.__getitem__, numbers),)
     }
+
+
+def _results(node: Node, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The results of a call within ``vmap``, where no tensor says whether it has a gradient."""
+    if isinstance(node.overload, Rewrite):
+        elements, derivative = arguments.values()
+        return [elements + (derivative - derivative.detach())]
+    return node.computed(arguments)
 
 
 def _along(layout: Layout, leading: int) -> Layout:

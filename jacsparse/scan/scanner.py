@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 import warnings
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
@@ -14,13 +12,13 @@ import torch
 
 from ..patterns import Pattern, batch_last
 from ..runtime import allocated, announced_where_long
-from ..recurrence import Dense, Report, linear_recurrence
+from ..recurrence import ASKED, Report
 from ..schedule import Schedule, parse, resolve
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
-from ..stages import Chain, Loop, Record, add_gradients, has_hooks, pull_back
+from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
 from .execution_plan import AutogradPass, ExecutionPlan, Slices, WantedGradients
-from .loop_gradients import pull_back_through_loops
+from .looped_chain import LoopedChain
 
 #: Execution plans that a chain keeps.
 _MOST_PLANS = 16
@@ -37,6 +35,8 @@ class Scanner:
         A schedule, as `jacsparse.schedule.resolve` takes it.
     memory_limit : int, optional
         Bytes of values to hold at once, and of the plans' index arrays; 1 GiB by default.
+    reports : list of Report, optional
+        Is filled by each backward pass: a report for each loop, and for the stages between.
 
     Raises
     ------
@@ -46,17 +46,22 @@ class Scanner:
 
     module: ClassVar[str] = "nn.Scan"
 
-    def __init__(self, chain: Chain, schedule: Schedule | str = "auto", memory_limit: int | None = None) -> None:
-        self.chain, self._asked = chain, schedule
+    def __init__(
+        self,
+        chain: Chain,
+        schedule: Schedule | str = "auto",
+        memory_limit: int | None = None,
+        reports: list[Report] | None = None,
+    ) -> None:
+        self.chain, self.asked = chain, schedule
         self.schedule = resolve(schedule, len(chain), chain)
         self.memory_limit = check_limit(memory_limit)
         light = {len(chain) - number for number, stage in enumerate(chain.stages) if stage.light}
         self._executed, _ = self.schedule.deferred(light)
         self._multiplies = any(step.kind == "mm" for step in self._executed.steps)
         self._executions: dict[WantedGradients, ExecutionPlan] = {}
-        #: How the loops and the stages beside them were gone through in the last backward pass.
-        self.reports: list[Report] = []
-        self._scanners: list[tuple[slice, Scanner | list[Loop]]] = []
+        self.reports = [] if reports is None else reports
+        self._looped: LoopedChain | None = None
 
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
@@ -119,79 +124,47 @@ class Scanner:
         externals_of = tuple([tuple(sorted(record.externals & places)) for record in records])
         if not for_input and not any(externals_of):
             return None, {}
-        self.reports = []
         with without_autocast(gradient.device):
-            if self._parts(records):
-                return self._pull_back_in_parts(records, gradient, externals_of, for_input=for_input)
+            looped = self._looped_for(records)
+            self.reports.clear()
+            if looped is not None:
+                return looped.pull_back(records, gradient, externals_of, for_input=for_input)
             plan = self._plan(records, externals_of, for_input=for_input)
             execution = _Execution(self, plan, records, gradient, plan.apart.union(apart))
             execution.run()
-        self.reports.append(self._report())
+        self._report(records)
         return execution.input_gradient, execution.external_gradients
 
-    def _report(self) -> Report:
-        name = self.schedule.name.partition(":")[0]
-        return Report("backward", len(self.chain), self.chain.name, [name], tree=self.schedule)
+    def of_part(self, first: int, stop: int) -> Scanner:
+        """A scanner of the stages from `first` to `stop`, by the same schedule."""
+        return Scanner(self.chain.part(first, stop), self.asked, self.memory_limit)
 
-    def _parts(self, records: Sequence[Record]) -> list[tuple[slice, Scanner | list[Loop]]]:
-        """The stages in order, in parts that are loops and others; empty where all go through the schedule."""
+    def _looped_for(self, records: Sequence[Record]) -> LoopedChain | None:
+        """What goes back through the loops of the chain by scans; None where there is none, or none is to be scanned."""
+        if isinstance(self.asked, Schedule) or parse(self.asked)[0] in ("auto", "linear"):
+            return None
         regions, refusals = self.chain.loops(records[0].trace)
-        if isinstance(self._asked, Schedule) or parse(self._asked)[0] in ("auto", "linear"):
-            return []
-        hooked = [record for each in regions for record in records[each.first : each.stop]]
-        hooked = [record for record in hooked if has_hooks(record, of_nodes=True)]
-        if hooked:
-            regions, refusals = [], [f"{hooked[0].stage.path}: a backward hook sees gradients within a loop", *refusals]
+        within = [record for each in regions for record in records[each.first : each.stop]]
+        hooked = next((record for record in within if has_hooks(record, of_nodes=True)), None)
+        if hooked is not None:
+            refusals = [*refusals, f"{hooked.stage.path}: a backward hook sees gradients within a loop"]
         for refusal in refusals:
-            warnings.warn(f"{refusal}; autograd goes through it step by step", RuntimeWarning, stacklevel=2)
-        if not regions:
-            return []
-        if not self._scanners:
-            ends = [0, *(end for each in regions for end in (each.first, each.stop)), len(self.chain)]
-            loops = {each.first: each.loops for each in regions}
-            for first, stop in itertools.pairwise(ends):
-                if first < stop:
-                    scanner = None if first in loops else Scanner(self.chain.part(first, stop), self._asked, self.memory_limit)
-                    self._scanners.append((slice(first, stop), scanner or loops[first]))
-        return self._scanners
+            warnings.warn(f"{refusal}; autograd goes back through it", RuntimeWarning, stacklevel=2)
+        if self._looped is None and regions:
+            self._looped = LoopedChain(self, regions)
+        return self._looped if hooked is None else None
 
-    def _pull_back_in_parts(
-        self,
-        records: Sequence[Record],
-        gradient: torch.Tensor,
-        externals: Sequence[tuple[int, ...]],
-        *,
-        for_input: bool,
-    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """As `pull_back`, loop by loop."""
-        of_externals: dict[int, torch.Tensor] = {}
-        parts = self._parts(records)
-        places = [sorted(set().union(*externals[part])) for part, _ in parts]
-        readers = Counter(place for each in places for place in each)
-        apart = {place for place, count in readers.items() if count > 1}
-        of_input: torch.Tensor | None = gradient
-        for number, (part, way) in reversed([*enumerate(parts)]):
-            assert of_input is not None
-            if isinstance(way, Scanner):
-                for_part = for_input or number > 0
-                of_input, terms = way.pull_back(records[part], of_input, places[number], for_input=for_part, apart=apart)
-                self.reports += way.reports
-            else:
-                of_input, terms = pull_back_through_loops(
-                    way, records[part], of_input, places[number], self._solve, self.memory_limit
-                )
-            add_gradients(of_externals, terms)
-        return of_input if for_input else None, of_externals
-
-    def _solve(self, loop: Loop, A: torch.Tensor, b: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """Solve the recurrence of a loop's gradients."""
-        assert not isinstance(self._asked, Schedule)
-        name, number = parse(self._asked)
-        # Blocks of equal numbers of steps.
-        way = self._asked if name != "balanced" else f"chunked:{max(1, -(-len(b) // number))}"
-        states = linear_recurrence(Dense(A), b, last, reverse=True, schedule=way, reports=self.reports)
-        self.reports[-1].layer = loop.path
-        return states
+    def _report(self, records: Sequence[Record]) -> None:
+        """Report on a backward pass in which autograd goes through loops."""
+        name, reason = self.schedule.name.partition(":")[0], ASKED
+        if not isinstance(self.asked, Schedule) and parse(self.asked)[0] == "auto":
+            reason = "no order of products is faster on one device than autograd's pass, stage after stage"
+        regions, _ = self.chain.loops(records[0].trace)
+        if sum(each.stop - each.first for each in regions) < len(self.chain):
+            report = Report("backward", len(self.chain), self.chain.name, [name], tree=self.schedule, reason=reason)
+            self.reports.append(report)
+        loops = [loop for each in regions for loop in each.loops]
+        self.reports += [Report("backward", each.count, each.path, ["sequential"], reason=reason) for each in loops]
 
     def _plan(
         self, records: Sequence[Record], externals: tuple[tuple[int, ...], ...], *, for_input: bool

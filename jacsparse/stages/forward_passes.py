@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -69,12 +69,12 @@ class Owner:
     """Whose chains some are, where a module has several, as those of before and after a reset."""
 
 
-def trace_of_call(module: nn.Module, x: torch.Tensor) -> Trace:
-    """The trace of a module's run at a batch, whose graph an earlier run may have made."""
+def trace_of_call(module: nn.Module, x: torch.Tensor, arguments: Sequence[Any] = ()) -> Trace:
+    """The trace of a module's run at a batch and other arguments, whose graph an earlier run may have made."""
     # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which is
     # to be as much where the chain is found as where it is made.
     with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
-        return traced(module, x, cached=True)
+        return traced(module, x, arguments=arguments, cached=True)
 
 
 def forward_pass(
@@ -85,14 +85,17 @@ def forward_pass(
     pruned: bool = True,
     couples: bool = False,
     by_autograd: bool = True,
+    arguments: Sequence[Any] = (),
 ) -> tuple[Chain, Run]:
     """The chain of the calls that a module makes for a checked batch, and that forward pass.
+
+    Tensors among other `arguments` have gradients as parameters do.
 
     UnsupportedOperatorError is raised where autograd would take other derivatives in it than registered ones, unless it
     takes none.
     """
     check_shape(x.shape[1:])
-    trace = trace_of_call(module, x)
+    trace = trace_of_call(module, x, arguments)
     with without_saving_hooks():
         chain, records = chain_of_trace(trace, owner, pruned=pruned, couples=couples)
     if by_autograd and chain.registered_values:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..patterns import Layout
-from ..tracing import FunctionCall, Node, Operation, Rewrite, Scalar, Trace, Value
+from ..tracing import FunctionCall, Node, Operation, Scalar, Trace, Value
 from .stage import Stage
 
 #: The fewest steps that are a loop: fewer are cheaper as one stage.
@@ -357,7 +357,7 @@ class _Steps:
 
     def _check(self, node: Node, operations: dict[int, Operation]) -> None:
         """Raise where a call cannot be run again for all steps at once."""
-        if isinstance(node.overload, (FunctionCall, Rewrite)) or node.by_parts:
+        if isinstance(node.overload, FunctionCall) or node.by_parts:
             raise UncutLoopError(f"{node.name} has a derivative of its own{node.source}")
         if node.facts.random and node.draws:
             raise UncutLoopError(f"{node.name} draws random numbers{node.source}")

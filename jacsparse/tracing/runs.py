@@ -42,6 +42,7 @@ def traced(
     module: nn.Module,
     x: torch.Tensor,
     *,
+    arguments: Sequence[Any] = (),
     cached: bool = False,
     readable: bool = True,
     hidden: Sequence[torch.Tensor] = (),
@@ -55,6 +56,8 @@ def traced(
         It runs once.
     x : Tensor, (batch, *input_shape)
         The module gets a copy, which it may overwrite.
+    arguments : sequence
+        What the module gets behind it, as it is.
     cached : bool
         Whether the graph may be that of an earlier run that made the same calls.
     readable : bool
@@ -74,7 +77,7 @@ def traced(
     callers, reads = Callers(module), None if readable else partial(Unreadable, hidden=hidden)
     try:
         with Observing(), without_compiling:
-            run = capture(module, x, callers, reads, beside)
+            run = capture(lambda copy: module(copy, *arguments), x, callers, reads, beside)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

@@ -15,6 +15,7 @@ from .sequential import Sequential
 from .tree import Planned, Tree
 
 __all__ = [
+    "ASKED",
     "CHUNK",
     "SOLVERS",
     "Choice",

@@ -1,0 +1,72 @@
+"""Chains in which some stages are loops: the gradient goes through each loop by a scan, and through others as before."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..recurrence import Dense, linear_recurrence
+from ..schedule import parse
+from ..stages import Loop, LoopRegion, Record, add_gradients
+from .loop_gradients import pull_back_through_loops
+
+if TYPE_CHECKING:
+    from .scanner import Scanner
+
+
+class LoopedChain:
+    """The parts of a scanner's chain that are loops, and a scanner for each part between."""
+
+    def __init__(self, scanner: Scanner, regions: Sequence[LoopRegion]) -> None:
+        self._schedule, self._memory_limit, self._reports = scanner.asked, scanner.memory_limit, scanner.reports
+        loops = {each.first: each.loops for each in regions}
+        ends = [0, *(end for each in regions for end in (each.first, each.stop)), len(scanner.chain)]
+        self._parts = [
+            (slice(first, stop), loops[first] if first in loops else scanner.of_part(first, stop))
+            for first, stop in itertools.pairwise(ends)
+            if first < stop
+        ]
+
+    def pull_back(
+        self,
+        records: Sequence[Record],
+        gradient: torch.Tensor,
+        externals: Sequence[Sequence[int]],
+        *,
+        for_input: bool,
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
+        """As `Scanner.pull_back`, with the externals of each stage."""
+        of_externals: dict[int, torch.Tensor] = {}
+        places = [sorted(set().union(*externals[part])) for part, _ in self._parts]
+        readers = Counter(itertools.chain(*places))
+        apart = {place for place, count in readers.items() if count > 1}
+        of_input: torch.Tensor | None = gradient
+        for number in reversed(range(len(self._parts))):
+            part, way = self._parts[number]
+            assert of_input is not None
+            if isinstance(way, list):
+                of_input, terms = pull_back_through_loops(
+                    way, records[part], of_input, places[number], self._solve, self._memory_limit
+                )
+            else:
+                wanted = for_input or number > 0
+                of_input, terms = way.pull_back(records[part], of_input, places[number], for_input=wanted, apart=apart)
+                self._reports += way.reports
+            add_gradients(of_externals, terms)
+        self._reports.reverse()
+        return of_input if for_input else None, of_externals
+
+    def _solve(self, loop: Loop, A: torch.Tensor, b: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
+        """The gradients of a loop's states."""
+        name, number = parse(self._schedule)
+        schedule = self._schedule
+        if name == "balanced" and number is not None:
+            # All steps cost the same.
+            schedule = f"chunked:{-(-len(b) // number)}"
+        states = linear_recurrence(Dense(A), b, last, reverse=True, schedule=schedule, reports=self._reports)
+        self._reports[-1].recurrence, self._reports[-1].layer = "backward", loop.path
+        return states
