@@ -1,4 +1,4 @@
-"""Gradients through loops: all steps' local Jacobians at once, a linear recurrence, and one pass for all side inputs."""
+"""Gradients through loops: the Jacobians of all steps at once, a linear recurrence, one pass for what steps read."""
 
 from __future__ import annotations
 
@@ -71,20 +71,17 @@ def _pulled_back(
 ) -> dict[int, torch.Tensor]:
     """The gradients of what a loop reads, by value, for those of its side outputs."""
     gradients: dict[int, torch.Tensor] = {}
-    batch, x = len(trace.input), trace.input
-    sizes = [trace.tensor(slot.before).numel() // batch for slot in loop.state]
-    # Matrices are copied when they are put in order.
-    nbytes = 2 * batch * sum(sizes) ** 2 * x.element_size()
-    length = max(1, memory_limit // max(1, nbytes))
-    last = x.new_zeros(batch, sum(sizes))
+    x = trace.input
+    length = max(1, memory_limit // max(1, loop.matrix_bytes(x)))
+    last = x.new_zeros(len(x), loop.size)
     for stop in range(loop.count, 0, -length):
-        steps = _Steps(loop, trace, range(max(0, stop - length), stop), sizes)
+        steps = _Steps(loop, trace, range(max(0, stop - length), stop))
         sides = steps.of_outputs(of_outputs)
         states = solve(loop, steps.matrices(), steps.added(sides), last)
         sides = steps.with_states(sides, torch.cat([states[1:], last[None]]))
         add_gradients(gradients, steps.of_inputs(sides))
         last = states[0]
-    for slot, part in zip(loop.state, last.split(sizes, 1), strict=True):
+    for slot, part in zip(loop.state, last.split(loop.sizes, 1), strict=True):
         first = loop.inputs[slot.before][0]
         add_gradients(gradients, {first: _joined(slot.layout, part[None], trace.tensor(first).shape)[0]})
     return gradients
@@ -93,8 +90,8 @@ def _pulled_back(
 class _Steps:
     """Steps of a loop, run again all at once, with a graph."""
 
-    def __init__(self, loop: Loop, trace: Trace, numbers: range, sizes: Sequence[int]) -> None:
-        self._loop, self._numbers, self._sizes, self._like = loop, numbers, sizes, trace.input.detach()
+    def __init__(self, loop: Loop, trace: Trace, numbers: range) -> None:
+        self._loop, self._numbers, self._like = loop, numbers, trace.input.detach()
         along = {
             value: torch.stack([trace.elements(column[number]).detach() for number in numbers])
             for value, column in loop.inputs.items()
@@ -155,15 +152,15 @@ class _Steps:
     def matrices(self) -> torch.Tensor:
         """The transposed Jacobians of the steps' states, ``(steps, batch, n, n)``."""
         rows, count = [], len(self._numbers)
-        for slot, size in zip(self._loop.state, self._sizes, strict=True):
-            output = self._outputs.get(slot.after)
+        for slot in self._loop.state:
+            output, size = self._outputs.get(slot.after), slot.size
             if output is None:
-                rows.append(self._like.new_zeros(size, count, len(self._like), sum(self._sizes)))
+                rows.append(self._like.new_zeros(size, count, len(self._like), self._loop.size))
                 continue
             shape = slot.layout.split(output[0]).shape
             element = torch.arange(size, device=output.device).expand(shape[0], -1).reshape(shape)
             element = slot.layout.join(element).expand_as(output)
-            at_once = max(1, GRADIENT_BYTES // (output.nbytes * _WIDTH))
+            at_once = max(1, GRADIENT_BYTES // output.nbytes)
             for part in torch.arange(size, device=output.device).split(at_once):
                 seeds = (element == part.view(-1, *[1] * element.ndim)).to(output.dtype)
                 pulled = self._pull_back({slot.after: seeds}, self._before, batched=True)
@@ -173,7 +170,7 @@ class _Steps:
     def with_states(self, sides: Mapping[int, torch.Tensor], states: torch.Tensor) -> dict[int, torch.Tensor]:
         """The gradients of side outputs, and those of the states after the steps, ``(steps, batch, n)``."""
         gradients = dict(sides)
-        for slot, part in zip(self._loop.state, states.split(list(self._sizes), 2), strict=True):
+        for slot, part in zip(self._loop.state, states.split(self._loop.sizes, 2), strict=True):
             if slot.after in self._outputs:
                 like = self._outputs[slot.after]
                 add_gradients(gradients, {slot.after: _joined(slot.layout, part, like.shape[1:]).to(like.dtype)})
@@ -198,17 +195,13 @@ class _Steps:
         shape = (*many, len(self._numbers), len(self._like))
         return torch.cat(
             [
-                self._like.new_zeros(*shape, size)
+                self._like.new_zeros(*shape, slot.size)
                 if part is None
                 else _split(slot.layout, part, len(shape) - 1).to(self._like.dtype)
-                for slot, size, part in zip(self._loop.state, self._sizes, parts, strict=True)
+                for slot, part in zip(self._loop.state, parts, strict=True)
             ],
             -1,
         )
-
-
-#: How many times as large as a state what is between two of them is, about.
-_WIDTH = 4
 
 
 def _arguments(node: Node, values: Mapping[int, torch.Tensor], numbers: Mapping[int, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Chains in which some stages are loops: the gradient goes through each loop by a scan, and through others as before."""
+"""Chains with loops: the gradient goes through each loop by a scan, and by the schedule through the stages between."""
 
 from __future__ import annotations
 

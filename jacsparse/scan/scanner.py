@@ -11,8 +11,8 @@ from typing import ClassVar
 import torch
 
 from ..patterns import Pattern, batch_last
-from ..runtime import allocated, announced_where_long
 from ..recurrence import ASKED, Report
+from ..runtime import allocated, announced_where_long
 from ..schedule import Schedule, parse, resolve
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
@@ -140,19 +140,23 @@ class Scanner:
         return Scanner(self.chain.part(first, stop), self.asked, self.memory_limit)
 
     def _looped_for(self, records: Sequence[Record]) -> LoopedChain | None:
-        """What goes back through the loops of the chain by scans; None where there is none, or none is to be scanned."""
+        """What goes back through the chain's loops by scans; None where autograd goes through all of them."""
         if isinstance(self.asked, Schedule) or parse(self.asked)[0] in ("auto", "linear"):
             return None
+        x = records[0].trace.input
         regions, refusals = self.chain.loops(records[0].trace)
-        within = [record for each in regions for record in records[each.first : each.stop]]
-        hooked = next((record for record in within if has_hooks(record, of_nodes=True)), None)
-        if hooked is not None:
-            refusals = [*refusals, f"{hooked.stage.path}: a backward hook sees gradients within a loop"]
+        for region in regions:
+            path, largest = records[region.first].stage.path, max(region.loops, key=lambda loop: loop.size)
+            if any(has_hooks(record, of_nodes=True) for record in records[region.first : region.stop]):
+                refusals, regions = [*refusals, f"{path}: a backward hook sees gradients within a loop"], []
+            elif largest.matrix_bytes(x) > self.memory_limit:
+                what = f"{path}: a loop with a state of {largest.size:,} elements: the matrices of a step for {len(x)}"
+                refusals, regions = [*refusals, f"{what} samples take more than {self.memory_limit:,} bytes"], []
         for refusal in refusals:
             warnings.warn(f"{refusal}; autograd goes back through it", RuntimeWarning, stacklevel=2)
         if self._looped is None and regions:
             self._looped = LoopedChain(self, regions)
-        return self._looped if hooked is None else None
+        return self._looped if regions else None
 
     def _report(self, records: Sequence[Record]) -> None:
         """Report on a backward pass in which autograd goes through loops."""

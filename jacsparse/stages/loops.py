@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from ..patterns import Layout
 from ..tracing import FunctionCall, Node, Operation, Scalar, Trace, Value
@@ -27,11 +28,12 @@ _CANDIDATES = 16
 
 
 class Slot(NamedTuple):
-    """A part of a loop's state: the numbers that it has in the last step, before and after, and where samples are."""
+    """A part of a loop's state: its values before and after the last step, where samples are, elements of a sample."""
 
     before: int
     after: int
     layout: Layout
+    size: int
 
 
 @dataclass(eq=False)
@@ -41,7 +43,7 @@ class Loop:
     Attributes
     ----------
     path : str
-        The module that makes the calls.
+        The module that makes most of the calls.
     count : int
         The number of steps.
     calls : list of Node
@@ -69,6 +71,20 @@ class Loop:
     outputs: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
     numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     differentiable: set[int] = field(default_factory=set)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The elements of each part of the state, for a sample."""
+        return [slot.size for slot in self.state]
+
+    @property
+    def size(self) -> int:
+        """The elements of the state, for a sample."""
+        return sum(self.sizes)
+
+    def matrix_bytes(self, x: torch.Tensor) -> int:
+        """The bytes that a step's matrices take for a batch, and once more where they are put in order."""
+        return 2 * len(x) * self.size**2 * x.element_size()
 
 
 class LoopRegion(NamedTuple):
@@ -197,9 +213,7 @@ class _Finder:
     def _cut(self, run: _Run) -> int:
         """The first call after which the fewest elements are live that the steps compute."""
         made = {value: at for at in range(run.begin, run.stop) for value in self._calls[at].results}
-        last = {
-            value: at for at in range(run.begin, run.stop) for value in _operands(self._calls[at]) if value in made
-        }
+        last = {value: at for at in range(run.begin, run.stop) for value in _operands(self._calls[at]) if value in made}
         live = np.zeros(run.stop - run.begin + 1, dtype=np.int64)
         for value, at in last.items():
             size = self._trace.tensor(value).numel()
@@ -257,15 +271,13 @@ class _Steps:
         }
         # Pieces of side inputs, which have another place in each step, are read where they are.
         self._pieces = {place for place in range(len(self._last)) if self._varies(place)}
-        self._loop = Loop(self._last[0].path, self._count)
+        self._loop = Loop("", self._count)
         #: By call and result, the values before each step, by how many steps ago they were computed.
         self._states: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
 
     def _varies(self, place: int) -> bool:
         """Whether a call has other literal arguments from step to step."""
-        arguments = [
-            [each for each in calls[place].arguments.values() if type(each) is int] for calls in self._steps
-        ]
+        arguments = [[each for each in calls[place].arguments.values() if type(each) is int] for calls in self._steps]
         return any(each != arguments[0] for each in arguments)
 
     def _column(self, place: int, number: int) -> tuple[int, ...]:
@@ -278,6 +290,7 @@ class _Steps:
         if not self._states:
             return None
         loop.calls = [self._last[place] for place in sorted(places)]
+        ((loop.path, _),) = Counter(node.path for node in loop.calls).most_common(1)
         self._check_pieces()
         for node in loop.calls:
             self._check(node, operations)
@@ -374,8 +387,7 @@ class _Steps:
         layout = None if operation is None else operation.layout
         if layout is None:
             raise UncutLoopError("its state does not depend on the input")
-        before = of_age[oldest]
-        first = before[:oldest]
+        first, size = of_age[oldest][:oldest], self._trace.tensor(column[-1]).numel() // len(self._trace.input)
         after = column[-1]
         for age in range(1, oldest + 1):
             # Before a step, this was computed so many steps ago; first of all, before the loop.
@@ -384,5 +396,5 @@ class _Steps:
                 raise UncutLoopError("its first states are not those of steps before")
             self._loop.inputs[values[-1]] = values
             self._loop.differentiable.add(values[-1])
-            self._loop.state.append(Slot(values[-1], after, layout))
+            self._loop.state.append(Slot(values[-1], after, layout, size))
             after = values[-1]
