@@ -14,7 +14,8 @@ _FILES = (
     *("sparse_kernels", "sparse_convergence", "discretised_equations", "stiff_equations", "triangular_solvers"),
     *("triangular_costs", "leapfrog", "ddg_convergence", "ddg_scaling", "ddg_theory", "simulation", "rank_scan"),
     *("lenet_convergence", "normalised_convergence", "rnn_sensitivity", "recurrent_shapes", "gru_breakdown"),
-    *("parallel_forward", "layer_calls", "chunk_sweep", "recurrent_convergence", "kernel_resources", "host_path"),
+    *("parallel_forward", "layer_calls", "chunk_sweep", "recurrent_convergence", "written_loops", "kernel_resources"),
+    *("host_path",),
 )
 
 

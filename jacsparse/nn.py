@@ -99,7 +99,8 @@ class Scan(_OfChain):
         stage as autograd has it, and a schedule is for each stretch between them.
     schedule : Schedule or str
         The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
-        Algorithm 1 of the thesis. ``auto`` is ``linear``, because no other order is faster on one device.
+        Algorithm 1 of the thesis. ``auto`` is ``linear``, because no other order is faster on one device. Loops over
+        steps are chains of their steps.
     pruned : bool
         Whether the Jacobians omit pruned weights.
     memory_limit : int, optional
@@ -113,6 +114,11 @@ class Scan(_OfChain):
         Jacobian, of all samples at once, and these are exchanged in one round, or in ⌈log2 p⌉ rounds for p ranks.
         ``auto`` is the one that is predicted to take the least time.
 
+    Attributes
+    ----------
+    reports : list of Report
+        How the last backward pass went through each loop, and through the stages around them.
+
     Raises
     ------
     TypeError, ValueError
@@ -120,9 +126,14 @@ class Scan(_OfChain):
     UnsupportedOperatorError
         At a forward pass with gradients, where an operator has no rule.
 
+    Warns
+    -----
+    RuntimeWarning
+        In a backward pass by another schedule than ``linear``, where a loop is left to autograd.
+
     Notes
     -----
-    Thesis, equations 3.1 and 3.2 and Algorithm 1. Hooks run; one that changes a gradient where Jacobians are multiplied
+    Thesis, equations 3.1 and 3.2 and Algorithm 1, for loops section 3.1. Hooks run; one that changes a gradient where Jacobians are multiplied
     raises RuntimeError in the backward pass. A backward pass with ``create_graph=True`` raises RuntimeError.
 
     ``torch.utils.checkpoint(..., use_reentrant=False)`` around a scan runs it anew once in a backward pass, and keeps

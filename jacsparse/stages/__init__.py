@@ -6,6 +6,10 @@ operation or a few. A `Chain` is all stages of a program; `forward_passes` finds
 edge is a `LocalJacobian`, and a stage a `Record`: these have values. Matrices are transposed, so that their rows are
 inputs.
 
+**Loops.** A `Loop` is a part of a run whose calls repeat themselves, which no cut tells apart, because each step reads
+the input again. `loop_regions` (`loops`) cuts it at the values that a step takes over from the one before it; these,
+what it reads besides and what later calls read of it are the edges of a step. `jacsparse.scan` goes back through it.
+
 **In which order they are multiplied.** `best_order` (`order`) compares the parenthesisations of the stages by the costs
 at the head of that file and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the cheapest
 one. `accumulated` makes it an `Accumulation` of products and sums. Where a stage of several operators becomes one

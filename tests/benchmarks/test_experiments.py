@@ -59,6 +59,7 @@ from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_costs import TriangularCosts
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
+from benchmarks.written_loops import WrittenLoops
 from jacsparse import solvers
 
 
@@ -126,6 +127,7 @@ SMALL: list[Experiment] = [
     LayerCalls(times=(4, 70), batch=2),
     ChunkSweep(times=(70,), chunks=(16, 32), batch=2),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
+    WrittenLoops(time=12, batch=2, size=3),
     KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
     HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,)),
 ]
