@@ -133,8 +133,9 @@ class Scan(_OfChain):
 
     Notes
     -----
-    Thesis, equations 3.1 and 3.2 and Algorithm 1, for loops section 3.1. Hooks run; one that changes a gradient where Jacobians are multiplied
-    raises RuntimeError in the backward pass. A backward pass with ``create_graph=True`` raises RuntimeError.
+    Thesis, equations 3.1 and 3.2 and Algorithm 1, for loops section 3.1. Hooks run; one that changes a gradient where
+    Jacobians are multiplied raises RuntimeError in the backward pass. A backward pass with ``create_graph=True`` raises
+    RuntimeError.
 
     ``torch.utils.checkpoint(..., use_reentrant=False)`` around a scan runs it anew once in a backward pass, and keeps
     nothing of it until then (PyTorch 2.8 or later). One within `module` is run anew once by ``linear``, and by other

@@ -107,15 +107,20 @@ class _Steps:
         varying = {place: self._like.new_tensor(each) for place, each in scalars.items() if place not in constant}
         values = [*dict.fromkeys([*(slot.after for slot in loop.state), *loop.outputs])]
 
-        def step(tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        # What a call writes to is to be of each step, as what is written.
+        zeros = self._like.new_zeros(len(numbers))
+
+        def step(
+            tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor], zero: torch.Tensor
+        ) -> list[torch.Tensor]:
             known = {**shared, **dict(zip(along, tensors, strict=True))}
             numbers = {**constant, **dict(zip(varying, floats, strict=True))}
             for node in loop.calls:
-                known |= node.by_value(_results(node, _arguments(node, known, numbers)))
+                known |= node.by_value(_results(node, _arguments(node, known, numbers), zero))
             return [known[value] for value in values]
 
         with torch.enable_grad():
-            results = torch.vmap(step)([*along.values()], [*varying.values()])
+            results = torch.vmap(step)([*along.values()], [*varying.values()], zeros)
         self._outputs = {value: result for value, result in zip(values, results, strict=True) if result.requires_grad}
 
     def _pull_back(
@@ -214,8 +219,11 @@ def _arguments(node: Node, values: Mapping[int, torch.Tensor], numbers: Mapping[
     }
 
 
-def _results(node: Node, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
+def _results(node: Node, arguments: dict[str, Any], zero: torch.Tensor) -> list[torch.Tensor]:
     """The results of a call within ``vmap``, where no tensor says whether it has a gradient."""
+    for name, each in arguments.items():
+        if isinstance(each, torch.Tensor) and node.writes_to(name):
+            arguments[name] = each + zero.to(each.dtype)
     if isinstance(node.overload, Rewrite):
         elements, derivative = arguments.values()
         return [elements + (derivative - derivative.detach())]

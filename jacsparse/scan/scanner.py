@@ -143,12 +143,19 @@ class Scanner:
         """What goes back through the chain's loops by scans; None where autograd goes through all of them."""
         if isinstance(self.asked, Schedule) or parse(self.asked)[0] in ("auto", "linear"):
             return None
-        x = records[0].trace.input
-        regions, refusals = self.chain.loops(records[0].trace)
+        trace, x = records[0].trace, records[0].trace.input
+        regions, refusals = self.chain.loops(trace)
         for region in regions:
             path, largest = records[region.first].stage.path, max(region.loops, key=lambda loop: loop.size)
             if any(has_hooks(record, of_nodes=True) for record in records[region.first : region.stop]):
                 refusals, regions = [*refusals, f"{path}: a backward hook sees gradients within a loop"], []
+            elif any(
+                trace.gradient_edge(value) is None
+                for loop in region.loops
+                for value in loop.ends
+                if value not in trace.graph.captures
+            ):
+                refusals, regions = [*refusals, f"{path}: a loop whose tensors were written to afterwards"], []
             elif largest.matrix_bytes(x) > self.memory_limit:
                 what = f"{path}: a loop with a state of {largest.size:,} elements: the matrices of a step for {len(x)}"
                 refusals, regions = [*refusals, f"{what} samples take more than {self.memory_limit:,} bytes"], []

@@ -187,8 +187,8 @@ def _walk(starts: Sequence[tuple[GradientEdge, torch.Tensor]], ends: Sequence[En
         term, total = term.sum_to_size(shape), sums[number]
         sums[number] = term if total is None else total + term
 
-    for edge, gradient in starts:
-        add(edge[:2], gradient)
+    for (node, number, *_), gradient in starts:
+        add((node, number), gradient)
     ready = [node for node in first if not users[node]]
     while ready:
         node = ready.pop()

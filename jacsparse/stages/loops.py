@@ -9,6 +9,7 @@ is affine, ``g[t - 1] = Jᵀ[t] g[t] + b[t]``, where the state may be several te
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from ..patterns import Layout
-from ..tracing import FunctionCall, Node, Operation, Scalar, Trace, Value
+from ..tracing import FunctionCall, Node, Operation, Scalar, Trace, Value, shows
 from .stage import Stage
 
 #: The fewest steps that are a loop: fewer are cheaper as one stage.
@@ -71,6 +72,15 @@ class Loop:
     outputs: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
     numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
     differentiable: set[int] = field(default_factory=set)
+
+    @functools.cached_property
+    def ends(self) -> list[int]:
+        """The values at which autograd takes gradients from the loop, or to it: its outputs, and what it reads."""
+        states = {slot.before for slot in self.state}
+        read = [column[:1] if value in states else column for value, column in self.inputs.items()]
+        passing = zip(self.inputs, read, strict=True)
+        values = [column for value, column in passing if value in self.differentiable]
+        return [each for column in (*values, *self.outputs.values()) for each in column if each is not None]
 
     @property
     def sizes(self) -> list[int]:
@@ -374,6 +384,9 @@ class _Steps:
             raise UncutLoopError(f"{node.name} has a derivative of its own{node.source}")
         if node.facts.random and node.draws:
             raise UncutLoopError(f"{node.name} draws random numbers{node.source}")
+        dtypes = [self._trace.tensor(value).dtype for _, value in node.tensors]
+        if node.facts.reads and shows(node.overload, dtypes):
+            raise UncutLoopError(f"{node.name} gives as many elements as a mask says{node.source}")
         for value in node.results:
             if value in operations and operations[value].couples:
                 raise UncutLoopError(f"{node.name} couples the samples of a batch{node.source}")

@@ -58,7 +58,7 @@ class Scalar:
     special: float | None = None
 
 
-def referred(argument: Any, value: Callable[[int], Any], scalars: Sequence[Any]) -> Any:
+def referred(argument: Any, value: Callable[[int], Any], scalars: Sequence[Any] | Mapping[int, Any]) -> Any:
     """What an argument of a call refers to, of some values and numbers; an argument that is no reference as it is."""
     if type(argument) is Value:
         return value(argument.number)
