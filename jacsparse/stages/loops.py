@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ..patterns import Layout
-from ..tracing import FunctionCall, Node, Operation, Scalar, Trace, Value, shows
+from ..tracing import BackwardPass, FunctionCall, Node, Operation, Scalar, Trace, Value, shows
 from .stage import Stage
 
 #: The fewest steps that are a loop: fewer are cheaper as one stage.
@@ -380,8 +380,10 @@ class _Steps:
 
     def _check(self, node: Node, operations: dict[int, Operation]) -> None:
         """Raise where a call cannot be run again for all steps at once."""
-        if isinstance(node.overload, FunctionCall) or node.by_parts:
-            raise UncutLoopError(f"{node.name} has a derivative of its own{node.source}")
+        if isinstance(node.overload, (FunctionCall, BackwardPass)):
+            raise UncutLoopError(f"{node.overload.function.__name__} has a backward pass of its own{node.source}")
+        if node.by_parts:
+            raise UncutLoopError(f"{node.name} has a derivative of other operators{node.source}")
         if node.facts.random and node.draws:
             raise UncutLoopError(f"{node.name} draws random numbers{node.source}")
         dtypes = [self._trace.tensor(value).dtype for _, value in node.tensors]

@@ -6,6 +6,7 @@ import copy
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -441,6 +442,30 @@ def _coupled(m: Loop, x: torch.Tensor) -> torch.Tensor:
     return h
 
 
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return 2 * gradient
+
+
+def _custom(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h = m.zeros(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.into(x[:, t]) + _Rounded.apply(m.over(h)))
+    return h
+
+
+def _selected(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h, mask = m.into(x[:, 0]), torch.tensor([True, False, True, True])
+    for t in range(x.shape[1]):
+        h = torch.cat([torch.tanh(m.into(x[:, t]) + m.over(h))[:, mask], h[:, ~mask]], 1)
+    return h
+
+
 def _hooked(m: Loop, x: torch.Tensor) -> torch.Tensor:
     h = m.zeros(x)
     for t in range(x.shape[1]):
@@ -455,6 +480,8 @@ def _hooked(m: Loop, x: torch.Tensor) -> torch.Tensor:
     [
         (_attention, r"steps are not alike: aten\.\w+ gives .*, and no step may read all earlier ones"),
         (_growing, r"steps are not alike: aten\.\w+ gives .* a state has to keep its size"),
+        (_custom, r"a loop of 1[23] steps at .*: _Rounded has a backward pass of its own"),
+        (_selected, r"a loop of 1[23] steps at .*: aten.index gives as many elements as a mask says"),
         (_coupled, r"a loop of 12 steps at .*: aten.native_batch_norm couples the samples of a batch"),
     ],
 )
