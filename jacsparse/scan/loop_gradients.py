@@ -43,25 +43,26 @@ def pull_back_through_loops(
     """
     trace, start = records[0].trace, records[0].stage.start
     places = {trace.graph.externals[place]: place for place in externals}
-    exits = {value for loop in loops for column in loop.outputs.values() for value in column if value is not None}
-    edges = {value: edge for value in (start, *exits) if (edge := trace.gradient_edge(value)) is not None}
-    edges |= {value: edge_of(trace.tensor(value)) for value in places}
-    ends = [(edge, trace.tensor(value)) for value, edge in edges.items()]
+    exits = [{value for column in loop.outputs.values() for value in column if value is not None} for loop in loops]
     found: dict[int, torch.Tensor] = {}
 
-    def go_back(gradients: Mapping[int, torch.Tensor]) -> None:
-        """Take gradients of values to the ends that they are computed from."""
+    def go_back(gradients: Mapping[int, torch.Tensor], remaining: int) -> None:
+        """Take gradients of values on, to the outputs of the first loops, or past all to the start and to externals."""
+        ends = {value: trace.gradient_edge(value) for value in {start}.union(*exits[:remaining])}
+        ends |= {value: edge_of(trace.tensor(value)) for value in places}
+        edges = {value: edge for value, edge in ends.items() if edge is not None}
         starts = []
         for value, of_value in gradients.items():
             edge, like = edges.get(value) or trace.gradient_edge(value), trace.tensor(value)
             if edge is not None:
                 starts.append((edge, of_value.reshape(like.shape).to(like.dtype)))
-        walked = zip(edges, walk(starts, ends), strict=True)
-        add_gradients(found, {value: of_end for value, of_end in walked if of_end is not None})
+        walked = walk(starts, [(edge, trace.tensor(value)) for value, edge in edges.items()])
+        terms = zip(edges, walked, strict=True)
+        add_gradients(found, {value: of_end for value, of_end in terms if of_end is not None})
 
-    go_back({records[-1].stage.stop: gradient})
-    for loop in reversed(loops):
-        go_back(_pulled_back(loop, trace, found, solve, memory_limit))
+    go_back({records[-1].stage.stop: gradient}, len(loops))
+    for number, loop in reversed([*enumerate(loops)]):
+        go_back(_pulled_back(loop, trace, found, solve, memory_limit), number)
     of_start = found[start] if start in found else torch.zeros_like(records[0].input)
     return of_start, {place: found[value] for value, place in places.items() if value in found}
 

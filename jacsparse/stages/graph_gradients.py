@@ -169,6 +169,7 @@ def _walk(starts: Sequence[tuple[GradientEdge, torch.Tensor]], ends: Sequence[En
                 waiting.append(behind)
             users[behind] += 1
     pending: dict[Any, list[torch.Tensor | None]] = {}
+    forms: dict[Any, Any] = {}
     gradients: list[torch.Tensor | None] = [None] * len(ends)
 
     def add(edge: tuple[Any, int], term: torch.Tensor | None) -> None:
@@ -180,8 +181,11 @@ def _walk(starts: Sequence[tuple[GradientEdge, torch.Tensor]], ends: Sequence[En
             sums, number = gradients, targets[edge]
             shape = ends[number][1].shape
         elif node in users:
-            sums = pending.setdefault(node, [None] * len(node._input_metadata))
-            shape = node._input_metadata[number].shape
+            # A node makes the list anew each time, which may be long.
+            if node not in forms:
+                forms[node] = node._input_metadata
+            sums = pending.setdefault(node, [None] * len(forms[node]))
+            shape = forms[node][number].shape
         else:
             return
         term, total = term.sum_to_size(shape), sums[number]

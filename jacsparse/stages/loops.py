@@ -156,14 +156,13 @@ class _Finder:
         reads = Counter(value for node in calls for _, value in node.tensors if value in trace.graph.captures)
         # Mostly weights: a step is not alike which has others.
         self._constants = {value for value, count in reads.items() if count >= FEWEST}
-        self._keys, self._names = (_numbered([key(node) for node in calls]) for key in (self._key, self._name))
+        names = [(node.name, *(value for _, value in node.tensors if value in self._constants)) for node in calls]
+        #: What each call does; and with which shapes and arguments.
+        self._names = _numbered(names)
+        self._keys = _numbered([*zip(names, map(self._form, calls), strict=True)])
 
-    def _name(self, node: Node) -> Hashable:
-        """What a call does, whatever the shapes."""
-        return node.name, tuple(value for _, value in node.tensors if value in self._constants)
-
-    def _key(self, node: Node) -> Hashable:
-        """What a call does, but for the places of pieces, and for numbers that scale or are added."""
+    def _form(self, node: Node) -> Hashable:
+        """How a call does it, but for the places of pieces, and for numbers that scale or are added."""
         moves, overload = node.facts.viewed is not None and not node.writes, node.overload
         literals = tuple(
             (name, None if type(value) in (Value, Scalar) or (moves and type(value) is int) else repr(value))
@@ -171,7 +170,7 @@ class _Finder:
         )
         forms = tuple((tensor.shape, tensor.dtype) for tensor in map(self._trace.tensor, node.results))
         places = getattr(overload, "places", None)
-        return self._name(node), literals, forms, node.differentiable, None if places is None else places.tobytes()
+        return literals, forms, node.differentiable, None if places is None else places.tobytes()
 
     def repetition(self, begin: int, stop: int) -> _Run | None:
         """The longest run among some calls of at least `FEWEST` periods; None where there is none."""

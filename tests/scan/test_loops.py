@@ -310,10 +310,29 @@ def _passed_by(m: Loop, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([last(m, x), x.sum(1), m.into(x).prod(1)], 1)
 
 
+def _read_by_all_steps(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h, outputs = torch.tanh(m.first).expand(len(x), -1), list[torch.Tensor]()
+    for t in range(x.shape[1]):
+        h = m.cell(x[:, t], h)
+        outputs.append(h)
+        outputs.append(h * outputs[0])
+    return torch.stack(outputs, 1)
+
+
+def _pieces_of_pieces(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h, parts = torch.tanh(m.first).expand(len(x), -1), []
+    for t in range(x.shape[1]):
+        part = x[:, :, 1:]
+        parts.append(part)
+        h = torch.tanh(part[:, t] @ m.over.weight[:2] + m.over(h))
+    return torch.cat([h, torch.stack(parts).prod(2).sum(0)], 1)
+
+
 OTHERS = [
     *(_two_in_one, _outputs_in_a_list, _head_within, _written, _two_steps_ago, _differences, _windows, _time_first),
     *(_samples_last, _same_input, _numbers_of_steps, _lengths, _constant_part, _sum_of_outputs, _decoder),
     *(_matrix_state, _tied_weights, _trained_first_state, _loop_in_a_loop, _passed_by),
+    *(_read_by_all_steps, _pieces_of_pieces),
 ]
 
 
