@@ -11,11 +11,28 @@ import torch
 
 from ..recurrence import Dense, linear_recurrence
 from ..schedule import parse
-from ..stages import Loop, LoopRegion, Record, add_gradients
+from ..stages import Loop, LoopRegion, Record, add_gradients, has_hooks
 from .loop_gradients import pull_back_through_loops
 
 if TYPE_CHECKING:
     from .scanner import Scanner
+
+
+def obstacle_in(region: LoopRegion, records: Sequence[Record], memory_limit: int) -> str:
+    """Why no scan goes through the loops of some stages in a run; empty where one does."""
+    trace, path = records[0].trace, records[0].stage.path
+    if any(has_hooks(record, of_nodes=True) for record in records):
+        return f"{path}: a backward hook sees gradients within a loop"
+    ends = (value for loop in region.loops for value in loop.ends if value not in trace.graph.captures)
+    if any(trace.gradient_edge(value) is None for value in ends):
+        return f"{path}: a tensor of a loop was written to after it was read"
+    largest = max(region.loops, key=lambda loop: loop.size)
+    if largest.matrix_bytes(trace.input) <= memory_limit:
+        return ""
+    return (
+        f"{path}: a loop with a state of {largest.size:,} elements: the matrices of a step for {len(trace.input)} "
+        f"samples take more than {memory_limit:,} bytes"
+    )
 
 
 class LoopedChain:

@@ -18,7 +18,7 @@ from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_prod
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
 from .execution_plan import AutogradPass, ExecutionPlan, Slices, WantedGradients
-from .looped_chain import LoopedChain
+from .looped_chain import LoopedChain, obstacle_in
 
 #: Execution plans that a chain keeps.
 _MOST_PLANS = 16
@@ -143,22 +143,10 @@ class Scanner:
         """What goes back through the chain's loops by scans; None where autograd goes through all of them."""
         if isinstance(self.asked, Schedule) or parse(self.asked)[0] in ("auto", "linear"):
             return None
-        trace, x = records[0].trace, records[0].trace.input
-        regions, refusals = self.chain.loops(trace)
-        for region in regions:
-            path, largest = records[region.first].stage.path, max(region.loops, key=lambda loop: loop.size)
-            if any(has_hooks(record, of_nodes=True) for record in records[region.first : region.stop]):
-                refusals, regions = [*refusals, f"{path}: a backward hook sees gradients within a loop"], []
-            elif any(
-                trace.gradient_edge(value) is None
-                for loop in region.loops
-                for value in loop.ends
-                if value not in trace.graph.captures
-            ):
-                refusals, regions = [*refusals, f"{path}: a loop whose tensors were written to afterwards"], []
-            elif largest.matrix_bytes(x) > self.memory_limit:
-                what = f"{path}: a loop with a state of {largest.size:,} elements: the matrices of a step for {len(x)}"
-                refusals, regions = [*refusals, f"{what} samples take more than {self.memory_limit:,} bytes"], []
+        regions, refusals = self.chain.loops(records[0].trace)
+        obstacles = [obstacle_in(each, records[each.first : each.stop], self.memory_limit) for each in regions]
+        if any(obstacles):
+            regions, refusals = [], [*refusals, *filter(None, obstacles)]
         for refusal in refusals:
             warnings.warn(f"{refusal}; autograd goes back through it", RuntimeWarning, stacklevel=2)
         if self._looped is None and regions:

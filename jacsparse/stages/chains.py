@@ -97,9 +97,11 @@ class Chain:
         return self._loops
 
     def part(self, first: int, stop: int) -> Chain:
-        """The chain of the stages from `first` to `stop`, of which there is one."""
+        """The chain of the stages from `first` to `stop`, of which there is one and none is a loop."""
         stages = self.stages[first:stop]
-        return Chain(self.name, stages, stages[0].in_shape, stages[-1].out_shape)
+        part = Chain(self.name, stages, stages[0].in_shape, stages[-1].out_shape)
+        part._loops = [], []
+        return part
 
     def trained_zeros(self, trace: Trace) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
