@@ -38,12 +38,12 @@ class Gather:
     name = "jacsparse.gather"
 
     def __call__(self, *tensors: torch.Tensor) -> torch.Tensor:
-        device = tensors[0].device
-        if len(tensors) == 1:
-            return tensors[0].reshape(-1)[torch.from_numpy(self.places).to(device)]
-        begins = np.cumsum([0, *(each.numel() for each in tensors[:-1])])
-        places = torch.from_numpy(begins[self.which] + self.places)
-        return torch.cat([each.reshape(-1) for each in tensors])[places.to(device)]
+        elements, places = tensors[0].reshape(-1), self.places
+        if len(tensors) > 1:
+            elements = torch.cat([each.reshape(-1) for each in tensors])
+            places = np.cumsum([0, *(each.numel() for each in tensors[:-1])])[self.which] + places
+        # Its derivative takes a quarter of the time of that of an index of several axes.
+        return elements.index_select(0, torch.from_numpy(places.reshape(-1)).to(elements.device)).view(places.shape)
 
 
 @dataclass(frozen=True, eq=False)
