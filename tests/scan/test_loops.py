@@ -328,11 +328,37 @@ def _pieces_of_pieces(m: Loop, x: torch.Tensor) -> torch.Tensor:
     return torch.cat([h, torch.stack(parts).prod(2).sum(0)], 1)
 
 
+def _attends_to_another_loop(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h, states = m.zeros(x), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.into(x[:, t]) + m.over(h))
+        states.append(h)
+    encoded = torch.stack(states, 1)
+    for _ in range(9):
+        shares = torch.softmax((encoded * h[:, None]).sum(-1), 1)
+        h = torch.tanh(m.over(h) + (shares[..., None] * encoded).sum(1))
+    return h
+
+
+def _dropped(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h = torch.tanh(m.first).expand(len(x), -1)
+    for t in range(x.shape[1]):
+        h = nn.functional.dropout(m.cell(x[:, t], h), 0.2)
+    return h
+
+
+def _broadcast_first_state(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h = m.first
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.into(x[:, t]) + m.over(h))
+    return h
+
+
 OTHERS = [
     *(_two_in_one, _outputs_in_a_list, _head_within, _written, _two_steps_ago, _differences, _windows, _time_first),
     *(_samples_last, _same_input, _numbers_of_steps, _lengths, _constant_part, _sum_of_outputs, _decoder),
     *(_matrix_state, _tied_weights, _trained_first_state, _loop_in_a_loop, _passed_by),
-    *(_read_by_all_steps, _pieces_of_pieces),
+    *(_read_by_all_steps, _pieces_of_pieces, _attends_to_another_loop, _dropped, _broadcast_first_state),
 ]
 
 
