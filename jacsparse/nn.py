@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,8 @@ class _OfChain(nn.Module):
         """
         if not torch.is_grad_enabled() or is_recording() or torch.compiler.is_compiling():
             return self.module(x, *arguments)
-        if not any(getattr(each, "requires_grad", False) for each in (x, *arguments, *self.module.parameters())):
+        tensors = itertools.chain((x, *arguments), self.module.parameters())
+        if not any(getattr(each, "requires_grad", False) for each in tensors):
             return self.module(x, *arguments)
         transform = transform_under_way()
         if transform:
