@@ -25,7 +25,7 @@ from jacsparse.runtime import check_writable
 from ._calls import full_precision
 from ._context import Context, device_problem
 from ._environment import environment, hardware
-from ._experiment import Experiment, Row, reason
+from ._experiment import Experiment
 from ._gpu_call import gpu_call, phases
 from ._pages import ROOT, readme_with_figures
 from ._papers import PAPERS, experiments_of
@@ -33,6 +33,7 @@ from ._prices import errors, fitted, observations, worst_choice
 from ._registry import EXPERIMENTS
 from ._report import write_report
 from ._results import Result, read, result_path, write
+from ._rows import Row, reason
 from ._text import COLUMNS, cells
 
 app = typer.Typer(

@@ -12,8 +12,8 @@ import torch
 from jacsparse import patterns, recurrence, spgemm  # noqa: F401
 from jacsparse.runtime import KERNEL_FILES, Launch, active_backend
 
-from ._experiment import reason
 from ._noted_launches import Instance
+from ._rows import reason
 
 
 def main() -> None:

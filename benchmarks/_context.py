@@ -17,7 +17,7 @@ from torch.utils.benchmark import Timer
 from jacsparse.runtime import cupy_for
 
 from ._calls import block_times
-from ._experiment import reason
+from ._rows import reason
 
 
 @dataclass(frozen=True)

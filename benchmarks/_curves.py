@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from ._context import Timing
-from ._experiment import Comparison, Group, Row, compare
+from ._rows import Comparison, Group, Row, compare
 
 #: The labels of two trainings by autograd; the second takes the samples of each batch in another order.
 BASELINE, REORDERED = "back-propagation", "back-propagation in another order"

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY, new_figure, save_figure
 
-from ._experiment import Row
+from ._rows import Row
 from ._text import amount
 
 #: Colours of lines and bars, in this order.
@@ -19,7 +19,7 @@ COLOURS = (ORANGE, BLUE, GREEN, SKY, PURPLE)
 _ROLES = {"ours": (BLUE, "jacsparse"), "peer": (ORANGE, "peer"), "reference": (GREEN, "reference")}
 
 
-class Part(Protocol):
+class Drawn(Protocol):
     """A part of a panel."""
 
     def draw(self, axes: Any) -> None:
@@ -61,7 +61,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Rule:
+class Straight:
     """A horizontal or a vertical line across a panel."""
 
     y: float | None = None
@@ -71,7 +71,7 @@ class Rule:
     style: str = "-"
 
     def draw(self, axes: Any) -> None:
-        """Draw the rule."""
+        """Draw it."""
         for draw, place in ((axes.axhline, self.y), (axes.axvline, self.x)):
             if place is not None:
                 draw(place, color=self.colour, linestyle=self.style, linewidth=1, label=self.label or None)
@@ -181,7 +181,7 @@ class _Times:
 class Panel:
     """Parts on common axes."""
 
-    parts: Sequence[Part]
+    parts: Sequence[Drawn]
     title: str = ""
     x: str = ""
     y: str = ""

@@ -29,11 +29,12 @@ from jacsparse.runtime import KERNEL_FILES, backend
 from ._calls import MODES, full_precision
 from ._context import Context
 from ._environment import cores, environment, hardware
-from ._experiment import Experiment, Grid, Group, Row, reason
+from ._experiment import Experiment, Grid
 from ._noted_launches import TEST_LOG, Instance, NotingBackend
 from ._pages import ROOT
 from ._recurrent import PEER, RecurrentCase, RecurrentWorkload
 from ._results import Result, read, result_path, write
+from ._rows import Group, Row, reason
 from ._text import cells
 from .chunk_sweep import ChunkSweep
 from .gru_breakdown import GruBreakdown

@@ -21,9 +21,10 @@ import jacsparse
 from ._calls import Call, in_mode
 from ._context import Context, Timing
 from ._equations import EQUATIONS
-from ._experiment import Grid, Group, Row, reason
-from ._problems import PROBLEMS, Problem
+from ._experiment import Grid
+from ._problems import PROBLEMS, SparseFunction
 from ._programs import JsonProgram
+from ._rows import Group, Row, reason
 
 PREPARED, COMPILED = "prepared", "prepared, compiled"
 #: The variable that names a Python with asdex.
@@ -97,7 +98,7 @@ def check_values(actual: scipy.sparse.csr_array, expected: scipy.sparse.csr_arra
         )
 
 
-def _compiled(problem: Problem, expected: scipy.sparse.csr_array | None) -> Call:
+def _compiled(problem: SparseFunction, expected: scipy.sparse.csr_array | None) -> Call:
     """Calls of a compiled program, checked as asdex's; ValueError where it cannot be compiled."""
     prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
     if expected is not None:
@@ -154,7 +155,7 @@ class JacobianGrid(Grid):
     def calls(
         self,
         case: Case,
-        problem: Problem,
+        problem: SparseFunction,
         prepared: jacsparse.PreparedJacobian,
         expected: scipy.sparse.csr_array | None,
     ) -> Mapping[str, Call]:

@@ -19,11 +19,11 @@ import typer
 
 from jacsparse.cli import app
 
-from ._experiment import Row
 from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
 from ._registry import EXPERIMENTS
 from ._report import read_all
 from ._results import Result, result_path
+from ._rows import Row
 from ._text import amount, table_head, table_line
 
 ROOT = Path(__file__).parent.parent

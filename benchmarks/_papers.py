@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ._experiment import Row
 from ._results import Result
+from ._rows import Row
 from ._text import amount, ratio_text
 
 #: What differs where a paper's times are of a GPU and ours are not.

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jacsparse.recurrence import NODES, PRICES, Nodes, Prices, Work
+from jacsparse.recurrence import NODES, PRICES, Nodes, Prices, RecurrenceSize
 
 from ._calls import GRAPH
-from ._experiment import Row
 from ._recurrent import GATES
+from ._rows import Row
 
 #: A workload, as headings name it.
 _GROUP = re.compile(r"(?P<kind>RNN|GRU|LSTM), T = (?P<time>[\d,]+), B = (?P<batch>\d+), H = (?P<size>\d+)")
@@ -33,7 +33,7 @@ class Observation(NamedTuple):
 
     #: What it may be compared with: the workload and the pass.
     case: tuple[str, str]
-    work: Work
+    work: RecurrenceSize
     method: str
     chunk: int
     microseconds: float
@@ -41,7 +41,7 @@ class Observation(NamedTuple):
     whole: bool
 
     def predicted(self, nodes: Nodes, prices: Prices) -> float:
-        """As `Work.microseconds`."""
+        """As `RecurrenceSize.microseconds`."""
         return self.work.microseconds(self.method, self.chunk, nodes, prices, captured=True)
 
 
@@ -66,7 +66,7 @@ def observations(rows: Iterable[Row], auto: Callable[[int, int], int] | None = N
         if sizes is None:
             continue
         time, batch, size = (int(sizes[name].replace(",", "")) for name in ("time", "batch", "size"))
-        work = Work(time, batch, size, GATES[sizes["kind"]], _PROCESSORS)
+        work = RecurrenceSize(time, batch, size, GATES[sizes["kind"]], _PROCESSORS)
         if of_auto and auto is not None:
             method, number = "relaxed", str(auto(time, batch))
         chunk = time if method == "sequential" else min(time, int(number or _CHUNK))

@@ -17,7 +17,7 @@ from ._equations import EQUATIONS, Equation, Library, field
 
 
 @dataclass(frozen=True)
-class Problem:
+class SparseFunction:
     """A function with arguments, by which it is differentiated where `argnums` says so."""
 
     f: Callable[..., Any]
@@ -31,20 +31,20 @@ class Problem:
         return {"argnums": self.argnums, "batched": self.batched}
 
 
-def autoencoder(size: int, batch: int) -> Problem:
+def autoencoder(size: int, batch: int) -> SparseFunction:
     """A convolutional autoencoder of images of size × size, from one input channel to one output channel."""
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(1, 8, 3, 2, 1), nn.Tanh(), nn.Conv2d(8, 16, 3, 2, 1), nn.Tanh(),
         nn.ConvTranspose2d(16, 8, 2, 2), nn.Tanh(), nn.ConvTranspose2d(8, 1, 2, 2),
     )  # fmt: skip
-    return Problem(module.double(), (_images(1, size, size, batch=batch),), batched=True)
+    return SparseFunction(module.double(), (_images(1, size, size, batch=batch),), batched=True)
 
 
-def resnet8(size: int, batch: int) -> Problem:
+def resnet8(size: int, batch: int) -> SparseFunction:
     """ResNet-8 in inference."""
     torch.manual_seed(0)
-    return Problem(build("resnet8").eval(), (_images(3, size, size, batch=batch).float(),), batched=True)
+    return SparseFunction(build("resnet8").eval(), (_images(3, size, size, batch=batch).float(),), batched=True)
 
 
 _TORCH = Library(
@@ -54,12 +54,12 @@ _TORCH = Library(
 )
 
 
-def _of_equation(equation: Equation, size: int, batch: int) -> Problem:
+def _of_equation(equation: Equation, size: int, batch: int) -> SparseFunction:
     """An equation at samples side by side, or at the first one."""
     samples = zip(*(equation.arrays(size, sample) for sample in range(batch)), strict=True)
     args = [torch.from_numpy(np.stack(arrays) if equation.batched else arrays[0]) for arrays in samples]
     argnums = 0 if len(args) == 1 else tuple(range(len(args)))
-    return Problem(equation.on(_TORCH, size), (*args, *equation.numbers), argnums, equation.batched)
+    return SparseFunction(equation.on(_TORCH, size), (*args, *equation.numbers), argnums, equation.batched)
 
 
 def _images(*shape: int, batch: int) -> torch.Tensor:
@@ -67,14 +67,14 @@ def _images(*shape: int, batch: int) -> torch.Tensor:
 
 
 #: Those by name; a size is that of an equation, or the number of pixels of a side.
-PROBLEMS: dict[str, Callable[[int, int], Problem]] = {
+PROBLEMS: dict[str, Callable[[int, int], SparseFunction]] = {
     **{name: functools.partial(_of_equation, equation) for name, equation in EQUATIONS.items()},
     "autoencoder": autoencoder,
     "resnet8": resnet8,
 }
 
 
-def elements(problem: Problem) -> int:
+def elements(problem: SparseFunction) -> int:
     """The number of elements of one sample's dense Jacobian."""
     argnums = problem.argnums if isinstance(problem.argnums, tuple) else (problem.argnums,)
     columns = sum(problem.args[number].numel() for number in argnums)

@@ -173,7 +173,7 @@ def moved(read: Sequence[torch.Tensor], written: Sequence[torch.Tensor], rates: 
     return run
 
 
-class Work(NamedTuple):
+class KernelWork(NamedTuple):
     """What a kernel does with the inputs of all blocks of samples."""
 
     #: Vectors of inputs that it loads.
@@ -186,7 +186,7 @@ class Work(NamedTuple):
     @classmethod
     def of(
         cls, correlation: Correlation, y: torch.Tensor, pool: Pair = (1, 1), order: torch.Tensor | None = None
-    ) -> Work:
+    ) -> KernelWork:
         """That of sums into blocks `y`, of which windows of `pool` leave one position, or of products with `y`.
 
         With `order`, the places of the sums' weights, it is that of both at once, as of `Correlation.with_products`.

@@ -20,7 +20,8 @@ from jacsparse import nn as scanned
 from ._calls import MODES, Call, in_mode, labelled, one_thread
 from ._context import Context, Limits, Timing
 from ._empty_function import empty_passes
-from ._experiment import Grid, Group, Row, reason, values_of, where
+from ._experiment import Grid
+from ._rows import Group, Row, reason, values_of, where
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ._experiment import Experiment, Row
+from ._experiment import Experiment
 from ._papers import COLUMNS as ITEM_COLUMNS
 from ._papers import ITEMS, PAPERS, item_cells
 from ._results import Result, read, result_path
+from ._rows import Row
 from ._text import COLUMNS, amount, cells, table_head, table_line
 
 

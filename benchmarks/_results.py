@@ -13,7 +13,7 @@ from jacsparse.runtime import replacing
 
 from ._context import Limits
 from ._environment import hardware
-from ._experiment import Row
+from ._rows import Row
 
 #: The version of the files' format.
 FORMAT = 1

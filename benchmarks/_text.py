@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ._experiment import Comparison, Row
+from ._rows import Comparison, Row
 
 COLUMNS = ("what", "median", "quartiles", "fastest", "runs", "floor", "compared")
 

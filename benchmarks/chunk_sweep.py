@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ._calls import GRAPH, MODES
 from ._context import Context
-from ._experiment import Row, values_of, where
 from ._figures import COLOURS, Line, Panel, Picture
 from ._recurrent import OURS, PEER, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
+from ._rows import Row, values_of, where
 
 _LABELS = {"forward": ("forward pass",) * 2, "backward of all": ("backward pass, loss on every step",) * 2}
 

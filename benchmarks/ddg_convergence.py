@@ -18,9 +18,10 @@ from ._calls import one_thread
 from ._context import Context, Timing
 from ._curves import averaged
 from ._environment import cores
-from ._experiment import Experiment, Group, Row, compare
+from ._experiment import Experiment
 from ._figures import Line, Panel, Picture
 from ._ranks import Say, on_ranks
+from ._rows import Group, Row, compare
 
 _NAMES = {"bp": "back-propagation", "dni": "synthetic gradients (DNI)", "ddg": "delayed gradients (DDG)"}
 #: The layer after which ResNet-8 is cut, by the path of the part that follows.

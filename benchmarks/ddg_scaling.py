@@ -21,9 +21,10 @@ from jacsparse.training import Backpropagation, DelayedGradients
 from ._context import Context, Timing
 from ._delayed_times import published_time, simulated_times
 from ._environment import cores
-from ._experiment import Grid, Group, Row, compare, where
+from ._experiment import Grid
 from ._figures import Bars, Panel, Picture
 from ._ranks import Say, on_ranks
+from ._rows import Group, Row, compare, where
 from ._text import amount
 
 _PEER = "back-propagation, one process"

@@ -14,8 +14,9 @@ from jacsparse.figures import BLUE, GREEN
 from ._calls import one_thread
 from ._context import Context
 from ._delayed_bound import gradient_bound
-from ._experiment import Comparison, Experiment, Group, Row
+from ._experiment import Experiment
 from ._figures import COLOURS, Line, Panel, Picture
+from ._rows import Comparison, Group, Row
 
 _STEPS = {"constant": "γ", "decreasing": "γ / (1 + t)"}
 

@@ -15,10 +15,10 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._calls import Call, in_mode
 from ._context import Context
-from ._experiment import Group, Row, compare, values_of, where
 from ._figures import Line, Panel, Picture
 from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call, check_values, first_call
-from ._problems import Problem
+from ._problems import SparseFunction
+from ._rows import Group, Row, compare, values_of, where
 
 _FASTER, _LATER, _GRADIENT = "prepared, the faster of both", "jacobian, later calls", "f with a gradient"
 _FORWARD, _REVERSE = "asdex, forward mode", "asdex, reverse mode"
@@ -67,7 +67,7 @@ class DiscretisedEquations(JacobianGrid):
         return super().cases(context)
 
     def calls(
-        self, case: Case, problem: Problem, prepared: jacsparse.PreparedJacobian, expected: Any
+        self, case: Case, problem: SparseFunction, prepared: jacsparse.PreparedJacobian, expected: Any
     ) -> dict[str, Call]:
         return {
             _LATER: in_mode(functools.partial(_later, problem, expected), ""),
@@ -114,14 +114,14 @@ class DiscretisedEquations(JacobianGrid):
         return Picture(f"{self.title}; medians, with quartiles", panels, (13.0, 6.4), columns=4, legend=7)
 
 
-def _later(problem: Problem, expected: scipy.sparse.csr_array) -> Call:
+def _later(problem: SparseFunction, expected: scipy.sparse.csr_array) -> Call:
     # The second call makes a program, and later ones follow it.
     for _ in range(3):
         check_values(jacsparse.jacobian(problem.f, *problem.args).to_scipy(), expected)
     return lambda: jacsparse.jacobian(problem.f, *problem.args)
 
 
-def _with_gradient(problem: Problem) -> Call:
+def _with_gradient(problem: SparseFunction) -> Call:
     """A run of the function that autograd records, and one backward pass."""
     (x,) = problem.args
     leaf, g = x.clone().requires_grad_(), torch.ones_like(problem.f(x))

@@ -13,7 +13,8 @@ import jacsparse
 from jacsparse import FlopReport
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Group, Row
+from ._experiment import Experiment
+from ._rows import Comparison, Group, Row
 from ._workloads import Trained, retrained_vgg11
 
 #: The entries of a report that its picture shows; stored reports may lack others.

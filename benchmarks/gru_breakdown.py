@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from ._calls import GRAPH, labelled
 from ._context import Context
-from ._experiment import Group, Row
 from ._figures import Bars, Panel, Picture
 from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, Timings, shown
+from ._rows import Group, Row
 from ._text import amount
 
 #: Targets on CUDA with set L, by samples of a batch: the thesis' speed-ups, and three times these; an exact scan's.

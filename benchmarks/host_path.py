@@ -13,10 +13,11 @@ from typing import Any
 from jacsparse.figures import BLUE, GREEN, ORANGE
 
 from ._context import Context, Timing
-from ._experiment import Comparison, Experiment, Group, Row, reason, values_of, where
+from ._experiment import Experiment
 from ._figures import Bars, Line, Panel, Picture
 from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, WITH_INPUT
 from ._programs import JsonProgram
+from ._rows import Comparison, Group, Row, reason, values_of, where
 
 #: The most steps of a pass in one launch, and the most nodes of each part up to there and beyond.
 _ONE_LAUNCH = 2000

@@ -22,7 +22,8 @@ from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context
-from ._experiment import Grid, Group, Row, reason
+from ._experiment import Grid
+from ._rows import Group, Row, reason
 from ._text import amount
 
 #: The rows' labels; the first two are followed by the mode in which they run.

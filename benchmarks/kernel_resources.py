@@ -10,9 +10,10 @@ from jacsparse import patterns, recurrence, spgemm  # noqa: F401  (importing the
 from jacsparse.runtime import KERNEL_FILES
 
 from ._context import Context
-from ._experiment import Grid, Group, Row, values_of, where
+from ._experiment import Grid
 from ._figures import Bars, Panel, Picture
 from ._nvrtc import compile_file
+from ._rows import Group, Row, values_of, where
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from jacsparse.figures import BLUE, GREEN, ORANGE
 from ._calls import GRAPH, MODES, labelled
 from ._context import Context
 from ._environment import environment, hardware
-from ._experiment import Group, Row, values_of, where
-from ._figures import Line, Panel, Picture, Rule
+from ._figures import Line, Panel, Picture, Straight
 from ._recurrent import OURS, PEER, RecurrentCase, RecurrentGrid, RecurrentWorkload
 from ._results import read
+from ._rows import Group, Row, values_of, where
 
 #: How many times as fast as torch.nn's a pass should be, called one by one, by steps; and a training step as a graph.
 _PASSES = {100: 1.0, 300: 1.5, 1000: 3.0, 30_000: 20.0}
@@ -87,7 +87,7 @@ class LayerCalls(RecurrentGrid):
                 points = [(row.data["time"], row.comparisons[0].ratio) for row in drawn]
                 lines.append(Line.through(points, labelled(_LABELS[part][0], mode), colour, style))
             label = f"steps, batches of {self.batch}"
-            panels.append(Panel([*lines, Rule(1, label=PEER.name)], kind, label, "times as fast as torch.nn", "xy"))
+            panels.append(Panel([*lines, Straight(1, label=PEER.name)], kind, label, "times as fast as torch.nn", "xy"))
         return Picture(self.title, panels, (10.0, 5.4), legend=3)
 
 

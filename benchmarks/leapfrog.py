@@ -19,9 +19,10 @@ from jacsparse.training import simulate_leapfrog
 from ._calls import one_thread
 from ._context import Context
 from ._environment import cores
-from ._experiment import Grid, Group, Row, where
-from ._figures import COLOURS, Line, Panel, Picture, Rule
+from ._experiment import Grid
+from ._figures import COLOURS, Line, Panel, Picture, Straight
 from ._leapfrog_times import leapfrog_critical_path, leapfrog_saving
+from ._rows import Group, Row, where
 from ._workloads import equal_layers
 
 _PEER = "back-propagation, one thread"
@@ -44,7 +45,7 @@ class _Seconds(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Leapfrog(Grid):
+class LeapfrogTimes(Grid):
     """Networks of equal layers with sigmoids, as the paper has them."""
 
     depths: tuple[int, ...] = (4, 16, 64)
@@ -96,7 +97,7 @@ class Leapfrog(Grid):
         return Picture(title, panels, (max(8.0, 3.6 * len(self.widths) + 1), 4.2), legend=4)
 
     def _panel(self, rows: Sequence[Row], width: int) -> Panel:
-        parts: list[Any] = [Rule(0)]
+        parts: list[Any] = [Straight(0)]
         for depth, colour in zip(self.depths, COLOURS, strict=False):
             of_depth = [row for row in where(rows, depth=depth) if row.median is not None]
             parts.append(Line((), (), f"{depth} layers", colour))

@@ -13,8 +13,9 @@ from jacsparse.nn import Scan
 
 from ._context import Context
 from ._curves import BASELINE, REORDERED, TEST_EVERY, Curve, curve_rows, train_side_by_side
-from ._experiment import Grid, Row
+from ._experiment import Grid
 from ._figures import Line, Panel, Picture
+from ._rows import Row
 from ._workloads import published_iterations
 
 # The settings of the thesis.

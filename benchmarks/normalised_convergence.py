@@ -14,8 +14,9 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
 from ._curves import averaged
-from ._experiment import Grid, Group, Row
+from ._experiment import Grid
 from ._figures import Line, Panel, Picture
+from ._rows import Group, Row
 
 #: What the losses of the same gradients in float64 may differ by: rounding, which training magnifies.
 _TOLERANCE = 1e-9

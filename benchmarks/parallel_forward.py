@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from jacsparse.figures import BLUE, GREEN, ORANGE
 
 from ._context import Context
-from ._experiment import Row, values_of, where
 from ._figures import Line, Panel, Picture
 from ._recurrent import PEER, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, shown
+from ._rows import Row, values_of, where
 
 _SEQUENTIAL, _PARALLEL, _RELAXED, _NEWTON = (
     Layer(f"jacsparse {way}", "auto", way) for way in ("sequential", "parallel", "relaxed", "newton")

@@ -25,9 +25,10 @@ from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_wo
 from ._calls import one_thread, peak_memory
 from ._context import Context, Timing
 from ._environment import cores
-from ._experiment import Comparison, Experiment, Group, Row
+from ._experiment import Experiment
 from ._figures import Bars, Line, Panel, Picture
 from ._ranks import Say, on_ranks
+from ._rows import Comparison, Group, Row
 from ._text import amount
 from ._workloads import equal_layers, whole_pruned_vgg11
 

@@ -11,9 +11,10 @@ from jacsparse.models import BitstreamRNN, Dataset, InstrumentGRU, SequenceClass
 
 from ._context import Context
 from ._curves import REORDERED, Curve, curve_rows, train_side_by_side
-from ._experiment import Grid, Row
+from ._experiment import Grid
 from ._figures import COLOURS, Line, Panel, Picture
 from ._recurrent import SCANS
+from ._rows import Row
 from ._text import amount
 from ._workloads import published_iterations
 

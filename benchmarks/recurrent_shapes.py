@@ -16,9 +16,10 @@ from jacsparse import nn as scanned
 
 from ._calls import Call
 from ._context import Context
-from ._experiment import Comparison, Grid, Group, Row, reason, where
+from ._experiment import Grid
 from ._figures import Cells, Panel, Picture
 from ._recurrent import GATES, OURS, PEER
+from ._rows import Comparison, Group, Row, reason, where
 
 #: The least speed of each layer relative to torch.nn's: equal within five per cent.
 _TARGET = 0.95

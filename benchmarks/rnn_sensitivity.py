@@ -11,9 +11,9 @@ import torch
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
-from ._experiment import Group, Row, values_of, where
-from ._figures import Line, Panel, Part, Picture, Rule
+from ._figures import Drawn, Line, Panel, Picture, Straight
 from ._recurrent import OURS, PEER, SCANS, Layer, RecurrentCase, RecurrentGrid, RecurrentWorkload, Timings, shown
+from ._rows import Group, Row, values_of, where
 
 #: Targets in batches of 16, by device, layer and length: how many times as fast as torch.nn's a backward pass and a
 #: whole step should be, by schedule.
@@ -121,7 +121,7 @@ class RnnSensitivity(RecurrentGrid):
         drawn = [row for row in shown(rows) if row.comparisons]
         threads = max((row.data["threads"] for row in drawn), default=1)
         labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
-        lines: list[list[Part]] = [[], [], []]
+        lines: list[list[Drawn]] = [[], [], []]
         for number, place in enumerate(("time", "batch")):
             fields: dict[str, Any] = {"batch": 16} if place == "time" else {"time": self.time, "kind": "RNN"}
             of_panel = where(drawn, threads=threads, **fields)
@@ -139,10 +139,12 @@ class RnnSensitivity(RecurrentGrid):
                 label = f"RNN, {_LABELS['backward of all']}: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
                 lines[2] += _lines(line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
         rules = [
-            Rule(speed, None, f"published on GPUs, {part}: at most {speed}", "red", ":" if part == "backward" else "--")
+            Straight(
+                speed, None, f"published on GPUs, {part}: at most {speed}", "red", ":" if part == "backward" else "--"
+            )
             for part, speed in _PUBLISHED.items()
         ]
-        rules.append(Rule(1, label=PEER.name))
+        rules.append(Straight(1, label=PEER.name))
         panels = [
             Panel([*parts, *rules], "", label, f"times as fast as {PEER.name}", "xy", "below")
             for parts, label in zip(lines, labels, strict=True)
@@ -155,7 +157,7 @@ def _ran(rows: Sequence[Row]) -> str:
     return " or ".join(dict.fromkeys(row.data["ran"].partition(", ")[2] for row in rows))
 
 
-def _lines(rows: Sequence[Row], place: str, style: str, colour: str, label: str) -> list[Part]:
+def _lines(rows: Sequence[Row], place: str, style: str, colour: str, label: str) -> list[Drawn]:
     """A line of speeds over the length or the batch, or none without rows."""
     points = [(row.data[place], *_ratio(row)) for row in rows]
     return [Line.through(points, label, colour, style)] if points else []

@@ -16,8 +16,9 @@ from jacsparse.schedule import blelloch, cyclic_reduction
 from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, counted_workload, plan
 
 from ._context import Context
-from ._experiment import Comparison, Experiment, Group, Row
-from ._figures import COLOURS, Line, Panel, Part, Picture
+from ._experiment import Experiment
+from ._figures import COLOURS, Drawn, Line, Panel, Picture
+from ._rows import Comparison, Group, Row
 from ._text import amount
 from ._workloads import equal_layers
 
@@ -148,9 +149,11 @@ class SimulatedTraining(Experiment):
         )
         return Picture(title, panels, (14.0, 8.0), columns=3)
 
-    def _lines(self, lines: Sequence[dict[str, Any]], name: str, unit: float, colours: Mapping[str, str]) -> list[Part]:
+    def _lines(
+        self, lines: Sequence[dict[str, Any]], name: str, unit: float, colours: Mapping[str, str]
+    ) -> list[Drawn]:
         """A column of each method over workers."""
-        parts: list[Part] = []
+        parts: list[Drawn] = []
         for line in lines:
             workers, values, colour = line["workers"], [value / unit for value in line[name]], colours[line["method"]]
             # The line of ddg is often the same as that of 1f1b.
@@ -182,7 +185,7 @@ def _repeated(sequence: Workload, n: int) -> Workload:
 
 def _orders_panel(lines: Sequence[dict[str, Any]]) -> Panel:
     """Steps over workers by schedule and n, beside equation 3.3; and the steps of all workers in the legend."""
-    n, parts = max(line["n"] for line in lines), list[Part]()
+    n, parts = max(line["n"] for line in lines), list[Drawn]()
     work = {line["schedule"]: line["work"] for line in lines if line["n"] == n}
     labels = {
         "blelloch": f"Blelloch scan: {work['blelloch'] / n:.3g} n steps of all workers (3.4)",

@@ -14,8 +14,9 @@ from jacsparse.models import TrainSettings, train, vgg11_settings
 from jacsparse.figures import BLUE, ORANGE
 
 from ._context import Context
-from ._experiment import Experiment, Group, Row
+from ._experiment import Experiment
 from ._figures import Line, Panel, Picture
+from ._rows import Group, Row
 
 ENGINES = ("dense", "sparse")
 

@@ -13,10 +13,10 @@ import torch
 import jacsparse
 
 from ._calls import Call
-from ._experiment import Group, Row
 from ._figures import Picture, times_picture
 from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call
-from ._problems import Problem, elements
+from ._problems import SparseFunction, elements
+from ._rows import Group, Row
 
 _CHANGED, _JACOBIAN = "prepared, another number at each call", "jacobian"
 _ASDEX, _JACREV = "asdex", "torch.func.jacrev"
@@ -27,7 +27,7 @@ _FEW = 2**20
 
 
 @dataclass(frozen=True)
-class SparseJacobian(JacobianGrid):
+class SparseJacobians(JacobianGrid):
     """Jacobians in float64 (ResNet-8 in float32) on one thread: later calls, first calls and memory."""
 
     problems: tuple[Case, ...] = (
@@ -60,7 +60,7 @@ class SparseJacobian(JacobianGrid):
     references = ("f alone",)
 
     def calls(
-        self, case: Case, problem: Problem, prepared: jacsparse.PreparedJacobian, expected: Any
+        self, case: Case, problem: SparseFunction, prepared: jacsparse.PreparedJacobian, expected: Any
     ) -> dict[str, Call]:
         calls: dict[str, Call] = {
             _JACOBIAN: lambda: jacsparse.jacobian(problem.f, *problem.args, **problem.options),
@@ -96,7 +96,7 @@ class SparseJacobian(JacobianGrid):
         return times_picture([row for row in rows if "first call" not in row.label], self.title)
 
 
-def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: Problem) -> Callable[[], object]:
+def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: SparseFunction) -> Callable[[], object]:
     """Calls whose numbers are others than at the call before."""
     state = [0]
 
@@ -108,7 +108,7 @@ def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: Problem) -> Ca
     return call
 
 
-def _differences(pattern: jacsparse.Pattern, problem: Problem) -> Callable[[], object]:
+def _differences(pattern: jacsparse.Pattern, problem: SparseFunction) -> Callable[[], object]:
     """SciPy's finite differences with columns in groups."""
     x, *others = problem.args
     groups = scipy.optimize._numdiff.group_columns(pattern.to_scipy())

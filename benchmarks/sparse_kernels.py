@@ -12,7 +12,7 @@ from torch import nn
 
 from jacsparse.nn import SparseConv2d
 from jacsparse.sparse.activations import gradient_of_sums
-from jacsparse.sparse.convolution import Convolution
+from jacsparse.sparse.convolution import BlockConvolution
 from jacsparse.sparse.normalisation import Normalised, Statistics
 from jacsparse.sparse.pooling import Pool
 from jacsparse.sparse.pooling_kernels import find_winners
@@ -21,9 +21,10 @@ from jacsparse.sparse.windows import Pair
 
 from ._calls import Call
 from ._context import Context
-from ._experiment import Comparison, Grid, Group, Row
-from ._figures import Bars, Panel, Picture, Rule
-from ._processor_rates import Rates, Work, measured_rates, moved
+from ._experiment import Grid
+from ._figures import Bars, Panel, Picture, Straight
+from ._processor_rates import KernelWork, Rates, measured_rates, moved
+from ._rows import Comparison, Group, Row
 from ._workloads import pruned_vgg11
 
 #: What bounds a kernel.
@@ -38,7 +39,7 @@ class _Layer(NamedTuple):
 
     name: str
     values: torch.Tensor
-    convolution: Convolution
+    convolution: BlockConvolution
     x: torch.Tensor
     y: torch.Tensor
     #: Rows and columns of the windows of the max-pooling that follows, or one of each.
@@ -51,7 +52,7 @@ class _Kernel(NamedTuple):
     run: Call
     read: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
-    work: Work | None = None
+    work: KernelWork | None = None
     #: Multiply-adds for each vector of inputs that it loads.
     factors: int = 1
     #: Whether it adds up the lanes of a vector for each weight.
@@ -76,16 +77,16 @@ def _forward(layer: _Layer) -> _Kernel:
     _, values, convolution, x, y, pool = layer
     forward = convolution.forward
     if pool == (1, 1) or not forward.pools(pool):
-        return _Kernel(lambda: forward(x, values, None, 0.0), (x,), (y,), Work.of(forward, y))
+        return _Kernel(lambda: forward(x, values, None, 0.0), (x,), (y,), KernelWork.of(forward, y))
     pooled = y[:, :, :: pool[0], :: pool[1]].contiguous()
-    work = Work.of(forward, pooled, pool)
+    work = KernelWork.of(forward, pooled, pool)
     return _Kernel(lambda: forward.pooled(x, values, None, pool, keep=False), (x,), (pooled,), work)
 
 
 def _both_gradients(layer: _Layer) -> _Kernel:
     _, values, convolution, x, y, _ = layer
     transposed, order = convolution.transposed, convolution.structure.order
-    work = Work.of(transposed, x, order=order)
+    work = KernelWork.of(transposed, x, order=order)
     return _Kernel(
         lambda: transposed.with_products(y, x, values, order), (x, y), (x.clone(),), work, 2, adds_lanes=True
     )
@@ -93,7 +94,7 @@ def _both_gradients(layer: _Layer) -> _Kernel:
 
 def _weight_gradients(layer: _Layer) -> _Kernel:
     _, _, convolution, x, y, _ = layer
-    work = Work.of(convolution.forward, y)
+    work = KernelWork.of(convolution.forward, y)
     return _Kernel(lambda: convolution.forward.products(x, y), (x, y), (), work, adds_lanes=True)
 
 
@@ -170,7 +171,7 @@ class SparseKernels(Grid):
             heights = {limit: [_ratios(row)[_SHARE + limit] for row in of_group] for limit in LIMITS}
             # The number, the channels, and the plane below them.
             names = ["\n".join(row.label.split(", ")[:2]) for row in of_group]
-            panels.append(Panel([Rule(1.0), Bars(names, heights)], group, "", "share of the rate", grid="y"))
+            panels.append(Panel([Straight(1.0), Bars(names, heights)], group, "", "share of the rate", grid="y"))
         return Picture(self.title, panels, (9.0, 2.6 * len(panels)), columns=1, legend=len(LIMITS))
 
 

@@ -21,9 +21,10 @@ import jacsparse
 
 from ._calls import Call, in_mode
 from ._context import Context, Timing
-from ._experiment import Grid, Group, Row, where
-from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
+from ._experiment import Grid
+from ._figures import COLOURS, Drawn, Line, Panel, Picture, Straight
 from ._programs import package
+from ._rows import Group, Row, where
 from ._workloads import pruned_resnet18, whole_pruned_vgg11
 
 SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE = "SparseProp", "ONNX Runtime", "DeepSparse"
@@ -168,7 +169,7 @@ class SparseCrossover(Grid):
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
-        lines: list[Part] = [Rule(1.0)]
+        lines: list[Drawn] = [Straight(1.0)]
         for batch, colour in zip(self.batches, COLOURS, strict=False):
             of_batch = [row for row in where(rows, batch=batch) if row.comparisons]
             points = [(100 * (1 - row.data["share"]), row.comparisons[0].ratio) for row in of_batch]

@@ -18,9 +18,10 @@ from jacsparse.schedule import Step, resolve
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context
-from ._experiment import Experiment, Group, Row, reason
+from ._experiment import Experiment
 from ._figures import Picture, times_picture
 from ._peers import GOALS, MKL_REUSE, PEERS, Peer
+from ._rows import Group, Row, reason
 from ._workloads import pruned_vgg11
 
 METHODS = ("slots", "rowwise", "merge")

@@ -15,7 +15,8 @@ import jacsparse
 from examples import brusselator, initial_values
 
 from ._context import Context
-from ._experiment import Grid, Group, Row
+from ._experiment import Grid
+from ._rows import Group, Row
 
 _OURS, _GROUPS = "jac: prepared Jacobian", "jac_sparsity: SciPy's differences by groups"
 _DENSE = "SciPy's default: differences column by column"

@@ -14,8 +14,9 @@ from jacsparse import SparseJacobian, solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 
 from ._context import Context
-from ._experiment import Grid, Group, Row
-from ._figures import COLOURS, Line, Panel, Part, Picture, Rule
+from ._experiment import Grid
+from ._figures import COLOURS, Drawn, Line, Panel, Picture, Straight
+from ._rows import Group, Row
 
 #: The iterations of Jacobi's method that equations 46 and 47 are compared for: both are proportional to them.
 _ITERATIONS = 4
@@ -88,7 +89,10 @@ class TriangularCosts(Grid):
             for curve in (curves[name, depth, units] for name in names):
                 ratios = [c / p for c, p in zip(curve["counted"], curve["paper"], strict=True)]
                 counted.append(Line(curve["r"], ratios, label, colour, "o-"))
-        pays: list[Part] = [Rule(x=1, label="by the paper it pays from here on", colour="red"), Rule(1)]
+        pays: list[Drawn] = [
+            Straight(x=1, label="by the paper it pays from here on", colour="red"),
+            Straight(1),
+        ]
         for (layers, n), colour in zip(places, itertools.cycle((*COLOURS, "#888888")), strict=False):
             curve = curves[_TIME, layers, n]
             over = [r / n for r in curve["r"]]

@@ -17,8 +17,9 @@ from jacsparse import solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._context import Context
-from ._experiment import Grid, Group, Row, where
-from ._figures import COLOURS, Cells, Line, Panel, Part, Picture
+from ._experiment import Grid
+from ._figures import COLOURS, Cells, Drawn, Line, Panel, Picture
+from ._rows import Group, Row, where
 from ._workloads import equal_layers
 
 _PEER = "autograd, as one call"
@@ -239,7 +240,7 @@ class TriangularSolvers(Grid):
     def _map(self, rows: Sequence[Row], figures: Mapping[int, float | None], title: str) -> Panel:
         """The best solver by depth and width."""
         colours = dict(zip(_METHODS, ("#dddddd", SKY, BLUE, GREEN, ORANGE, PURPLE, "#aaaaaa"), strict=True))
-        depths, cells, parts = self.depths[::-1], dict[tuple[int, int], tuple[str, Any, bool]](), list[Part]()
+        depths, cells, parts = self.depths[::-1], dict[tuple[int, int], tuple[str, Any, bool]](), list[Drawn]()
         for line, depth in enumerate(depths):
             for column, width in enumerate(self.widths):
                 here = where(rows, depth=depth, width=width)

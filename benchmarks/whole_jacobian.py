@@ -18,7 +18,8 @@ from jacsparse.stages import Chain
 from jacsparse.stages import chain as chain_of
 
 from ._context import Context
-from ._experiment import Grid, Group, Row
+from ._experiment import Grid
+from ._rows import Group, Row
 from ._workloads import pruned_vgg11, seeded
 
 PEER = "torch.func.jacrev"

@@ -13,7 +13,8 @@ from torch import nn
 from jacsparse.nn import Scan
 
 from ._context import Context
-from ._experiment import Grid, Group, Row
+from ._experiment import Grid
+from ._rows import Group, Row
 
 #: What the cells take in a step.
 _FEATURES = 5

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from .bitstream import bitstreams
     from .checkpoint import built_from, load_checkpoint, load_weights, save_checkpoint
     from .classifiers import BitstreamRNN, InstrumentGRU, SequenceClassifier
-    from .data import Dataset, load_data
+    from .data import load_data
+    from .dataset import Dataset
     from .demo import vgg11_settings
     from .exported import ExportedModel, load_exported
     from .irmas import SOUNDS, load_irmas
@@ -65,7 +66,8 @@ _MODULES = {
     "bitstream": ("bitstreams",),
     "checkpoint": ("built_from", "load_checkpoint", "load_weights", "save_checkpoint"),
     "classifiers": ("BitstreamRNN", "InstrumentGRU", "SequenceClassifier"),
-    "data": ("Dataset", "load_data"),
+    "data": ("load_data",),
+    "dataset": ("Dataset",),
     "demo": ("vgg11_settings",),
     "exported": ("ExportedModel", "load_exported"),
     "irmas": ("SOUNDS", "load_irmas"),

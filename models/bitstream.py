@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .data import Dataset
+from .dataset import Dataset
 
 _CLASSES = 10
 

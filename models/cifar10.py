@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .data import Dataset
+from .dataset import Dataset
 
 _PAGE = "https://www.cs.toronto.edu/~kriz/cifar.html"
 _PIXELS = 3 * 32 * 32

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from torch import nn
 
-    from .data import Dataset
+    from .dataset import Dataset
     from .settings import TrainSettings
 
 _SCHEDULE = "blelloch:2"

@@ -15,7 +15,7 @@ import torch
 
 from ..runtime import Shelf
 from .arguments import check_one_of
-from .data import Dataset
+from .dataset import Dataset
 
 #: The folders of the training data set: cello, clarinet, flute, acoustic and electric guitar, organ, piano, saxophone,
 #: trumpet, violin and voice.

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from .arguments import check_one_of
-from .data import Dataset
+from .dataset import Dataset
 from .irmas import FEATURES, INSTRUMENTS, Features, cached, extracted, wav_files
 
 

@@ -31,7 +31,8 @@ from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from .classifiers import SequenceClassifier
 from .curves import PHASES, Point, from_tensor, plot_curves, save_csv, to_tensor
-from .data import Dataset, load_data
+from .data import load_data
+from .dataset import Dataset
 from .nested_state import from_tensors, to_tensors
 from .progress import Progress
 from .pruning import prune_weights, pruned_fraction

@@ -14,7 +14,7 @@ import torch
 
 from ..runtime import SIMD, row_starts, run_rows, within_rows
 from . import kernels
-from .loops import OUT, Loop, Place
+from .loops import OUT, FusedLoop, Place
 from .operations import is_number
 from .tiles import Scratch
 
@@ -39,7 +39,7 @@ class Interpreted:
         Where loops compute in other floating-point numbers than those of `dtype`.
     """
 
-    def __init__(self, loops: Sequence[Loop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
+    def __init__(self, loops: Sequence[FusedLoop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
         memories = dict[Any, int]()
         #: Where the memories of a tile begin, behind each other, and their bytes.
         offsets, nbytes = dict[Scratch, int](), 0
@@ -101,7 +101,7 @@ class Interpreted:
             begin += len(work) - 1
 
 
-def _pieces(loop: Loop) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _pieces(loop: FusedLoop) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The lengths of a loop's runs, cut where they are longer than a block, their places by sequence, and tiles."""
     length, places = loop.runs[:, 0], loop.runs[:, 1:]
     bounds = np.array([0, len(length)]) if loop.tiles is None else loop.tiles
@@ -140,7 +140,7 @@ class _Code:
 
     def __init__(
         self,
-        loop: Loop,
+        loop: FusedLoop,
         dtype: torch.dtype,
         memories: dict[Any, int],
         offsets: Mapping[Scratch, int],

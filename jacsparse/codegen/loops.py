@@ -16,7 +16,7 @@ import torch
 
 from .elements import ElementGraph, Elements, of_kinds
 from .operations import ElementOperation
-from .tiles import SHARED, UNREAD, Scratch, Tiles
+from .tiles import SHARED, UNREAD, RowTiles, Scratch
 
 #: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
 MEMORY = 4
@@ -49,7 +49,7 @@ Expression = float | bool | Place | tuple[ElementOperation, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Loop:
+class FusedLoop:
     """Points that are computed by the same expressions.
 
     Its runs are points whose places are `strides` apart, or single points.
@@ -105,7 +105,7 @@ class Fusion:
 
     Attributes
     ----------
-    loops : list of Loop
+    loops : list of FusedLoop
         The loops, in order, those of tiles last.
     scratch : dict of Scratch to int
         How many elements are stored for other loops.
@@ -115,7 +115,7 @@ class Fusion:
         self.graph, self.dtype = graph, dtype
         self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
         self._choose(graph.makers(entries))
-        self._tiles = Tiles(graph, self._needed, entries, indptr)
+        self._tiles = RowTiles(graph, self._needed, entries, indptr)
         self.scratch = self._tiles.scratch
         self._classify()
         loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
@@ -180,7 +180,7 @@ class Fusion:
                 for number, (_, those) in enumerate(of_kinds(np.stack(varying, 1))):
                     self._classes[node.first + those] = known.setdefault((place, number), len(known))
 
-    def _of_stored(self) -> Iterator[Loop]:
+    def _of_stored(self) -> Iterator[FusedLoop]:
         """The loops that store elements for others, those first that the others read."""
         nodes, depths = self.graph.nodes, np.zeros(len(self.graph.nodes), np.int64)
         together: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -193,7 +193,7 @@ class Fusion:
         for _, places in sorted(together.items()):
             yield from self._storing_nodes(places)
 
-    def _storing_nodes(self, places: Sequence[int]) -> Iterator[Loop]:
+    def _storing_nodes(self, places: Sequence[int]) -> Iterator[FusedLoop]:
         """The loops that store nodes of equal counts, together where their elements are alike in the same places."""
         together: dict[bytes, tuple[list[np.ndarray], list[int]]] = {}
         for place in places:
@@ -214,7 +214,7 @@ class Fusion:
                     body.store(body.computed(place, points), replace(memory, writes=True), node.dtype, at)
                 yield body.loop(self._tiles.count)
 
-    def _of_entries(self, entries: np.ndarray, indptr: np.ndarray) -> Iterator[Loop]:
+    def _of_entries(self, entries: np.ndarray, indptr: np.ndarray) -> Iterator[FusedLoop]:
         """The loops that store the entries."""
         batch = entries.shape[1]
         counts, classes = np.diff(indptr), self._classes[entries]
@@ -240,7 +240,7 @@ class Fusion:
             for _, those in of_kinds(classes.reshape(-1)[members, None]):
                 yield self._storing(entries, members[those, None])
 
-    def _storing(self, entries: np.ndarray, members: np.ndarray) -> Loop:
+    def _storing(self, entries: np.ndarray, members: np.ndarray) -> FusedLoop:
         """A loop that stores some entries of each point."""
         tiles = self._tiles.of_entries
         if tiles is not None:
@@ -334,7 +334,7 @@ class _Body:
         self.steps.append(steps)
         return Place(memory, dtype, alike[-1], 0)
 
-    def loop(self, tiles: int) -> Loop:
+    def loop(self, tiles: int) -> FusedLoop:
         """The loop, whose points are in runs where these are long, with so many tiles where they are of tiles."""
         steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
         count = steps.shape[1]
@@ -353,4 +353,4 @@ class _Body:
         runs = np.concatenate([np.diff(np.append(begin, self.points))[None], places[:, begin]]).T
         of_tiles = None if self.tiles is None else np.searchsorted(self.tiles[begin], np.arange(tiles + 1))
         step = None if single else strides.tolist()
-        return Loop(self.expressions, self.stores, np.ascontiguousarray(runs), step, self.points, of_tiles)
+        return FusedLoop(self.expressions, self.stores, np.ascontiguousarray(runs), step, self.points, of_tiles)

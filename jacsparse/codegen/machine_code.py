@@ -13,7 +13,7 @@ import torch
 from llvmlite import ir
 
 from ..runtime import SIMD, compiled_module, run_rows
-from .loops import OUT, Loop, Place
+from .loops import OUT, FusedLoop, Place
 from .operations import FLOATS, TRUTH, Emitter, constant, converted
 from .tiles import Scratch
 
@@ -33,7 +33,7 @@ class MachineCode:
     where a result is not finite. The memory of a tile is on the stack of the thread that computes it.
     """
 
-    def __init__(self, loops: Sequence[Loop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
+    def __init__(self, loops: Sequence[FusedLoop], scratch: Mapping[Scratch, int], dtype: torch.dtype) -> None:
         self._dtype, self._scratch = dtype, scratch
         self.memories: list[Any] = []
         #: The tables of runs, which are memories too.
@@ -74,7 +74,7 @@ class MachineCode:
         for part, work in zip(self._parts, self._works, strict=True):
             run_rows(part, work, table)
 
-    def _places(self, number: int, loop: Loop) -> list[Any]:
+    def _places(self, number: int, loop: FusedLoop) -> list[Any]:
         """The memories of a loop, which are added to all."""
         loads = [each.memory for each in loop.expressions if isinstance(each, Place)]
         memories = list(dict.fromkeys([*loads, *(place.memory for _, place in loop.stores)]))
@@ -85,7 +85,9 @@ class MachineCode:
         self.memories += [each for each in memories if each not in self.memories and not _is_of_tile(each)]
         return memories
 
-    def _part(self, module: ir.Module, name: str, calls: Sequence[tuple[Loop, ir.Function, list[Any]]]) -> ir.Function:
+    def _part(
+        self, module: ir.Module, name: str, calls: Sequence[tuple[FusedLoop, ir.Function, list[Any]]]
+    ) -> ir.Function:
         """A function that runs some rows of one loop, or some tiles of all loops that have tiles."""
         kind = ir.FunctionType(ir.VoidType(), [_INDEX, _INDEX, ir.PointerType(_BYTE.as_pointer())])
         function = ir.Function(module, kind, name)
@@ -129,7 +131,7 @@ class MachineCode:
         builder.ret_void()
         return function
 
-    def _body(self, module: ir.Module, name: str, loop: Loop, memories: Sequence[Any]) -> ir.Function:
+    def _body(self, module: ir.Module, name: str, loop: FusedLoop, memories: Sequence[Any]) -> ir.Function:
         """The function of a loop: its runs, or points, from a first one to before a last one."""
         types = {place.memory: _in_memory(place.dtype) for _, place in loop.stores}
         types |= {each.memory: _in_memory(each.dtype) for each in loop.expressions if isinstance(each, Place)}
@@ -251,12 +253,12 @@ def _in_memory(dtype: torch.dtype) -> ir.Type:
     return _BYTE if dtype == torch.bool else FLOATS[dtype]
 
 
-def _is_static(loop: Loop) -> bool:
+def _is_static(loop: FusedLoop) -> bool:
     """Whether all points are one run."""
     return loop.strides is not None and len(loop.runs) == 1 and loop.tiles is None
 
 
-def _work(loop: Loop) -> np.ndarray:
+def _work(loop: FusedLoop) -> np.ndarray:
     """Running total of the work of what a loop counts: points, runs or tiles."""
     counts = np.ones(loop.points, np.int64) if _is_static(loop) else loop.runs[:, 0]
     works = np.append(0, np.cumsum(counts)) * loop.work // SIMD

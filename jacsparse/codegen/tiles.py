@@ -32,7 +32,7 @@ class Scratch:
     writes: bool = False
 
 
-class Tiles:
+class RowTiles:
     """Consecutive rows of entries, of which loops compute one tile after the other, where much is stored for them.
 
     Parameters

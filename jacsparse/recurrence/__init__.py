@@ -9,7 +9,7 @@ from .prices import NODES, PRICES, Nodes, Prices
 from .recurrent import Recurrent
 from .reports import Report
 from .sequences import Sequences
-from .solvers import ASKED, SOLVERS, Choice, Problem, Recurrence, Solver, Work, parse
+from .solvers import ASKED, SOLVERS, Choice, Problem, Recurrence, RecurrenceSize, Solver, parse
 
 __all__ = [
     "ASKED",
@@ -28,6 +28,7 @@ __all__ = [
     "Prices",
     "Problem",
     "Recurrence",
+    "RecurrenceSize",
     "Recurrent",
     "Report",
     "Saved",
@@ -38,7 +39,6 @@ __all__ = [
     "StepJacobian",
     "Terms",
     "Weights",
-    "Work",
     "cell_on",
     "convert",
     "linear_recurrence",

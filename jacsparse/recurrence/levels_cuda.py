@@ -39,7 +39,7 @@ _TILE, _DEPTH = 64, 32
 _ARRAYS = 5
 
 
-class Level(NamedTuple):
+class ProductLevel(NamedTuple):
     """Products that do not depend on each other: the number of the first one, and how many make matrices and states."""
 
     first: int
@@ -55,14 +55,14 @@ class Levels:
     ----------
     steps : ndarray of int64, (products, 5)
         The products, those of a level side by side.
-    levels : tuple of Level
+    levels : tuple of ProductLevel
         The levels.
     matrices, states : int
         Matrices and states that all levels make.
     """
 
     steps: np.ndarray
-    levels: tuple[Level, ...]
+    levels: tuple[ProductLevel, ...]
     matrices: int
     states: int
 
@@ -101,7 +101,7 @@ def _levels(schedule: Schedule) -> Levels:
     levels, first = [], 0
     for _, members in itertools.groupby(rows, lambda row: row[0]):
         kinds = [kind for _, kind, _ in members]
-        levels.append(Level(first, kinds.count("mm"), kinds.count("mv")))
+        levels.append(ProductLevel(first, kinds.count("mm"), kinds.count("mv")))
         first += len(kinds)
     steps = np.array([numbers for _, _, numbers in rows], dtype=np.int64).reshape(-1, 5)
     return Levels(frozen(steps), tuple(levels), counts["mm"], counts["mv"])
@@ -160,7 +160,7 @@ def _launches(
     return [record(level, c_type(dtype), **numbers) for level in levels.levels]
 
 
-def _dense_launch(level: Level, kind: str, samples: int, size: int, **options: Any) -> Callable[..., None]:
+def _dense_launch(level: ProductLevel, kind: str, samples: int, size: int, **options: Any) -> Callable[..., None]:
     rows, columns = (whole_fours(-(-extent // blocks(extent, _TILE))) for extent in (size + 1, size))
     column_tiles, row_tiles, depth = blocks(size, columns), blocks(size + 1, rows), min(size, _DEPTH)
     threads = whole_warps(rows // 4 * (columns // 4))
@@ -172,7 +172,7 @@ def _dense_launch(level: Level, kind: str, samples: int, size: int, **options: A
     )  # fmt: skip
 
 
-def _diagonal_launch(level: Level, kind: str, samples: int, size: int, **options: Any) -> Callable[..., None]:
+def _diagonal_launch(level: ProductLevel, kind: str, samples: int, size: int, **options: Any) -> Callable[..., None]:
     elements = (level.matrices + level.states) * samples * size
     return _FILE.record(
         f"diagonal_level<{kind}>", [blocks(elements)], [THREADS], samples=samples, size=size, elements=elements,

@@ -17,7 +17,7 @@ from ..tracing import without_autocast
 from .cells import CELLS, CellKernels, DeviceCell, FrozenCell, cell_on
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
-from .solvers.choice import Way, Work, choose_small, way_in_chunks
+from .solvers.choice import RecurrenceSize, Way, choose_small, way_in_chunks
 from .solvers.recurrence import ASKED, check_warm
 from .solvers.relaxed import Relaxed
 
@@ -442,7 +442,7 @@ def small_layers(
 def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.device) -> Way:
     """How a recurrence is solved for which a name was asked."""
     if name == "auto":
-        work = Work(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
+        work = RecurrenceSize(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))
         return choose_small(work, WARPS)
     way = way_in_chunks(shape.time, shape.time if name == "sequential" else chunk, WARPS)
     left = "" if way.name == name else f"; which leaves {name} one chunk of all steps"

@@ -3,7 +3,7 @@
 A vector register holds one position of all samples of a block. What the last block's lanes without a sample hold is
 no part of the activation: whoever adds up lanes sets them to zero first.
 
-`Blocks` is a tensor whose elements lie so. Autograd sees a tensor like any other, so derivatives, views, writes and
+A `BlockTensor` has elements that lie so. Autograd sees a tensor like any other, so derivatives, views, writes and
 hooks are PyTorch's own. Below autograd, elementwise operators and those in `RULES` go on with blocks. Before any other
 operator the elements are copied to PyTorch's layout, and it returns tensors; those that share memory with the
 activation take the blocks' place. Functions in `FUNCTIONS` have a derivative of their own for blocks.
@@ -89,7 +89,7 @@ class Memory:
         self.statistics: Statistics | None = None
 
 
-class Blocks(torch.Tensor):
+class BlockTensor(torch.Tensor):
     """A tensor of shape ``(batch, channels, ...)``, of two to four dimensions, whose elements lie in blocks."""
 
     memory: Memory
@@ -99,18 +99,18 @@ class Blocks(torch.Tensor):
     is_view = False
 
     @staticmethod
-    def __new__(cls, memory: Memory, sizes: tuple[int, ...]) -> Blocks:
+    def __new__(cls, memory: Memory, sizes: tuple[int, ...]) -> BlockTensor:
         """A tensor with the elements of a memory."""
-        self: Blocks = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=memory.dtype, device=_CPU)  # type: ignore[attr-defined]
+        self: BlockTensor = torch.Tensor._make_wrapper_subclass(cls, sizes, dtype=memory.dtype, device=_CPU)  # type: ignore[attr-defined]
         self.memory, self.sizes = memory, sizes
         return self
 
-    def like(self, content: torch.Tensor | Deferred) -> Blocks:
+    def like(self, content: torch.Tensor | Deferred) -> BlockTensor:
         """A tensor of the same samples and dimensions with blocks of its own."""
         memory = self.memory
-        return Blocks(Memory(content, memory.batch), (memory.batch, *content.shape[1 : len(self.sizes)]))
+        return BlockTensor(Memory(content, memory.batch), (memory.batch, *content.shape[1 : len(self.sizes)]))
 
-    def replace(self, content: torch.Tensor | Deferred) -> Blocks:
+    def replace(self, content: torch.Tensor | Deferred) -> BlockTensor:
         """This tensor with other elements, as after a write."""
         memory = self.memory
         if self.is_view:
@@ -189,7 +189,9 @@ class Blocks(torch.Tensor):
         compute = RULES.get(function)
         if compute is None and torch.Tag.pointwise in function.tags:
             compute = RULES[function] = functools.partial(RULES[torch.Tag.pointwise], function)
-        if compute is not None and all(type(each) is not Blocks or each.memory.content is not None for each in args):
+        if compute is not None and all(
+            type(each) is not BlockTensor or each.memory.content is not None for each in args
+        ):
             result = compute(*args, **kwargs)
             if result is not NotImplemented:
                 return result
@@ -213,14 +215,14 @@ def _by_tensors(function: Any, args: Any, kwargs: Any) -> Any:
     aliased, written = _aliased(function), {}
 
     def tensors(name: int | str, value: Any) -> Any:
-        def tensor(x: Blocks) -> torch.Tensor:
+        def tensor(x: BlockTensor) -> torch.Tensor:
             if name not in aliased:
                 return x.copied()
             shared = x.shared()
             written[id(shared)] = x, shared
             return shared
 
-        return tree_map_only(Blocks, tensor, value)
+        return tree_map_only(BlockTensor, tensor, value)
 
     result = function(
         *[tensors(place, value) for place, value in enumerate(args)],

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
-from .blocks import Blocks
+from .blocks import BlockTensor
 from .convolutional import SparseConv2d
 from .layers import SparseLayer
 from .layouts import enter, plain
@@ -380,7 +380,7 @@ def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
         with torch.set_grad_enabled(training):
             results = [each for each in tree_leaves(module(x)) if isinstance(each, torch.Tensor)]
         for each in results:
-            if isinstance(each, Blocks):
+            if isinstance(each, BlockTensor):
                 _ = each.blocks
         targets = [result for result in results if result.requires_grad]
         if training and targets:

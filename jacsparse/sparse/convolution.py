@@ -10,7 +10,7 @@ import torch
 
 from ..runtime import RowWork, run_rows
 from .activations import GradientOfSums
-from .blocks import Blocks
+from .blocks import BlockTensor
 from .deferred import LayerOutput
 from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel
 from .layouts import enter, records_gradients
@@ -24,8 +24,8 @@ from .vector_kernels import (
     multiply,
 )
 from .vectors import Tile
-from .weights import Entries, Structure
-from .windows import Pair, Reading, Tiles, Window, reading, tiles, transposed_reading
+from .weights import Entries, WeightPlaces
+from .windows import Pair, PlaneTiles, Reading, Window, reading, tiles, transposed_reading
 
 #: Vectors that a kernel multiplies and adds in the time of one elementary operation.
 _VECTORS = 2
@@ -62,13 +62,13 @@ class Correlation:
         self._no_bias = torch.zeros(entries.channels, dtype=dtype)
         self._position = lanes * dtype.itemsize
         self._taps = len(reading.taps)
-        self._pooled: dict[tuple[Pair, bool], tuple[Tiles, Tile]] = {}
+        self._pooled: dict[tuple[Pair, bool], tuple[PlaneTiles, Tile]] = {}
         self._tile = self._tile_of(self._tiles)
 
-    def _tile_of(self, tiles: Tiles, pool: Pair = (1, 1), winners: bool = True) -> Tile:
+    def _tile_of(self, tiles: PlaneTiles, pool: Pair = (1, 1), winners: bool = True) -> Tile:
         return Tile.of(self.dtype.itemsize, max(self.lanes, self._along), tiles, pool, self._along > 1, winners)
 
-    def _pooled_tiles(self, pool: Pair, winners: bool) -> tuple[Tiles, Tile]:
+    def _pooled_tiles(self, pool: Pair, winners: bool) -> tuple[PlaneTiles, Tile]:
         """Tiles of whole windows."""
         if (pool, winners) not in self._pooled:
             pooled = tiles(self.reading, tile_positions(), pool, self._along)
@@ -110,7 +110,7 @@ class Correlation:
     def _add_up(
         self,
         function: int,
-        tiles: Tiles,
+        tiles: PlaneTiles,
         floor: float,
         inputs: Tensors,
         outputs: tuple[torch.Tensor, torch.Tensor | None],
@@ -133,7 +133,7 @@ class Correlation:
     def _arguments(
         self,
         function: int,
-        tiles: Tiles,
+        tiles: PlaneTiles,
         floor: float,
         x: torch.Tensor,
         values: torch.Tensor,
@@ -238,14 +238,14 @@ class Correlation:
         return RowWork(self.entries.starts[:: self._taps].astype(np.int64) + np.arange(self.entries.channels + 1))
 
 
-class Convolution:
+class BlockConvolution:
     """A convolution of blocks with the weights that are left, and its two adjoints.
 
     Each of the three is linear in both of its arguments, and the other two give its gradients.
 
     Parameters
     ----------
-    structure : Structure
+    structure : WeightPlaces
         The weights' places.
     window : Window
         The window.
@@ -258,7 +258,7 @@ class Convolution:
     """
 
     def __init__(
-        self, structure: Structure, window: Window, in_size: Pair, out_size: Pair, lanes: int, dtype: torch.dtype
+        self, structure: WeightPlaces, window: Window, in_size: Pair, out_size: Pair, lanes: int, dtype: torch.dtype
     ) -> None:
         self.structure = structure
         #: Channels, rows, columns and lanes of the output.
@@ -270,19 +270,19 @@ class Convolution:
     def transposed(self) -> Correlation:
         return Correlation(*self._transposed)
 
-    def __call__(self, x: Blocks, values: torch.Tensor, bias: torch.Tensor | None) -> Blocks:
+    def __call__(self, x: BlockTensor, values: torch.Tensor, bias: torch.Tensor | None) -> BlockTensor:
         """The convolution of an activation, differentiable."""
         if records_gradients():
             return _Convolve.apply(x, values, bias, self)  # type: ignore[no-any-return]
         return x.like(Output(self, x.blocks, values, bias).reading(values, bias))
 
-    def input_gradient(self, y: Blocks, values: torch.Tensor) -> Blocks:
+    def input_gradient(self, y: BlockTensor, values: torch.Tensor) -> BlockTensor:
         """The gradient of the input, where `y` is that of the output; differentiable."""
         if records_gradients():
             return _Transposed.apply(y, values, self)  # type: ignore[no-any-return]
         return y.like(self.transposed(y.blocks, values.index_select(0, self.structure.order), None))
 
-    def weight_gradients(self, x: Blocks, y: Blocks) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_gradients(self, x: BlockTensor, y: BlockTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of the values and of the bias, where `y` is that of the output; differentiable."""
         if records_gradients():
             return _Products.apply(x, y, self)  # type: ignore[no-any-return]
@@ -291,7 +291,7 @@ class Convolution:
             return forward.products(x.padded, pending.y, pending.marks, pending.window)
         return forward.products(x.padded, y.padded)
 
-    def both_gradients(self, x: Blocks, y: Blocks, values: torch.Tensor, with_bias: bool) -> tuple[Any, ...]:
+    def both_gradients(self, x: BlockTensor, y: BlockTensor, values: torch.Tensor, with_bias: bool) -> tuple[Any, ...]:
         """The gradients of the input, of the values and, if asked for, of the bias, where `y` is that of the output."""
         structure, pending, of_bias = self.structure, y.pending, None
         of_x, of_values = self.transposed.with_products(y.padded, x.padded, values, structure.order)
@@ -305,14 +305,14 @@ class Output(LayerOutput):
 
     Parameters
     ----------
-    convolution : Convolution
+    convolution : BlockConvolution
         The convolution.
     x, values, bias : Tensor
         The input's blocks, the weights that are left and the bias, if there is one.
     """
 
     def __init__(
-        self, convolution: Convolution, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
+        self, convolution: BlockConvolution, x: torch.Tensor, values: torch.Tensor, bias: torch.Tensor | None
     ) -> None:
         self.convolution, self.x, self.values, self.bias = convolution, x, values, bias
         self.shape, self.dtype = (x.shape[0], *convolution.out_shape), x.dtype
@@ -341,7 +341,7 @@ class Output(LayerOutput):
 
 class _Convolve(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, values: Any, bias: Any, convolution: Convolution) -> Blocks:
+    def forward(ctx: Any, x: BlockTensor, values: Any, bias: Any, convolution: BlockConvolution) -> BlockTensor:
         ctx.convolution, ctx.lanes = convolution, x.memory.lanes
         ctx.save_for_backward(x, values)
         return convolution(x, values, bias)
@@ -362,7 +362,7 @@ class _Convolve(torch.autograd.Function):
 
 class _Transposed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Blocks, values: Any, convolution: Convolution) -> Blocks:
+    def forward(ctx: Any, y: BlockTensor, values: Any, convolution: BlockConvolution) -> BlockTensor:
         ctx.convolution, ctx.lanes = convolution, y.memory.lanes
         ctx.save_for_backward(y, values)
         return convolution.input_gradient(y, values)
@@ -377,7 +377,9 @@ class _Transposed(torch.autograd.Function):
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, y: Blocks, convolution: Convolution) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        ctx: Any, x: BlockTensor, y: BlockTensor, convolution: BlockConvolution
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.convolution, ctx.lanes = convolution, x.memory.lanes
         ctx.save_for_backward(x, y)
         return convolution.weight_gradients(x, y)

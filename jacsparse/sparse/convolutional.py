@@ -12,7 +12,7 @@ from ..runtime import a_type
 from .layers import SparseLayer
 from .layouts import enter, leave
 from .processor import lanes_for
-from .weights import Structure
+from .weights import WeightPlaces
 from .windows import Pair, Window
 
 
@@ -128,8 +128,8 @@ class SparseConv2d(SparseLayer):
         )
         return self._pruned(dense)  # type: ignore[return-value]
 
-    def _structure_of(self, mask: torch.Tensor) -> Structure:
-        return Structure.of(mask, self._window(), self.groups)
+    def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:
+        return WeightPlaces.of(mask, self._window(), self.groups)
 
     def _padded(self) -> tuple[Pair, Pair]:
         """How many rows the padding adds before and after the input, and how many columns."""

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..runtime import DispatchMode, KernelSequence, a_type, thread_count
 from ..tracing import check_initialised, check_module, facts_of, name_of
-from .blocks import Blocks
+from .blocks import BlockTensor
 from .conversion import SparseModel, copied
 from .kernel_runs import BLOCK_DIMENSIONS, TensorKernelRun, recorder
 
@@ -259,7 +259,7 @@ class _Recording(DispatchMode):
         recorder.reset(self._token)
 
     def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if Blocks in kinds:
+        if BlockTensor in kinds:
             # What it calls comes here too.
             return NotImplemented
         facts = facts_of(function)

@@ -11,10 +11,10 @@ from torch.nn.utils import prune
 
 from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompiled
 from ..tracing import check_initialised, is_recording
-from .blocks import Blocks
-from .convolution import Convolution
+from .blocks import BlockTensor
+from .convolution import BlockConvolution
 from .layouts import plain
-from .weights import Structure
+from .weights import WeightPlaces
 from .windows import Pair, Window
 
 #: The most sizes of inputs and batches for which a layer holds index arrays.
@@ -59,7 +59,7 @@ class SparseLayer(nn.Module):
         self.bias = None
         if layer.bias is not None:
             self.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=layer.bias.requires_grad)
-        self._convolutions: dict[Any, Convolution] = {}
+        self._convolutions: dict[Any, BlockConvolution] = {}
         self.train(layer.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -78,7 +78,7 @@ class SparseLayer(nn.Module):
         """Rows and columns of the output, for those of an input."""
         raise NotImplementedError
 
-    def _structure_of(self, mask: torch.Tensor) -> Structure:
+    def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:
         raise NotImplementedError
 
     @property
@@ -142,14 +142,14 @@ class SparseLayer(nn.Module):
         self._structure = structure
         self._convolutions.clear()
 
-    def _convolution(self, in_size: Pair, lanes: int) -> Convolution:
+    def _convolution(self, in_size: Pair, lanes: int) -> BlockConvolution:
         key = in_size, lanes, self.values.dtype
         convolution = self._convolutions.get(key)
         if convolution is None:
             if len(self._convolutions) >= _MOST_SIZES:
                 self._convolutions.clear()
             out_size = self.out_size(in_size)
-            convolution = Convolution(self._structure, self._window(), in_size, out_size, lanes, self.values.dtype)
+            convolution = BlockConvolution(self._structure, self._window(), in_size, out_size, lanes, self.values.dtype)
             self._convolutions[key] = convolution
         return convolution
 
@@ -177,14 +177,14 @@ class SparseLayer(nn.Module):
         """The layer's output at the cost of the weights that are left; blocks, where the layer keeps them."""
         raise NotImplementedError
 
-    def _of_blocks(self, x: Blocks) -> Blocks:
+    def _of_blocks(self, x: BlockTensor) -> BlockTensor:
         """The layer's output, computed together with what follows."""
         in_size = x.sizes[2:] if len(x.sizes) == 4 else (1, 1)
         return self._convolution(in_size, x.memory.lanes)(x, self.values, self.bias)  # type: ignore[arg-type]
 
     def _takes(self, x: Any) -> bool:
         """Whether an input is in blocks of this layer's dtype."""
-        return type(x) is Blocks and x.memory.content is not None and x.memory.dtype == self.values.dtype
+        return type(x) is BlockTensor and x.memory.content is not None and x.memory.dtype == self.values.dtype
 
     def _check(self, x: object) -> torch.Tensor:
         x = plain(x)

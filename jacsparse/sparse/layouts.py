@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from .blocks import Blocks, Memory, from_blocks, planes, to_blocks
+from .blocks import BlockTensor, Memory, from_blocks, planes, to_blocks
 
 #: What holds no activations, or is the model's own.
 _LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType)
 
 
-def in_blocks(x: torch.Tensor, lanes: int) -> Blocks:
+def in_blocks(x: torch.Tensor, lanes: int) -> BlockTensor:
     """A tensor in blocks, below autograd."""
-    return x if type(x) is Blocks else _entered(x, lanes, 1)
+    return x if type(x) is BlockTensor else _entered(x, lanes, 1)
 
 
 def records_gradients() -> bool:
@@ -27,7 +27,7 @@ def records_gradients() -> bool:
 
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, lanes: int, columns: int) -> Blocks:
+    def forward(ctx: Any, x: torch.Tensor, lanes: int, columns: int) -> BlockTensor:
         ctx.batch, ctx.lanes, ctx.columns = len(x), lanes, columns
         return _entered(x, lanes, columns)
 
@@ -38,7 +38,7 @@ class _Enter(torch.autograd.Function):
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, batch: int, columns: int) -> torch.Tensor:
+    def forward(ctx: Any, x: BlockTensor, batch: int, columns: int) -> torch.Tensor:
         ctx.lanes, ctx.columns = x.memory.lanes, columns
         return _left(x, batch, columns)
 
@@ -47,34 +47,34 @@ class _Leave(torch.autograd.Function):
         return enter(gradient, ctx.lanes, ctx.columns), None, None
 
 
-def enter(x: torch.Tensor, lanes: int, columns: int = 1) -> Blocks:
+def enter(x: torch.Tensor, lanes: int, columns: int = 1) -> BlockTensor:
     """A tensor in blocks, as a step of autograd.
 
     With several columns, `x` is of two dimensions, and so many of its blocks stand side by side in one of four.
     """
-    if type(x) is Blocks and columns == 1:
+    if type(x) is BlockTensor and columns == 1:
         return x
     if records_gradients() and x.requires_grad:
         return _Enter.apply(x, lanes, columns)  # type: ignore[no-any-return]
     return _entered(x, lanes, columns)
 
 
-def leave(x: Blocks, batch: int = 0, columns: int = 1) -> torch.Tensor:
+def leave(x: BlockTensor, batch: int = 0, columns: int = 1) -> torch.Tensor:
     """The tensor that `enter` takes, as a step of autograd; `batch` is for several columns."""
     if records_gradients() and x.requires_grad:
         return _Leave.apply(x, batch, columns)  # type: ignore[no-any-return]
     return _left(x, batch, columns)
 
 
-def _entered(x: torch.Tensor, lanes: int, columns: int) -> Blocks:
+def _entered(x: torch.Tensor, lanes: int, columns: int) -> BlockTensor:
     blocks = to_blocks(planes(x), lanes * columns)
     if columns == 1:
-        return Blocks(Memory(blocks, len(x)), tuple(x.shape))
+        return BlockTensor(Memory(blocks, len(x)), tuple(x.shape))
     batch, channels = len(blocks) * lanes, blocks.shape[1]
-    return Blocks(Memory(blocks.view(-1, channels, 1, columns, lanes), batch), (batch, channels, 1, columns))
+    return BlockTensor(Memory(blocks.view(-1, channels, 1, columns, lanes), batch), (batch, channels, 1, columns))
 
 
-def _left(x: Blocks, batch: int, columns: int) -> torch.Tensor:
+def _left(x: BlockTensor, batch: int, columns: int) -> torch.Tensor:
     if columns == 1:
         return x.copied()
     return from_blocks(x.blocks.flatten(3)[:, :, :, None], batch).flatten(1)
@@ -86,11 +86,11 @@ def plain(value: Any) -> Any:
 
 
 def _plain(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
-    if isinstance(value, _LEAVES) and not isinstance(value, Blocks):
+    if isinstance(value, _LEAVES) and not isinstance(value, BlockTensor):
         return value
     if id(value) in done:
         return done[id(value)][1]
-    if isinstance(value, Blocks):
+    if isinstance(value, BlockTensor):
         result: Any = leave(value)
     elif isinstance(value, tuple):
         items = [_plain(each, done) for each in value]

@@ -12,7 +12,7 @@ from ..runtime import a_type
 from .layers import SparseLayer
 from .layouts import enter, leave
 from .processor import lanes_for, tile_positions
-from .weights import Structure
+from .weights import WeightPlaces
 from .windows import Pair, Window
 
 _POINT = Window((1, 1), (1, 1), (0, 0), (1, 1))
@@ -71,8 +71,8 @@ class SparseLinear(SparseLayer):
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.values.dtype)
         return self._pruned(dense)  # type: ignore[return-value]
 
-    def _structure_of(self, mask: torch.Tensor) -> Structure:
-        return Structure.of(mask[:, :, None, None], _POINT, 1)
+    def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:
+        return WeightPlaces.of(mask[:, :, None, None], _POINT, 1)
 
     def _window(self) -> Window:
         return _POINT

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map_only
 
 from .activations import GradientOfSums
-from .blocks import FUNCTIONS, RULES, Blocks, planes, rule, to_blocks
+from .blocks import FUNCTIONS, RULES, BlockTensor, planes, rule, to_blocks
 from .deferred import Deferred
 from .kernel_runs import empty
 from .layouts import enter, in_blocks, records_gradients
@@ -26,9 +26,9 @@ Tensor = torch.Tensor
 def elementwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     """An elementwise operator of ATen, in place too, for blocks and what is broadcast to them."""
     is_written = function._schema.is_mutable
-    if "out" in kwargs or (is_written and type(args[0]) is not Blocks):
+    if "out" in kwargs or (is_written and type(args[0]) is not BlockTensor):
         return NotImplemented
-    x = next((each for each in (*args, *kwargs.values()) if type(each) is Blocks), None)
+    x = next((each for each in (*args, *kwargs.values()) if type(each) is BlockTensor), None)
     if x is None or torch.Tag.nondeterministic_seeded in function.tags:
         return NotImplemented
     operands = [_operand(each, x) for each in args]
@@ -42,12 +42,12 @@ def elementwise(function: Any, *args: Any, **kwargs: Any) -> Any:
     return x.like(result) if isinstance(result, torch.Tensor) else NotImplemented
 
 
-def _operand(value: Any, x: Blocks) -> Any:
+def _operand(value: Any, x: BlockTensor) -> Any:
     """What stands for an operand beside the blocks of `x`; NotImplemented where that takes tensors."""
     if not isinstance(value, torch.Tensor) or value.ndim == 0:
         return value
     batch, rank = x.memory.batch, len(x.sizes)
-    if type(value) is Blocks:
+    if type(value) is BlockTensor:
         memory = value.memory
         is_alike = memory.content is not None and (memory.batch, memory.lanes) == (batch, x.memory.lanes)
         return value.blocks if is_alike and len(value.sizes) == rank else NotImplemented
@@ -76,7 +76,7 @@ for _function in (
 
 @rule(functional.relu, torch.relu, Tensor.relu, of=FUNCTIONS)
 def _relu(x: Any, inplace: bool = False) -> Any:
-    if type(x) is not Blocks or x.memory.content is None:
+    if type(x) is not BlockTensor or x.memory.content is None:
         return NotImplemented
     if records_gradients():
         return _Relu.apply(x, inplace)
@@ -94,11 +94,11 @@ def _relu_in_place(x: Any) -> Any:
 
 
 @rule(aten.relu.default)
-def _relu_below_autograd(x: Blocks) -> Blocks:
+def _relu_below_autograd(x: BlockTensor) -> BlockTensor:
     return x.like(_activated(x))
 
 
-def _activated(x: Blocks) -> Tensor | Deferred:
+def _activated(x: BlockTensor) -> Tensor | Deferred:
     pending = x.pending
     activated = None if pending is None else pending.activated()
     return torch.relu(x.blocks) if activated is None else activated
@@ -106,7 +106,7 @@ def _activated(x: Blocks) -> Tensor | Deferred:
 
 class _Relu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, inplace: bool) -> Blocks:
+    def forward(ctx: Any, x: BlockTensor, inplace: bool) -> BlockTensor:
         y = _activated(x)
         ctx.lanes, ctx.has_two_summands = y.shape[-1], isinstance(y, Deferred) and y.other is not None
         # Not the output itself, whose blocks a later write may replace.
@@ -131,7 +131,7 @@ class _Relu(torch.autograd.Function):
 
 @rule(aten.add.Tensor)
 def _add(x: Any, y: Any, **kwargs: Any) -> Any:
-    if kwargs or not type(x) is type(y) is Blocks or _form(x) != _form(y):
+    if kwargs or not type(x) is type(y) is BlockTensor or _form(x) != _form(y):
         return elementwise(aten.add.Tensor, x, y, **kwargs)
     for first, second in ((x, y), (y, x)):
         added = None if first.pending is None else first.pending.plus(second.blocks)
@@ -142,7 +142,7 @@ def _add(x: Any, y: Any, **kwargs: Any) -> Any:
     return x.like(torch.add(blocks, y.blocks, out=empty(blocks.shape, blocks.dtype)))
 
 
-def _form(x: Blocks) -> tuple[Any, ...]:
+def _form(x: BlockTensor) -> tuple[Any, ...]:
     return x.sizes, x.memory.lanes, x.memory.dtype
 
 
@@ -151,7 +151,7 @@ def _in_place(function: Any, compute: Callable[..., Any]) -> None:
 
     @rule(function)
     def call(x: Any, *args: Any, **kwargs: Any) -> Any:
-        y = compute(x, *args, **kwargs) if type(x) is Blocks else NotImplemented
+        y = compute(x, *args, **kwargs) if type(x) is BlockTensor else NotImplemented
         if y is NotImplemented or (y.sizes, y.memory.dtype) != (x.sizes, x.memory.dtype):
             return NotImplemented
         return x.replace(y.memory.content)
@@ -162,35 +162,35 @@ _in_place(aten.add_.Tensor, _add)
 
 
 @rule(aten.detach.default, aten.alias.default)
-def _alias(x: Blocks) -> Blocks:
-    y = Blocks(x.memory, x.sizes)
+def _alias(x: BlockTensor) -> BlockTensor:
+    y = BlockTensor(x.memory, x.sizes)
     y.is_view = x.is_view
     return y
 
 
 @rule(aten.clone.default)
-def _clone(x: Blocks, memory_format: Any = None) -> Any:
+def _clone(x: BlockTensor, memory_format: Any = None) -> Any:
     return NotImplemented if memory_format is torch.channels_last else x.like(x.blocks)
 
 
 @rule(aten.view.default)
-def _view(x: Blocks, shape: Any) -> Any:
+def _view(x: BlockTensor, shape: Any) -> Any:
     count, known = math.prod(x.sizes), -math.prod(shape)
     sizes = tuple(count // known if size == -1 else size for size in shape)
     if not 2 <= len(sizes) <= 4 or sizes[0] != x.memory.batch or math.prod(sizes) != count:
         return NotImplemented
-    y = Blocks(x.memory, sizes)
+    y = BlockTensor(x.memory, sizes)
     y.is_view = True
     return y
 
 
 @rule(aten.empty_like.default)
-def _empty_like(x: Blocks, **kwargs: Any) -> Any:
+def _empty_like(x: BlockTensor, **kwargs: Any) -> Any:
     return NotImplemented if any(kwargs.values()) else x.like(torch.empty_like(x.blocks))
 
 
 @rule(aten.bernoulli_.float)
-def _bernoulli(x: Blocks, p: float = 0.5, **kwargs: Any) -> Blocks:
+def _bernoulli(x: BlockTensor, p: float = 0.5, **kwargs: Any) -> BlockTensor:
     # The numbers that a tensor would get, as of dropout.
     drawn = torch.empty(x.sizes, dtype=x.memory.dtype).bernoulli_(p, **kwargs)
     return x.replace(in_blocks(drawn, x.memory.lanes).blocks)
@@ -198,7 +198,7 @@ def _bernoulli(x: Blocks, p: float = 0.5, **kwargs: Any) -> Blocks:
 
 @rule(torch.cat, torch.concat, torch.concatenate, of=FUNCTIONS)
 def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
-    if kwargs or dim not in (1, 1 - tensors[0].ndim) or not all(type(each) is Blocks for each in tensors):
+    if kwargs or dim not in (1, 1 - tensors[0].ndim) or not all(type(each) is BlockTensor for each in tensors):
         return NotImplemented
     forms = {(each.memory.dtype, each.memory.lanes, each.sizes[:1] + each.sizes[2:]) for each in tensors}
     return _Cat.apply(*tensors) if len(forms) == 1 else NotImplemented
@@ -206,13 +206,13 @@ def _cat(tensors: Any, dim: int = 0, **kwargs: Any) -> Any:
 
 class _Cat(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Blocks) -> Blocks:
+    def forward(ctx: Any, *tensors: BlockTensor) -> BlockTensor:
         ctx.channels = [each.sizes[1] for each in tensors]
         return tensors[0].like(torch.cat([each.blocks for each in tensors], dim=1))
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
-        if torch.is_grad_enabled() or type(gradient) is not Blocks:
+        if torch.is_grad_enabled() or type(gradient) is not BlockTensor:
             return gradient.split(ctx.channels, dim=1)
         return tuple([gradient.like(each.contiguous()) for each in gradient.blocks.split(ctx.channels, dim=1)])
 
@@ -228,7 +228,7 @@ def _evaluated_batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Any:
-    if training or type(x) is not Blocks:
+    if training or type(x) is not BlockTensor:
         return NotImplemented
     scale = torch.rsqrt(variance + eps)
     scale = scale if weight is None else scale * weight
@@ -245,7 +245,7 @@ def _batch_norm(
     x: Any, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, momentum: float, eps: float
 ) -> Any:
     parameters = [each for each in (weight, bias, mean, variance) if each is not None]
-    if not training or type(x) is not Blocks or any(each.dtype != x.memory.dtype for each in parameters):
+    if not training or type(x) is not BlockTensor or any(each.dtype != x.memory.dtype for each in parameters):
         return NotImplemented
     memory = x.memory
     weight = torch.ones(x.sizes[1], dtype=memory.dtype) if weight is None else weight.detach()
@@ -262,7 +262,7 @@ def _batch_norm(
 @rule(aten.native_batch_norm_backward.default)
 def _batch_norm_backward(gradient: Tensor, x: Any, weight: Any, *others: Any) -> Any:
     *_, training, eps, mask = others
-    if not training or type(x) is not Blocks or x.memory.statistics is None:
+    if not training or type(x) is not BlockTensor or x.memory.statistics is None:
         return NotImplemented
     gradient = in_blocks(gradient, x.memory.lanes)
     weight = torch.ones(x.sizes[1], dtype=x.memory.dtype) if weight is None else weight.detach()
@@ -288,7 +288,13 @@ def _max_pool2d(
     return_indices: bool = False,
 ) -> Any:
     kernel = _pair(kernel_size)
-    if type(x) is not Blocks or ceil_mode or return_indices or len(x.sizes) != 4 or math.prod(kernel) > MOST_POSITIONS:
+    if (
+        type(x) is not BlockTensor
+        or ceil_mode
+        or return_indices
+        or len(x.sizes) != 4
+        or math.prod(kernel) > MOST_POSITIONS
+    ):
         return NotImplemented
     pool = Pool(kernel, _pair(stride) if stride else kernel, _pair(padding), _pair(dilation))
     if min(pool.out_size(x.sizes[2:])) < 1 or any(2 * pool.padding[axis] > kernel[axis] for axis in (0, 1)):
@@ -320,14 +326,14 @@ def _adaptive_avg_pool2d(x: Any, output_size: Any) -> Any:
 
 
 def _means(x: Any, windows: Any) -> Any:
-    if type(x) is not Blocks or len(x.sizes) != 4 or x.sizes[2] % windows[0] or x.sizes[3] % windows[1]:
+    if type(x) is not BlockTensor or len(x.sizes) != 4 or x.sizes[2] % windows[0] or x.sizes[3] % windows[1]:
         return NotImplemented
     return _Means.apply(x, *windows)
 
 
 class _Means(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, rows: int, columns: int) -> Blocks:
+    def forward(ctx: Any, x: BlockTensor, rows: int, columns: int) -> BlockTensor:
         ctx.windows, ctx.lanes = (rows, columns), x.memory.lanes
         return x.like(x.blocks.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).mean((3, 5)))
 
@@ -361,7 +367,7 @@ def _join(function: Any, in_place: bool) -> None:
 
 def _joined(x: Any, y: Any) -> Any:
     """An operand, in blocks if the other one is."""
-    is_alike = type(y) is Blocks and type(x) is Tensor and (x.shape, x.dtype) == (y.sizes, y.memory.dtype)
+    is_alike = type(y) is BlockTensor and type(x) is Tensor and (x.shape, x.dtype) == (y.sizes, y.memory.dtype)
     return enter(x, y.memory.lanes) if is_alike else x
 
 
@@ -381,7 +387,7 @@ def _read_memory(function: Any) -> None:
     @rule(function, of=FUNCTIONS)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A slice is a view, and so no blocks.
-        return function(*tree_map_only(Blocks, lambda x: aten.slice(x, 0), args), **kwargs)
+        return function(*tree_map_only(BlockTensor, lambda x: aten.slice(x, 0), args), **kwargs)
 
 
 for _name in (

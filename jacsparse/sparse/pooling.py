@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .activations import GradientOfSums
-from .blocks import Blocks
+from .blocks import BlockTensor
 from .deferred import Deferred
 from .kernel_runs import empty, run_kernel
 from .layouts import enter, records_gradients
@@ -71,7 +71,9 @@ class Pool:
         planes = x.shape[0] * x.shape[1]
         run_kernel(on_windows, planes, arguments, (x,), (y, winners), lanes=work, blocks=x.shape[0])
 
-    def scattered(self, y: Blocks, winners: torch.Tensor, sizes: tuple[int, ...], source: Deferred | None) -> Blocks:
+    def scattered(
+        self, y: BlockTensor, winners: torch.Tensor, sizes: tuple[int, ...], source: Deferred | None
+    ) -> BlockTensor:
         """An activation with `y` where each window's maximum was, and zeros elsewhere; differentiable."""
         if torch.is_grad_enabled():
             return _Scatter.apply(y, winners, sizes, self)  # type: ignore[no-any-return]
@@ -82,14 +84,14 @@ class Pool:
         return y.like(x)
 
 
-def max_pool(x: Blocks, pool: Pool) -> Blocks:
+def max_pool(x: BlockTensor, pool: Pool) -> BlockTensor:
     """The maximum of each window, as ``torch.nn.functional.max_pool2d``."""
     if records_gradients() and x.requires_grad:
         return _MaxPool.apply(x, pool)  # type: ignore[no-any-return]
     return x.like(_maxima(x, pool, keep=False)[0])
 
 
-def _maxima(x: Blocks, pool: Pool, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, Deferred | None]:
+def _maxima(x: BlockTensor, pool: Pool, keep: bool) -> tuple[torch.Tensor, torch.Tensor | None, Deferred | None]:
     """The maxima, the winners if they are to be kept, and what has computed both in the place of `x`."""
     pending = x.pending
     pooled = None if pending is None else pending.pooled(pool, keep)
@@ -104,7 +106,7 @@ def _maxima(x: Blocks, pool: Pool, keep: bool) -> tuple[torch.Tensor, torch.Tens
 
 class _MaxPool(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, pool: Pool) -> Blocks:
+    def forward(ctx: Any, x: BlockTensor, pool: Pool) -> BlockTensor:
         y, winners, source = _maxima(x, pool, keep=True)
         # Autograd releases what is saved, and not what else is held here.
         ctx.source = (lambda: None) if source is None else weakref.ref(source)
@@ -120,7 +122,7 @@ class _MaxPool(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Blocks, winners: Any, sizes: Any, pool: Pool) -> Blocks:
+    def forward(ctx: Any, y: BlockTensor, winners: Any, sizes: Any, pool: Pool) -> BlockTensor:
         ctx.pool = pool
         ctx.save_for_backward(winners)
         return pool.scattered(y, winners, sizes, None)
@@ -133,7 +135,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Blocks, winners: Any, pool: Pool) -> Blocks:
+    def forward(ctx: Any, x: BlockTensor, winners: Any, pool: Pool) -> BlockTensor:
         ctx.sizes, ctx.pool = x.sizes, pool
         ctx.save_for_backward(winners)
         y = empty(winners.shape, x.memory.dtype)

@@ -17,7 +17,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..runtime import compiled_module
-from .windows import Tiles
+from .windows import PlaneTiles
 
 INT32, INT64 = ir.IntType(32), ir.IntType(64)
 #: Sums that run side by side, so that none waits for the one before.
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
         cls,
         itemsize: int,
         lanes: int,
-        tiles: Tiles,
+        tiles: PlaneTiles,
         pool: tuple[int, int] = (1, 1),
         along: bool = False,
         winners: bool = True,

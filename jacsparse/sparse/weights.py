@@ -26,7 +26,7 @@ class Entries:
 
 
 @dataclass(frozen=True, eq=False)
-class Structure:
+class WeightPlaces:
     """The places of the weights that are left, for both directions.
 
     Parameters
@@ -51,7 +51,7 @@ class Structure:
     inverse: torch.Tensor
 
     @classmethod
-    def of(cls, mask: torch.Tensor, window: Window, groups: int) -> Structure:
+    def of(cls, mask: torch.Tensor, window: Window, groups: int) -> WeightPlaces:
         out_channels, group_inputs, rows, columns = mask.shape
         output, source, row, column = (index.numpy() for index in mask.nonzero(as_tuple=True))
         flat = np.ravel_multi_index((output, source, row, column), tuple(mask.shape))

@@ -49,7 +49,7 @@ class Reading(NamedTuple):
     taps: tuple[Tap, ...]
 
 
-class Tiles(NamedTuple):
+class PlaneTiles(NamedTuple):
     """The tiles of a plane, all of one size.
 
     Within a tile, a tap reaches those of its positions whose inputs are no border: a rectangle. Taps with the same
@@ -109,7 +109,7 @@ def transposed_reading(window: Window, in_size: Pair, out_size: Pair) -> Reading
 
 
 @functools.lru_cache(maxsize=1024)
-def tiles(reading: Reading, most: int, pool: Pair = (1, 1), along: int = 1) -> Tiles:
+def tiles(reading: Reading, most: int, pool: Pair = (1, 1), along: int = 1) -> PlaneTiles:
     """Tiles of at most `most` vectors that cover all output positions.
 
     A vector is a position, or as many columns as `along` says.
@@ -140,7 +140,7 @@ def tiles(reading: Reading, most: int, pool: Pair = (1, 1), along: int = 1) -> T
     places, of_groups = (np.array(each, dtype=np.int64).reshape(-1, width) for each, width in ((table, 5), (groups, 3)))
     of_groups = frozen(of_groups.astype(np.int32))
     places[:, 2] = of_groups.ctypes.data + of_groups.strides[0] * places[:, 2]
-    return Tiles(rows, columns, reading.in_step[1], tuple(rectangles), frozen(places), of_groups)
+    return PlaneTiles(rows, columns, reading.in_step[1], tuple(rectangles), frozen(places), of_groups)
 
 
 def _phase_size(reading: Reading, phase: Pair) -> Pair:

@@ -19,9 +19,10 @@ from typer.testing import CliRunner, Result
 from benchmarks import __main__ as command
 from benchmarks._context import Context, Limits
 from benchmarks._environment import environment
-from benchmarks._experiment import Comparison, Experiment, Row, compare
+from benchmarks._experiment import Experiment
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import read
+from benchmarks._rows import Comparison, Row, compare
 from benchmarks._text import amount, cells
 from tests.benchmarks.made_up import device
 

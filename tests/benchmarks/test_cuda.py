@@ -20,10 +20,11 @@ import jacsparse
 from benchmarks import _calls, _context, _peers, jacobian_generation
 from benchmarks._calls import GRAPH, block_times, captured, full_precision, in_mode
 from benchmarks._context import Context, Limits, Timing
-from benchmarks._experiment import Experiment, Row
+from benchmarks._experiment import Experiment
 from benchmarks._peers import PEERS
 from benchmarks._recurrent import OURS, PEER, Layer, RecurrentCase, RecurrentWorkload
 from benchmarks._results import Result, read, write
+from benchmarks._rows import Row
 from benchmarks.chunk_sweep import ChunkSweep
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration

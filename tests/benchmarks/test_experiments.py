@@ -21,7 +21,7 @@ from torch.nn.utils import prune
 import jacsparse
 from benchmarks import _jacobians, _peers, _programs, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
-from benchmarks._experiment import Experiment, Row
+from benchmarks._experiment import Experiment
 from benchmarks._jacobians import ASDEX, Case
 from benchmarks._peers import PEERS, Peer
 from benchmarks._problems import PROBLEMS
@@ -29,6 +29,7 @@ from benchmarks._programs import JsonProgram
 from benchmarks._ranks import on_ranks
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read, write
+from benchmarks._rows import Row
 from benchmarks._workloads import Trained
 from benchmarks.chunk_sweep import ChunkSweep
 from benchmarks.ddg_convergence import DdgConvergence
@@ -41,7 +42,7 @@ from benchmarks.host_path import HostPath
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
 from benchmarks.kernel_resources import KernelResources
 from benchmarks.layer_calls import LayerCalls
-from benchmarks.leapfrog import Leapfrog
+from benchmarks.leapfrog import LeapfrogTimes
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
 from benchmarks.normalised_convergence import NormalisedConvergence
 from benchmarks.parallel_forward import ParallelForward
@@ -51,7 +52,7 @@ from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.sparse_convergence import SparseConvergence
-from benchmarks.sparse_jacobian import SparseJacobian
+from benchmarks.sparse_jacobian import SparseJacobians
 from benchmarks.sparse_kernels import SparseKernels
 from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
@@ -98,7 +99,7 @@ SMALL: list[Experiment] = [
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     FlopAnalysis(build=lambda _: Trained(small_network(), torch.randn(2, 2, 6, 6), {"retrained": 0.9})),
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
-    SparseJacobian(problems=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
+    SparseJacobians(problems=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
     SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
@@ -108,7 +109,7 @@ SMALL: list[Experiment] = [
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2, recurrent=((1, 3, 2), (2, 4, 3))),
     TriangularCosts(units=(2, 3), depths=(3, 5), samples=(1, 2, 3)),
-    Leapfrog(depths=(1, 5), widths=(2, 3), batch=2, most=2),
+    LeapfrogTimes(depths=(1, 5), widths=(2, 3), batch=2, most=2),
     DdgConvergence(
         side=8, batch=479, epochs=2, deep_epochs=1, splits=("pool",), modules=(3,), deep=("resnet8",), most=2
     ),

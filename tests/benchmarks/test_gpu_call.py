@@ -18,7 +18,7 @@ from benchmarks import __main__ as command
 from benchmarks import _calls, _gpu_call, layer_calls
 from benchmarks._calls import GRAPH
 from benchmarks._context import Context, Limits, Timing
-from benchmarks._experiment import Experiment, Grid, Row
+from benchmarks._experiment import Experiment, Grid
 from benchmarks._gpu_call import (
     Compiling,
     Ending,
@@ -34,6 +34,7 @@ from benchmarks._gpu_call import (
 )
 from benchmarks._recurrent import RecurrentWorkload
 from benchmarks._results import read
+from benchmarks._rows import Row
 from benchmarks.chunk_sweep import ChunkSweep
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.layer_calls import LayerCalls

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._experiment import Row
 from benchmarks._papers import ITEMS, PAPERS, Figure, Item, experiments_of, item_cells, shown_figure
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read
+from benchmarks._rows import Row
 
 RESULTS = [read(path) for path in sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*/*.json"))]
 

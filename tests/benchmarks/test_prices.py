@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from benchmarks.__main__ import app
 from benchmarks._prices import Observation, errors, fitted, observations, worst_choice
 from benchmarks._results import read
-from jacsparse.recurrence import PRICES, Nodes, Prices, Work
+from jacsparse.recurrence import PRICES, Nodes, Prices, RecurrenceSize
 
 #: Of a pass by each method when the rows were stored.
 OLD = Nodes(sequential=9, relaxed=24, chunked=30, walk_levels=1)
@@ -51,7 +51,7 @@ def test_prices_of_made_up_rows() -> None:
         for _ in range(40):
             time, gates = drawn.choice([300, 1000, 5000, 20_000]), drawn.choice([1, 3, 4])
             chunk = time if method == "sequential" else drawn.choice([32, 64, 100, 200])
-            work = Work(time, drawn.choice([1, 4, 16, 64]), 20, gates, 132)
+            work = RecurrenceSize(time, drawn.choice([1, 4, 16, 64]), 20, gates, 132)
             microseconds = work.microseconds(method, chunk, OLD, prices, captured=True)
             rows.append(Observation((f"{time} steps", "forward"), work, method, chunk, microseconds, True))
     actual = fitted(rows, OLD)

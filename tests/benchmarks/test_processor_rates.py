@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks import _processor_rates, sparse_kernels
 from benchmarks._context import Context
-from benchmarks._processor_rates import Cache, Rates, Work, moved
+from benchmarks._processor_rates import Cache, KernelWork, Rates, moved
 from jacsparse.nn import SparseConv2d
 
 LANES, LINE = 16, 64
@@ -30,7 +30,7 @@ def outputs(layer: SparseConv2d, size: tuple[int, int]) -> torch.Tensor:
 def test_loads_are_the_multiplications_that_meet_no_border(size: tuple[int, int], stride: int) -> None:
     torch.manual_seed(0)
     layer = sparse(nn.Conv2d(5, 7, 3, stride, padding=1), 0.4)
-    work = Work.of(layer._convolution(size, LANES).forward, outputs(layer, size))
+    work = KernelWork.of(layer._convolution(size, LANES).forward, outputs(layer, size))
     products = nn.functional.conv2d(torch.ones(2, 5, *size), layer.mask.float(), stride=stride, padding=1).sum()
     assert work.loads == int(products)
 
@@ -38,10 +38,10 @@ def test_loads_are_the_multiplications_that_meet_no_border(size: tuple[int, int]
 def test_a_large_cache_lacks_each_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, size = sparse(nn.Conv2d(5, 7, 3, padding=1), 1.0), (8, 8)
     correlation, y = layer._convolution(size, LANES).forward, outputs(layer, size)
-    small = Work.of(correlation, y)
+    small = KernelWork.of(correlation, y)
     monkeypatch.setattr(Cache, "of_level", lambda _: Cache(2**24, 16))
-    large, places = Work.of(correlation, y), torch.randperm(len(layer.values))
-    both = Work.of(correlation, y, order=places)
+    large, places = KernelWork.of(correlation, y), torch.randperm(len(layer.values))
+    both = KernelWork.of(correlation, y, order=places)
     of_weights = 2 * math.ceil(4 * len(layer.values) / LINE)
     of_y = y.numel() // LANES
     assert large.missed == LINE * (2 * (5 * 64 + of_weights) + of_y)
@@ -52,7 +52,7 @@ def test_a_large_cache_lacks_each_line_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cache_of_one_line_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, size = sparse(nn.Conv2d(2, 3, 1), 1.0), (2, 2)
     monkeypatch.setattr(_processor_rates.Cache, "of_level", lambda _: Cache(LINE, 1))
-    work = Work.of(layer._convolution(size, LANES).forward, outputs(layer, size))
+    work = KernelWork.of(layer._convolution(size, LANES).forward, outputs(layer, size))
     assert work.missed == LINE * (work.loads + 2 * work.weights + outputs(layer, size).numel() // LANES)
 
 
@@ -76,7 +76,7 @@ def test_tensors_of_any_size_are_read_and_filled(elements: int) -> None:
 
 @pytest.mark.parametrize(("weights", "seconds"), [(1, 8.0), (6, 12.0)])
 def test_lanes_are_added_up_beside_multiplications(weights: int, seconds: float) -> None:
-    kernel = sparse_kernels._Kernel(lambda: None, (), (), Work(4, weights, 0), factors=2, adds_lanes=True)
+    kernel = sparse_kernels._Kernel(lambda: None, (), (), KernelWork(4, weights, 0), factors=2, adds_lanes=True)
     limits = kernel.limits(Rates(multiply_adds=1.0, lane_sums=0.5, first=1.0, second=1.0, width=64, threads=1))
     assert limits[sparse_kernels.ARITHMETIC] == seconds
 

@@ -19,7 +19,7 @@ from jacsparse.recurrence.solvers import choose
 from jacsparse.recurrence.solvers.choice import (
     LONGEST,
     SHORTEST,
-    Work,
+    RecurrenceSize,
     choose_on_device,
     choose_small,
     way_in_chunks,
@@ -57,26 +57,26 @@ def test_a_warm_start_without_numbers_is_a_cold_one(value: float) -> None:
 @pytest.mark.parametrize(
     ("work", "options", "expected"),
     [
-        (Work(809, 16, 20, 1, 132), {}, ("sequential", 66)),
-        (Work(810, 16, 20, 1, 132), {}, ("relaxed", 66)),
+        (RecurrenceSize(809, 16, 20, 1, 132), {}, ("sequential", 66)),
+        (RecurrenceSize(810, 16, 20, 1, 132), {}, ("relaxed", 66)),
         # Within a graph nodes are cheaper; steps of three gates take longer.
-        (Work(573, 16, 20, 1, 132), {"captured": True}, ("sequential", 64)),
-        (Work(574, 16, 20, 1, 132), {"captured": True}, ("relaxed", 64)),
-        (Work(465, 16, 20, 3, 132), {}, ("sequential", 64)),
-        (Work(466, 16, 20, 3, 132), {}, ("relaxed", 64)),
-        (Work(100_000, 16, 20, 1, 132), {}, ("relaxed", 512)),
-        (Work(11_250, 500, 20, 1, 132), {}, ("sequential", 512)),
-        (Work(11_251, 500, 20, 1, 132), {}, ("relaxed", 512)),
+        (RecurrenceSize(573, 16, 20, 1, 132), {"captured": True}, ("sequential", 64)),
+        (RecurrenceSize(574, 16, 20, 1, 132), {"captured": True}, ("relaxed", 64)),
+        (RecurrenceSize(465, 16, 20, 3, 132), {}, ("sequential", 64)),
+        (RecurrenceSize(466, 16, 20, 3, 132), {}, ("relaxed", 64)),
+        (RecurrenceSize(100_000, 16, 20, 1, 132), {}, ("relaxed", 512)),
+        (RecurrenceSize(11_250, 500, 20, 1, 132), {}, ("sequential", 512)),
+        (RecurrenceSize(11_251, 500, 20, 1, 132), {}, ("relaxed", 512)),
         # Samples alone fill the device.
-        (Work(400_000, 700, 20, 1, 132), {}, ("sequential", 512)),
-        (Work(400_000, 300, 64, 1, 132), {}, ("sequential", 512)),
-        (Work(603, 16, 20, 1, 132), {"guesses": False}, ("sequential", 16)),
-        (Work(604, 16, 20, 1, 132), {"guesses": False}, ("chunked", 16)),
-        (Work(384, 16, 20, 1, 132), {"guesses": False, "diagonal": True}, ("sequential", 64)),
-        (Work(385, 16, 20, 1, 132), {"guesses": False, "diagonal": True}, ("chunked", 64)),
+        (RecurrenceSize(400_000, 700, 20, 1, 132), {}, ("sequential", 512)),
+        (RecurrenceSize(400_000, 300, 64, 1, 132), {}, ("sequential", 512)),
+        (RecurrenceSize(603, 16, 20, 1, 132), {"guesses": False}, ("sequential", 16)),
+        (RecurrenceSize(604, 16, 20, 1, 132), {"guesses": False}, ("chunked", 16)),
+        (RecurrenceSize(384, 16, 20, 1, 132), {"guesses": False, "diagonal": True}, ("sequential", 64)),
+        (RecurrenceSize(385, 16, 20, 1, 132), {"guesses": False, "diagonal": True}, ("chunked", 64)),
     ],
 )
-def test_what_auto_is_on_a_device(work: Work, options: dict[str, bool], expected: tuple[str, int]) -> None:
+def test_what_auto_is_on_a_device(work: RecurrenceSize, options: dict[str, bool], expected: tuple[str, int]) -> None:
     """From the first length on at which chunks are predicted to be faster."""
     choice = choose_on_device(work, **options)
     assert choice[:2] == expected
@@ -99,7 +99,7 @@ def test_what_auto_is_on_a_device(work: Work, options: dict[str, bool], expected
     ],
 )
 def test_what_auto_is_for_small_states(time: int, batch: int, expected: tuple[Any, ...]) -> None:
-    way = choose_small(Work(time, batch, 20, 1, 132), 8)
+    way = choose_small(RecurrenceSize(time, batch, 20, 1, 132), 8)
     assert way[:3] == expected and f"132 multiprocessors, predicted: {way.name} " in way.reason
 
 
@@ -118,7 +118,7 @@ def test_chunks_that_were_asked_for(time: int, chunk: int, expected: tuple[Any, 
 
 
 def test_the_chunk_takes_the_least_time_of_all() -> None:
-    work = Work(40_000, 4, 20, 3, 132)
+    work = RecurrenceSize(40_000, 4, 20, 3, 132)
     for method in ("relaxed", "chunked", "diagonal"):
         chunk = work.chunk(method, PRICES)
         times = [

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from jacsparse.sparse import sparsify
-from jacsparse.sparse.blocks import Blocks
+from jacsparse.sparse.blocks import BlockTensor
 from jacsparse.sparse.layouts import enter, leave
 
 from ..helpers import close
@@ -180,7 +180,7 @@ def test_copies_and_files() -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert type(loaded) is torch.Tensor and torch.equal(loaded, x)
-    assert blocks.tolist() == x.tolist() and isinstance(blocks, Blocks)
+    assert blocks.tolist() == x.tolist() and isinstance(blocks, BlockTensor)
 
 
 def test_memory_is_read_where_there_is_some() -> None:
@@ -210,7 +210,7 @@ def test_an_activation_is_not_computed_from_later_weights() -> None:
     model, sparse, x = both(lambda y: seen.append(y) or y.relu())
     close(sparse(x), model(x), 1e-12)
     _, in_blocks, dense = seen
-    assert isinstance(in_blocks, Blocks) and type(dense) is torch.Tensor
+    assert isinstance(in_blocks, BlockTensor) and type(dense) is torch.Tensor
     with torch.no_grad():
         sparse.model.first.values.mul_(2)
     with pytest.raises(RuntimeError, match="clone it in the forward pass"):

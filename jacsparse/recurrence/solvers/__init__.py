@@ -6,7 +6,7 @@ import torch
 
 from ...runtime import on_device
 from ...schedule import Names, Schedule
-from .choice import Work, choose
+from .choice import RecurrenceSize, choose
 from .chunked import Chunked, device_chunk
 from .newton import Newton, Parallel
 from .recurrence import ASKED, CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
@@ -23,8 +23,8 @@ __all__ = [
     "Part",
     "Problem",
     "Recurrence",
+    "RecurrenceSize",
     "Solver",
-    "Work",
     "check_stages",
     "choose",
     "parse",

@@ -29,7 +29,7 @@ SHORTEST, LONGEST = 64, 512
 ONE_LAUNCH = 2048
 
 
-class Work(NamedTuple):
+class RecurrenceSize(NamedTuple):
     """A recurrence on a device: steps, samples and elements of a state, gates of a step, and multiprocessors."""
 
     time: int
@@ -125,16 +125,16 @@ def way_in_chunks(time: int, chunk: int, warps: int) -> Way:
     return Way("relaxed", chunk, places > warps) if places > 1 else Way("sequential", time)
 
 
-def choose_small(work: Work, warps: int, *, prices: Prices = PRICES) -> Way:
+def choose_small(work: RecurrenceSize, warps: int, *, prices: Prices = PRICES) -> Way:
     """What ``auto`` is for small states, where a block has so many warps, called one by one or captured in a graph.
 
     Examples
     --------
-    >>> choose_small(Work(30_000, 16, 20, 1, 132), 8)[:3]
+    >>> choose_small(RecurrenceSize(30_000, 16, 20, 1, 132), 8)[:3]
     ('relaxed', 455, True)
-    >>> choose_small(Work(1000, 16, 20, 1, 132), 8)[:3]
+    >>> choose_small(RecurrenceSize(1000, 16, 20, 1, 132), 8)[:3]
     ('relaxed', 125, False)
-    >>> choose_small(Work(50, 16, 20, 1, 132), 8)[:3]
+    >>> choose_small(RecurrenceSize(50, 16, 20, 1, 132), 8)[:3]
     ('sequential', 50, False)
     """
     blocks = -(-work.batch // work.processors)
@@ -187,7 +187,7 @@ def choose(
     """
     time, batch = sequences.time, sequences.batch
     if on_device(like):
-        work = Work(time, batch, size, max(1, gates), multiprocessors(like.device))
+        work = RecurrenceSize(time, batch, size, max(1, gates), multiprocessors(like.device))
         return choose_on_device(work, guesses=guesses, diagonal=diagonal)
     workers = thread_count()
     if guesses:
@@ -222,7 +222,7 @@ def _chunks(time: int, batch: int, rows: int, workers: int, chunk: int) -> tuple
 
 
 def choose_on_device(
-    work: Work, *, guesses: bool = True, diagonal: bool = False, captured: bool = False, nodes: Nodes = NODES,
+    work: RecurrenceSize, *, guesses: bool = True, diagonal: bool = False, captured: bool = False, nodes: Nodes = NODES,
     prices: Prices = PRICES,
 ) -> Choice:  # fmt: skip
     """As `choose`, for a device.
@@ -231,9 +231,9 @@ def choose_on_device(
 
     Examples
     --------
-    >>> choose_on_device(Work(30_000, 16, 20, 1, 132))[:2]
+    >>> choose_on_device(RecurrenceSize(30_000, 16, 20, 1, 132))[:2]
     ('relaxed', 455)
-    >>> choose_on_device(Work(200, 16, 20, 1, 132)).name
+    >>> choose_on_device(RecurrenceSize(200, 16, 20, 1, 132)).name
     'sequential'
     """
     method = "relaxed" if guesses else "diagonal" if diagonal else "chunked"
