@@ -30,8 +30,8 @@ INTERNAL = {
         gradient_of gradients_of input_gradients is_pointwise pattern_figure picture requiring_gradient row_colors
         rows_at rule_for rule_of""",
     "recurrence": """
-        ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence SOLVERS Saved Sequences Solver Weights RecurrenceSize
-        cell_on parse""",
+        ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
+        Weights cell_on parse""",
     "schedule": "COUNTED Cuttable EXCHANGES Names SURELY between blocked check_exchange check_workers fastest_on",
     "simulation": "AcrossRanks Bppsa GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
