@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .patterns import UnsupportedOperatorError
+from .patterns import REGISTERED, RULES, UnsupportedOperatorError
 from .recurrence import GRU, LSTM, RNN, Recurrent, Report, convert
 from .runtime import a_type, transform_under_way, uncompiled
-from .scan import Puller, Scanner, StageRanks, scanned
+from .scan import BY_AUTOGRAD, Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .sparse import SparseConv2d, SparseLinear
 from .spgemm import check_limit
 from .stages import Chain, Owner, Run, chain, check_input, forward_pass
-from .tracing import check_module, is_recording, without_saving_hooks
+from .tracing import check_module, is_recording, name_of, without_saving_hooks
 from .training import Leapfrogger, check_threads
 
 if TYPE_CHECKING:
@@ -101,8 +101,8 @@ class Scan(_OfChain):
         stage as autograd has it, and a schedule is for each stretch between them.
     schedule : Schedule or str
         The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
-        Algorithm 1 of the thesis. ``auto`` is ``linear``, because no other order is faster on one device. Loops over
-        steps are chains of their steps.
+        Algorithm 1 of the thesis. ``auto`` is autograd's own pass, because no other order is faster on one device:
+        nothing is captured then. Loops over steps are chains of their steps.
     pruned : bool
         Whether the Jacobians omit pruned weights.
     memory_limit : int, optional
@@ -126,7 +126,7 @@ class Scan(_OfChain):
     TypeError, ValueError
         Where the schedule is none, or the limit is no number of bytes.
     UnsupportedOperatorError
-        At a forward pass with gradients, where an operator has no rule.
+        At a forward pass with gradients, where an operator has no rule, but by ``auto``.
 
     Warns
     -----
@@ -137,7 +137,7 @@ class Scan(_OfChain):
     -----
     Thesis, equations 3.1 and 3.2 and Algorithm 1, for loops section 3.1. Hooks run; one that changes a gradient where
     Jacobians are multiplied raises RuntimeError in the backward pass. A backward pass with ``create_graph=True`` raises
-    RuntimeError.
+    RuntimeError, but by ``auto``.
 
     ``torch.utils.checkpoint(..., use_reentrant=False)`` around a scan runs it anew once in a backward pass, and keeps
     nothing of it until then (PyTorch 2.8 or later). One within `module` is run anew once by ``linear``, and by other
@@ -187,11 +187,15 @@ class Scan(_OfChain):
 
     def forward(self, x: torch.Tensor, *arguments: Any) -> torch.Tensor:
         """Return ``module(x, *arguments)``, or the whole chain's output for `x` where it goes across ranks."""
-        if self._across is None:
+        if self._across is not None:
+            if arguments:
+                what = f"a Scan across ranks takes x alone, and got {len(arguments)} more"
+                raise TypeError(f"{what}; make them parameters")
+            return self._forward_across(self._across, x)
+        if parse(self.schedule)[0] != "auto" or any(RULES[name].has_registered_values for name in REGISTERED):
             return super().forward(x, *arguments)
-        if arguments:
-            raise TypeError(f"a Scan across ranks takes x alone, and got {len(arguments)} more; make them parameters")
-        return self._forward_across(self._across, x)
+        self.reports[:] = [Report("backward", 1, name_of(self.module), ["sequential"], reason=BY_AUTOGRAD)]
+        return self.module(x, *arguments)
 
     @uncompiled
     def _forward_across(self, across: StageRanks, x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from .autograd_scan import Puller, scanned
 from .calls import backward, backward_by, vjp
-from .scanner import Scanner
+from .scanner import BY_AUTOGRAD, Scanner
 from .stage_ranks import StageRanks
 
-__all__ = ["Puller", "Scanner", "StageRanks", "backward", "backward_by", "scanned", "vjp"]
+__all__ = ["BY_AUTOGRAD", "Puller", "Scanner", "StageRanks", "backward", "backward_by", "scanned", "vjp"]

@@ -22,6 +22,8 @@ from .looped_chain import LoopedChain, obstacle_in
 
 #: Execution plans that a chain keeps.
 _MOST_PLANS = 16
+#: What reports say of ``auto``.
+BY_AUTOGRAD = "no order of products is faster on one device than autograd's pass, stage after stage"
 
 
 class Scanner:
@@ -157,7 +159,7 @@ class Scanner:
         """Report on a backward pass in which autograd goes through loops."""
         name, reason = self.schedule.name.partition(":")[0], ASKED
         if not isinstance(self.asked, Schedule) and parse(self.asked)[0] == "auto":
-            reason = "no order of products is faster on one device than autograd's pass, stage after stage"
+            reason = BY_AUTOGRAD
         regions, _ = self.chain.loops(records[0].trace)
         if sum(each.stop - each.first for each in regions) < len(self.chain):
             report = Report("backward", len(self.chain), self.chain.name, [name], tree=self.schedule, reason=reason)

@@ -122,7 +122,7 @@ def test_mixed_devices() -> None:
     wrong: list[Callable[[], Any]] = [
         lambda: jacsparse.jacobian(nn.Conv2d(1, 2, 3), there),
         lambda: jacsparse.jacobian(nn.Conv2d(1, 2, 3).to(DEVICE), here),
-        lambda: jacsparse.nn.Scan(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()))(there),
+        lambda: jacsparse.nn.Scan(nn.Sequential(nn.Conv2d(1, 2, 3), nn.ReLU()), schedule="linear")(there),
         lambda: jacsparse.SparseJacobian(a, values) @ torch.randn(4, 2, device=DEVICE),
         lambda: plan.multiply(values, values.to(DEVICE)),
         lambda: plan.multiply(values.to(DEVICE), values.to(DEVICE), out=torch.empty(plan.pattern.nnz, 2)),

@@ -115,7 +115,7 @@ def test_what_is_no_process_group() -> None:
     "call",
     [
         lambda: jacsparse.nn.GRU(3, 4, exchange="ring"),
-        lambda: jacsparse.nn.Scan(torch.nn.ReLU(), exchange="ring"),
+        lambda: jacsparse.nn.Scan(torch.nn.ReLU(), exchange="ring", schedule="linear"),
         lambda: jacsparse.backward(torch.nn.ReLU(), torch.ones(1, 2), torch.ones(1, 2), exchange="ring"),
         lambda: linear_recurrence(Diagonal(torch.ones(2, 1, 1)), torch.ones(2, 1, 1), exchange="ring"),
     ],

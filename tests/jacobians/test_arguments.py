@@ -59,7 +59,7 @@ MODULES: dict[str, Callable[..., Any]] = {
     "method": NET.forward,
     "partial": functools.partial(NET, scale=2.0),
     "partial of a method": functools.partial(functools.partial(NET.forward), scale=2.0),
-    "scan": jacsparse.nn.Scan(NET),
+    "scan": jacsparse.nn.Scan(NET, schedule="linear"),
     "compiled": torch.compile(NET, backend="eager"),
 }
 FUNCTIONS: dict[str, Callable[..., Any]] = {

@@ -457,7 +457,7 @@ def test_backward_passes_of_other_threads() -> None:
     b = drawn(4).requires_grad_()
     a = b.sin().cos()
     expected = torch.autograd.grad(a.sum(), b, retain_graph=True)[0]
-    scan = jacsparse.nn.Scan(Affine(a, b))
+    scan = jacsparse.nn.Scan(Affine(a, b), schedule="linear")
     wrong, stop = [], threading.Event()
 
     def others() -> None:
@@ -686,7 +686,7 @@ def test_retained_gradients_are_counted_once() -> None:
     for result, expected in (
         (jacobian(lambda x: f(x, w), x, create_graph=True).values, expected_values),
         (prepared(x, w).values, expected_values),
-        (jacsparse.nn.Scan(scanned)(x[None]), scanned(x[None])),
+        (jacsparse.nn.Scan(scanned, schedule="linear")(x[None]), scanned(x[None])),
     ):
         gradients = []
         for each in (result, expected):

@@ -169,7 +169,7 @@ def test_residual_network_as_people_write_it() -> None:
 
 def test_one_sample_is_refused_as_by_pytorch() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    for wrap in (Scan(module), Leapfrog(module, threads=2), Solve(module)):
+    for wrap in (Scan(module, schedule="linear"), Leapfrog(module, threads=2), Solve(module)):
         with pytest.raises(ValueError, match="Expected more than 1 value per channel when training"):
             wrap(torch.ones(1, 3, requires_grad=True))
 
@@ -203,7 +203,7 @@ def test_operators_without_a_rule_are_taken_beside_normalisation_alone() -> None
     # Where they are stages of their own, there is a remedy.
     for inner in ([Reflected()], [nn.BatchNorm1d(6), nn.Sequential(Residual(Reflected()))]):
         with pytest.raises(UnsupportedOperatorError, match=r"householder_product has no rule; register one with"):
-            Scan(nn.Sequential(*inner).double())(x.clone().requires_grad_())
+            Scan(nn.Sequential(*inner).double(), schedule="linear")(x.clone().requires_grad_())
 
 
 def test_jacobian_names_the_way() -> None:

@@ -395,7 +395,7 @@ def test_weights_changed_between_forward_and_backward_are_noticed() -> None:
 
 def test_no_grad_and_eval_run_the_module_itself() -> None:
     module = lenet()
-    scan = jacsparse.nn.Scan(module)
+    scan = jacsparse.nn.Scan(module, schedule="linear")
     with torch.no_grad():
         assert torch.equal(scan(torch.ones(1, 3, 32, 32)), module(torch.ones(1, 3, 32, 32)))
     assert not scan._scanners
@@ -434,7 +434,7 @@ def test_empty_batch() -> None:
 def test_chains_without_stages() -> None:
     for module in (nn.Flatten(), nn.Sequential(), nn.Dropout().eval()):
         x = torch.randn(2, 3, 4, requires_grad=True)
-        jacsparse.nn.Scan(module)(x).sum().backward()
+        jacsparse.nn.Scan(module, schedule="linear")(x).sum().backward()
         assert torch.equal(x.grad, torch.ones_like(x))
         y, pullback = jacsparse.vjp(module, x.detach())
         assert torch.equal(pullback(torch.full_like(y, 2))[0], torch.full((2, 3, 4), 2.0))
@@ -490,7 +490,7 @@ def test_lazy_layers() -> None:
         lambda: jacsparse.count_flop(lazy(), (2, 4)),
         lambda: jacsparse.chain(lazy(), (2, 4)),
         lambda: jacsparse.jacobian_pattern(lazy(), (2, 4)),
-        lambda: jacsparse.nn.Scan(lazy()).scanner((2, 4)),
+        lambda: jacsparse.nn.Scan(lazy(), schedule="linear").scanner((2, 4)),
         lambda: prune_weights(lazy(), 0.5),
         lambda: load_weights(lazy(), "nowhere.safetensors"),
     ):
@@ -500,7 +500,7 @@ def test_lazy_layers() -> None:
         jacsparse.chain(nn.LazyBatchNorm2d().eval(), (2, 4, 4))
     # A forward pass of the user's own is such a run.
     module = lazy()
-    assert jacsparse.nn.Scan(module)(torch.randn(2, 2, 4)).shape == (2, 3)
+    assert jacsparse.nn.Scan(module, schedule="linear")(torch.randn(2, 2, 4)).shape == (2, 3)
     assert jacsparse.count_flop(module, (2, 4)).input_gradient.flop == 2 * 3 * 8
 
 
@@ -529,7 +529,7 @@ def test_graph_is_released() -> None:
 
 
 def test_few_shapes_are_remembered() -> None:
-    scan = jacsparse.nn.Scan(nn.Conv2d(1, 1, 3))
+    scan = jacsparse.nn.Scan(nn.Conv2d(1, 1, 3), schedule="linear")
     for size in range(3, 20):
         scan(torch.ones(1, 1, size, size)).sum().backward()
     assert len(scan._scanners) == 8
@@ -666,7 +666,7 @@ def test_hooks_are_given_the_module() -> None:
     module[3].register_forward_hook(lambda part, args, output: seen.append(part))
     module[3].register_forward_hook(lambda part, args, options, output: seen.append(part), with_kwargs=True)
     module[3].register_forward_pre_hook(lambda part, args: seen.append(part))
-    jacsparse.nn.Scan(module)(torch.randn(1, 2, 9, 9, requires_grad=True))
+    jacsparse.nn.Scan(module, schedule="linear")(torch.randn(1, 2, 9, 9, requires_grad=True))
     assert len(seen) == 3 and all(part is module[3] for part in seen)
 
 
@@ -699,7 +699,7 @@ BAD_INPUTS = {
 def test_bad_inputs(case: str) -> None:
     x, error, message = BAD_INPUTS[case]
     for run in (
-        jacsparse.nn.Scan(lenet()),
+        jacsparse.nn.Scan(lenet(), schedule="linear"),
         lambda x: jacsparse.vjp(lenet(), x),
         lambda x: jacsparse.jacobian(lenet(), x),
     ):
@@ -726,7 +726,7 @@ def test_bad_modules_and_limits() -> None:
         jacsparse.jacobian(lenet().to("meta"), torch.ones(1, 3, 32, 32))
     for limit in (-1, "1G"):
         with pytest.raises(ValueError, match="memory_limit is"):
-            jacsparse.nn.Scan(lenet(), memory_limit=limit)
+            jacsparse.nn.Scan(lenet(), memory_limit=limit, schedule="linear")
     with pytest.raises(RuntimeError, match="inference_mode"), torch.inference_mode():
         jacsparse.vjp(lenet(), torch.ones(1, 3, 32, 32))
     _, pullback = jacsparse.vjp(nn.ReLU(), torch.ones(1, 3))
@@ -788,14 +788,19 @@ def test_what_follows_may_change_the_output_in_place() -> None:
     module = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh())
     x = torch.randn(2, 1, 5, 5, requires_grad=True)
     (expected,) = torch.autograd.grad(torch.relu(module(x)).sum(), x)
-    (actual,) = torch.autograd.grad(nn.Sequential(jacsparse.nn.Scan(module), nn.ReLU(inplace=True))(x).sum(), x)
+    (actual,) = torch.autograd.grad(
+        nn.Sequential(jacsparse.nn.Scan(module, schedule="linear"), nn.ReLU(inplace=True))(x).sum(), x
+    )
     assert torch.allclose(actual, expected, atol=1e-6)
 
 
 def test_a_scan_is_a_module_like_any_other() -> None:
     module = nn.Sequential(nn.Linear(4, 5), nn.Tanh()).double()
     x = torch.randn(2, 4, dtype=torch.float64)
-    actual, expected = jacsparse.jacobian(jacsparse.nn.Scan(module), x), jacsparse.jacobian(module, x)
+    actual, expected = (
+        jacsparse.jacobian(jacsparse.nn.Scan(module, schedule="linear"), x),
+        jacsparse.jacobian(module, x),
+    )
     assert torch.equal(actual.todense(1), expected.todense(1))
 
 

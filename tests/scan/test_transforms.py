@@ -18,7 +18,7 @@ from tests.helpers import FLOAT
 
 Wrap = Callable[[nn.Module], nn.Module]
 WAYS: dict[str, Wrap] = {
-    "Scan": Scan,
+    "Scan": functools.partial(Scan, schedule="linear"),
     "Scan, blelloch": functools.partial(Scan, schedule="blelloch"),
     "Solve": functools.partial(Solve, method="scan"),
     "Leapfrog": functools.partial(Leapfrog, threads=2),
@@ -132,3 +132,11 @@ def test_several_gradients_at_once(way: str, transform: bool) -> None:
         assert way != "Scan" and "vmap and is_grads_batched=True ask for several gradients at once" in str(error)
         actual = torch.stack([pulled(each) for each in gradients])
     assert torch.allclose(actual, expected, rtol=0, atol=1e-12)
+
+
+def test_transforms_go_through_auto() -> None:
+    module, x = network(), inputs()
+    scan = Scan(module)
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+        expected = transform(lambda x: module(x).sum())(x)
+        torch.testing.assert_close(transform(lambda x: scan(x).sum())(x), expected)

@@ -200,7 +200,7 @@ def test_inputs_that_are_overwritten_and_results_that_are_turned(recwarn: pytest
         nn.LSTM(4, 5),
         nn.TransformerEncoderLayer(4, 2, batch_first=True),
         jacsparse.nn.GRU(4, 5),
-        jacsparse.nn.Scan(nn.Sequential(nn.Linear(4, 4), nn.Tanh())),
+        jacsparse.nn.Scan(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), schedule="linear"),
     ],
     ids=lambda layer: type(layer).__module__.partition(".")[0] + type(layer).__name__,
 )

@@ -167,7 +167,7 @@ def test_parametrised_and_shared_weights() -> None:
 def test_frozen_parameters_get_no_gradient() -> None:
     module = Net(lambda self, x: self.b(torch.relu(self.a(x)) + x), a=linear(), b=linear())
     module.a.requires_grad_(False)
-    jacsparse.nn.Scan(module)(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
+    jacsparse.nn.Scan(module, schedule="linear")(torch.randn(2, 4, dtype=torch.float64)).sum().backward()
     assert module.a.weight.grad is None and module.b.weight.grad is not None
 
 
@@ -695,7 +695,7 @@ def test_a_buffer_may_require_a_gradient() -> None:
     module.register_buffer("scale", torch.randn(4, dtype=torch.float64, requires_grad=True))
     x = torch.randn(2, 4, dtype=torch.float64)
     (expected,) = torch.autograd.grad(module(x).square().sum(), module.scale)
-    (actual,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), module.scale)
+    (actual,) = torch.autograd.grad(jacsparse.nn.Scan(module, schedule="linear")(x).square().sum(), module.scale)
     assert torch.allclose(actual, expected, rtol=1e-10)
 
 
@@ -757,7 +757,7 @@ def test_random_tensors(function) -> None:
     torch.manual_seed(0)
     (expected,) = torch.autograd.grad(module(x).square().sum(), x)
     torch.manual_seed(0)
-    (actual,) = torch.autograd.grad(jacsparse.nn.Scan(module)(x).square().sum(), x)
+    (actual,) = torch.autograd.grad(jacsparse.nn.Scan(module, schedule="linear")(x).square().sum(), x)
     assert torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)
 
 

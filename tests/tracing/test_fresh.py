@@ -821,7 +821,7 @@ def test_slices_of_what_differs_by_sample(name: str) -> None:
 
 
 def test_a_scan_that_is_given_another_module() -> None:
-    scan = jacsparse.nn.Scan(linear())
+    scan = jacsparse.nn.Scan(linear(), schedule="linear")
     scan(samples().requires_grad_())
     scan.module = nn.Sequential(linear(), nn.Tanh())
     assert torch.equal(scan(samples().requires_grad_()), scan.module(samples()))
@@ -907,7 +907,7 @@ class Rounded(torch.autograd.Function):
 )
 def test_what_no_operator_shows_is_refused(function: Callable[..., torch.Tensor], message: str) -> None:
     module = Net(function, weight=nn.Parameter(torch.ones(4).double()))
-    for ask in (jacsparse.jacobian, lambda m, x: jacsparse.nn.Scan(m)(x.requires_grad_())):
+    for ask in (jacsparse.jacobian, lambda m, x: jacsparse.nn.Scan(m, schedule="linear")(x.requires_grad_())):
         with pytest.raises(UnsupportedOperatorError, match=message):
             ask(module, samples())
 
@@ -1072,7 +1072,7 @@ def test_what_is_no_plain_tensor() -> None:
 
     module = nn.Tanh()
     with pytest.raises(TypeError, match=r"nn\.Scan is called within a transform of torch\.func, grad, vjp"):
-        torch.func.grad(lambda x: jacsparse.nn.Scan(module)(x).sum())(samples())
+        torch.func.grad(lambda x: jacsparse.nn.Scan(module, schedule="linear")(x).sum())(samples())
     with pytest.raises(TypeError, match=r"x is an Own; expected a plain tensor: x.as_subclass\(torch.Tensor\)"):
         jacsparse.jacobian(module, samples().as_subclass(Own))
 
