@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .patterns import REGISTERED, RULES, UnsupportedOperatorError
+from .patterns import UnsupportedOperatorError, are_values_registered
 from .recurrence import GRU, LSTM, RNN, Recurrent, Report, convert
 from .runtime import a_type, transform_under_way, uncompiled
 from .scan import BY_AUTOGRAD, Puller, Scanner, StageRanks, scanned
@@ -192,7 +192,7 @@ class Scan(_OfChain):
                 what = f"a Scan across ranks takes x alone, and got {len(arguments)} more"
                 raise TypeError(f"{what}; make them parameters")
             return self._forward_across(self._across, x)
-        if parse(self.schedule)[0] != "auto" or any(RULES[name].has_registered_values for name in REGISTERED):
+        if parse(self.schedule)[0] != "auto" or are_values_registered():
             return super().forward(x, *arguments)
         self.reports[:] = [Report("backward", 1, name_of(self.module), ["sequential"], reason=BY_AUTOGRAD)]
         return self.module(x, *arguments)

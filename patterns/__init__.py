@@ -19,7 +19,7 @@ from .engine import gradient_of, gradients_of, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
-from .registered import REGISTERED, register_rule
+from .registered import REGISTERED, are_values_registered, register_rule
 from .rules import (
     CONSTANT,
     RULES,
@@ -60,6 +60,7 @@ __all__ = [
     "UnsupportedOperatorError",
     "Use",
     "any_nonzero_at",
+    "are_values_registered",
     "batch_last",
     "gathered",
     "gradient_of",

@@ -18,6 +18,11 @@ Values = Callable[[Call, Pattern], torch.Tensor]
 REGISTERED: list[str] = []
 
 
+def are_values_registered() -> bool:
+    """Whether values of any operator are registered, which may be others than those of PyTorch's derivative."""
+    return any(name in RULES and RULES[name].has_registered_values for name in REGISTERED)
+
+
 class _RegisteredRule(Rule):
     all_results = several = reads_contents = reads_numbers = True
 
