@@ -84,8 +84,9 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     check_module(module)
     shape = check_shape(input_shape)
     with undisturbed(module):
-        chain, run = chain_of_trace(traced(module, samples_of(module, shape), readable=False), couples=True)
-        records = [counted_record(record) for record in run]
+        trace = traced(module, samples_of(module, shape), readable=False)
+        chain = chain_of_trace(trace, couples=True)
+        records = [counted_record(record) for record in chain.records(trace)]
         stages = layers_of(records)
 
     def observed_pattern(record: Record, edge: Edge, sample: int) -> Pattern:

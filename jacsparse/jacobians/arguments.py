@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
-from ..runtime import a_type, flattened, is_transformed
+from ..runtime import LEAF, a_type, flattened, is_transformed
 from ..stages import check_batch, check_tensor, is_fit
 from ..tracing import check_outside_transforms, form_of, module_of
 
@@ -59,36 +59,32 @@ class Arguments:
         ValueError
             Where `argnums` names no argument, or batches differ.
         """
+        # In loops, which take half the time of comprehensions: most calls have one argument.
         batched = has_samples(f, batched)
         numbers = checked_argnums(argnums, len(args))
-        static = _checked_static(static, args, numbers)
+        static = _checked_static(static, args, numbers) if static != () else ()
         leaves: list[Any] = []
-        specs, ranges = [], []
+        specs, ranges, places = [], [], list[int]()
         for arg in args:
             leaves_of_arg, spec = flattened(arg)
             ranges.append(range(len(leaves), len(leaves) + len(leaves_of_arg)))
             leaves += leaves_of_arg
             specs.append(spec)
-        places = tuple(place for number in numbers for place in ranges[number])
-        names = names_of_arguments(numbers, len(args))
         for number in numbers:
-            if not all(isinstance(leaves[place], torch.Tensor) for place in ranges[number]):
-                remedy = "pass torch.from_numpy of it"
-                if not isinstance(args[number], np.ndarray):
-                    remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
-                raise TypeError(
-                    f"{names[number]} is {a_type(args[number])}; expected a torch.Tensor, or a tuple, list or "
-                    f"dict of tensors: {remedy}"
-                )
-        for number in numbers:
+            places += ranges[number]
+            name = "x" if len(args) == 1 else f"argument {number}"
             for place in ranges[number]:
-                _check_alike(names[number], leaves[place], leaves[places[0]], batched)
+                if not isinstance(leaves[place], torch.Tensor):
+                    raise _no_tensors(name, args[number])
+                _check_alike(name, leaves[place], leaves[places[0]], batched)
         if not places:
             raise ValueError(f"argnums is {argnums!r}, but the arguments that it names hold no tensor")
         check_outside_transforms(f, leaves)
-        constants = {place for number in static for place in ranges[number]}
-        others = tuple([n for n, leaf in enumerate(leaves) if _is_number(leaf) and n not in constants])
-        arguments = cls(numbers, batched, leaves, tuple(specs), places, static, others)
+        others: tuple[int, ...] = ()
+        if len(leaves) > len(places):
+            constants = {place for number in static for place in ranges[number]}
+            others = tuple([n for n, leaf in enumerate(leaves) if _is_number(leaf) and n not in constants])
+        arguments = cls(numbers, batched, leaves, tuple(specs), tuple(places), static, others)
         if isinstance(f, nn.Module) and arguments.is_one_batch:
             check_batch("x", leaves[0])
         return arguments
@@ -101,6 +97,8 @@ class Arguments:
     @property
     def others(self) -> list[torch.Tensor]:
         """The tensors that the function is not differentiated by."""
+        if len(self.leaves) == len(self.places):
+            return []
         leaves = enumerate(self.leaves)
         return [leaf for place, leaf in leaves if place not in self.places and isinstance(leaf, torch.Tensor)]
 
@@ -142,8 +140,11 @@ class Arguments:
 
     def flat(self, *, connected: bool = False) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, on request with their graphs."""
-        pairs = zip(self.tensors, self._sizes, strict=True)
-        parts = [(tensor if connected else tensor.detach()).reshape(self.batch, size) for tensor, size in pairs]
+        parts, first = list[torch.Tensor](), self.leaves[self.places[0]]
+        batch = first.shape[0] if self.batched else 1
+        for place in self.places:
+            tensor = self.leaves[place] if connected else self.leaves[place].detach()
+            parts.append(tensor.reshape(batch, math.prod(tensor.shape[self.batched :])))
         # An expanded tensor has less memory than elements.
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
@@ -153,19 +154,10 @@ class Arguments:
             return self.leaves[self.places[0]]  # type: ignore[no-any-return]
         return self.flat()
 
-    def shape_of(self, tensor: torch.Tensor) -> tuple[int, ...]:
-        """The shape of a sample."""
-        return tuple(tensor.shape[1:] if self.batched else tensor.shape)
-
-    @functools.cached_property
+    @property
     def in_shape(self) -> tuple[int, ...] | None:
         """The shape of a sample of the one tensor that the function is differentiated by; None where there are more."""
-        return self.shape_of(self.tensors[0]) if len(self.places) == 1 else None
-
-    @functools.cached_property
-    def _sizes(self) -> list[int]:
-        """Elements of a sample of each tensor."""
-        return [math.prod(self.shape_of(tensor)) for tensor in self.tensors]
+        return tuple(self.leaves[self.places[0]].shape[self.batched :]) if len(self.places) == 1 else None
 
     def with_zeros(self, samples: int, *, others: bool = False) -> Arguments:
         """The same arguments with samples of zeros, on request also in the place of other tensors without elements."""
@@ -178,12 +170,16 @@ class Arguments:
 
     def with_flat(self, x: torch.Tensor) -> list[Any]:
         """The arguments with other elements, those of a flat tensor."""
-        leaves, tensors = list(self.leaves), self.tensors
-        parts = [x] if len(tensors) == 1 else x.split(self._sizes, 1)
-        for place, tensor, part in zip(self.places, tensors, parts, strict=True):
-            leaves[place] = _ordered_as(part.reshape(tensor.shape), tensor)
-        rest = iter(leaves)
-        return [_pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec) for spec in self.specs]
+        leaves, parts = list(self.leaves), (x,)
+        if len(self.places) > 1:
+            parts = x.split([math.prod(tensor.shape[self.batched :]) for tensor in self.tensors], 1)
+        for place, part in zip(self.places, parts, strict=True):
+            leaves[place] = _ordered_as(part.reshape(leaves[place].shape), leaves[place])
+        rest, args = iter(leaves), list[Any]()
+        for spec in self.specs:
+            is_leaf = spec is LEAF
+            args.append(next(rest) if is_leaf else _pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec))
+        return args
 
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:
@@ -394,7 +390,7 @@ def _form(leaf: Any) -> Any:
 
 def _checked_static(static: int | Sequence[int], args: Sequence[Any], argnums: Sequence[int]) -> tuple[int, ...]:
     """The numbers of the arguments that are constants."""
-    numbers = checked_argnums(static, len(args), "static_argnums") if static != () else ()
+    numbers = checked_argnums(static, len(args), "static_argnums")
     for number in numbers:
         if number in argnums:
             raise ValueError(f"static_argnums is {static!r}, and argument {number} is one to differentiate by")
@@ -429,11 +425,6 @@ def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
     return batched
 
 
-def names_of_arguments(numbers: Sequence[int], count: int) -> dict[int, str]:
-    """The names of some arguments in messages, by their numbers."""
-    return {number: "x" if count == 1 else f"argument {number}" for number in numbers}
-
-
 def checked_argnums(argnums: int | Sequence[int], count: int, what: str = "argnums") -> tuple[int, ...]:
     """The numbers of the arguments that `argnums` names, from 0 on."""
     if type(argnums) is int and 0 <= argnums < count:
@@ -453,6 +444,15 @@ def checked_argnums(argnums: int | Sequence[int], count: int, what: str = "argnu
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"{what} is {argnums!r}; it names an argument twice")
     return numbers
+
+
+def _no_tensors(name: str, arg: Any) -> TypeError:
+    remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
+    if isinstance(arg, np.ndarray):
+        remedy = "pass torch.from_numpy of it"
+    return TypeError(
+        f"{name} is {a_type(arg)}; expected a torch.Tensor, or a tuple, list or dict of tensors: {remedy}"
+    )
 
 
 def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:

@@ -100,7 +100,7 @@ def _rounding_of_product(f: Callable[..., Any], arguments: Arguments, g: torch.T
     with undisturbed(check_module(module), x.device):
         try:
             trace = trace_of_call(module, x)
-            _, records = chain_of_trace(trace, owner_of(f), pruned=False)
+            records = chain_of_trace(trace, owner_of(f), pruned=False).records(trace)
         except UnsupportedOperatorError:
             # With a pattern of one's own, an operator needs no rule.
             return 0.0

@@ -69,16 +69,22 @@ class FlatFunction(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         arguments = self.arguments
-        result, aux = parts_of_result(self.f, self.f(*arguments.with_flat(x)), self.has_aux)
+        result, aux = self.f(*arguments.with_flat(x)), None
+        if self.has_aux:
+            result, aux = parts_of_result(self.f, result)
         # A view of each tensor is what it holds at the end, whatever was written to that shares its memory.
         if aux is not None:
             aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
         leaves, spec = flattened(result)
-        parts = [self._flat_output(y, arguments) for y in leaves]
+        parts, forms = list[torch.Tensor](), []
+        for y in leaves:
+            part = self._flat_output(y, arguments)
+            parts.append(part)
+            forms.append((y.shape, y.dtype, part.shape[1]))
         if not parts:
             raise UnsupportedOperatorError(f"{name_of(self.f)} returns no tensor")
-        forms = [(y.shape, y.dtype, part.shape[1]) for y, part in zip(leaves, parts, strict=True)]
-        vars(self)["returned"] = Returned(forms, spec, aux, arguments.shape_of(leaves[0]) if len(leaves) == 1 else None)
+        out_shape = tuple(forms[0][0][arguments.batched :]) if len(forms) == 1 else None
+        vars(self)["returned"] = Returned(forms, spec, aux, out_shape)
         return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
     # The hooks of all modules are not for this one.
@@ -101,13 +107,11 @@ class FlatFunction(nn.Module):
                 f"{name_of(self.f)}: its output of shape {tuple(y.shape)} for {arguments.batch} samples does not have "
                 "them along its first axis; permute it, or pass batched=False for arguments without samples"
             )
-        return y.reshape(arguments.batch, math.prod(y.shape[1:]))
+        return y.reshape(len(y), math.prod(y.shape[1:]))
 
 
-def parts_of_result(f: Callable[..., Any], result: Any, has_aux: bool) -> tuple[Any, Any]:
-    """What a function returned to be differentiated, and what beside that."""
-    if not has_aux:
-        return result, None
+def parts_of_result(f: Callable[..., Any], result: Any) -> tuple[Any, Any]:
+    """What a function with `has_aux` returned to be differentiated, and what beside that."""
     if not isinstance(result, tuple) or len(result) != 2:
         what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
         raise UnsupportedOperatorError(f"{name_of(f)} returns {what}; with has_aux=True expected a pair, (result, aux)")

@@ -45,7 +45,9 @@ class Gradient(WithAux):
             # Copies, which the function may write to.
             copies = [_pytree.tree_map(torch.clone, arg) if n in self._argnums else arg for n, arg in enumerate(args)]
             with _UnfusedAttention():
-                y, aux = parts_of_result(self.f, self.f(*copies), self._has_aux)
+                y, aux = self.f(*copies), None
+            if self._has_aux:
+                y, aux = parts_of_result(self.f, y)
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
             gradients = _gradients(y, leaves)
         return gradients[0] if len(gradients) == 1 else gradients, (y, aux)

@@ -63,7 +63,6 @@ class PreparedJacobian(Generic[Result]):
         self.pattern, self.method = evaluator.pattern, evaluator.name
 
     @classmethod
-    @without_saving_hooks()
     def prepare(
         cls,
         f: Callable[..., Any],
@@ -149,7 +148,8 @@ class PreparedJacobian(Generic[Result]):
         with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
             # Another thread may have made it meanwhile.
             if constants not in self._programs:
-                self._keep(constants, self._made(arguments, saved))
+                with without_saving_hooks():
+                    self._keep(constants, self._made(arguments, saved))
             return self._programs[constants]
 
     def _keep(self, constants: tuple[Any, ...], program: PreparedProgram) -> None:
@@ -160,7 +160,6 @@ class PreparedJacobian(Generic[Result]):
         first, *others = [*self._programs.items(), (constants, program)]
         self._programs = dict([first, *others[1 - MOST_PROGRAMS :]])
 
-    @without_saving_hooks()
     def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
         options = self._options
         if self._programs:
@@ -196,7 +195,6 @@ class PreparedJacobian(Generic[Result]):
         arguments.check_form(like)
         return arguments
 
-    @without_saving_hooks()
     def check(self, *args: Any, tolerance: float | None = None) -> float:
         """Compare with the function itself, by products with random vectors.
 
@@ -225,7 +223,8 @@ class PreparedJacobian(Generic[Result]):
         arguments = Arguments.of_call(self._f, args, like.argnums, like.batched, like.static)
         limit, options, method = self._tolerance if tolerance is None else tolerance, self._options, self.method
         registered = bool(self._first.traced.function.chain.registered_values) or len(REGISTERED) != self._rules
-        return compared(self._f, arguments, jacobian, options, method=method, limit=limit, registered=registered)
+        with without_saving_hooks():
+            return compared(self._f, arguments, jacobian, options, method=method, limit=limit, registered=registered)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write what takes long to decide to an ``.npz`` file, without pickle; the function is no part of it.

@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from ..patterns import Pattern
 from ..stages import chain_for_all, check_shape
 from ..tracing import SAMPLES, random_tensor, tensors_of
-from .arguments import Arguments, checked_argnums, has_samples, names_of_arguments
+from .arguments import Arguments, checked_argnums, has_samples
 from .colorings import symmetric_part
 from .flat_function import module_and_batch
 from .gradients import Gradient
@@ -119,9 +119,9 @@ def _arguments(
     like = next((t for t in (*_tensors(args), *of_modules) if t.is_floating_point()), torch.empty(0, device="cpu"))
     samples = next((len(leaf) for n in numbers for leaf in _tensors(args[n]) if leaf.ndim), SAMPLES)
     generator, full = torch.Generator().manual_seed(0), list(args)
-    for number, name in names_of_arguments(numbers, len(args)).items():
+    for number in numbers:
         if not _tensors(args[number]):
-            shape = check_shape(args[number], name)
+            shape = check_shape(args[number], "x" if len(args) == 1 else f"argument {number}")
             full[number] = random_tensor((samples, *shape) if batched else shape, like, generator)
     arguments = Arguments.of_call(f, full, numbers, batched)
     return arguments if arguments.batch else arguments.with_zeros(SAMPLES)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import torch
+from torch import nn
 from torch.utils import _pytree
 
-from ..patterns import requiring_gradient
+from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, Record, chain_of_trace, refuse_hooks
+from ..stages import Chain, chain_of_trace, refuse_hooks
 from ..tracing import Trace, check_module, saved_buffers, traced, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
@@ -173,43 +172,52 @@ def _returned(y: torch.Tensor, returned: Returned | None, options: Options) -> t
     return (returned.result(y if connected else y.detach()) if options.result else None), aux
 
 
-@without_saving_hooks()
 def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple[SparseJacobian, Any, Any]:
-    pruned, create_graph = options.pruned, options.create_graph
-    with contextlib.ExitStack() as contexts:
-        if create_graph:
-            contexts.enter_context(torch.enable_grad())
-        function, x = module_and_batch(f, arguments, has_aux=options.has_aux, connected=create_graph)
-        # All is computed before the module's changes to itself are undone: it depends on the module's state in the run.
-        contexts.enter_context(undisturbed(check_module(function), x.device))
-        if create_graph:
-            contexts.enter_context(saved_buffers(function))
-            x = requiring_gradient(x)
-        trace = traced(function, x, cached=True)
-        chained = partial(chain_of_trace, trace, owner_of(f), arguments=arguments.others)
-        chain, records = chained(pruned=pruned)
-        if isinstance(f, Gradient):
-            f.check_derivatives(trace, arguments)
-        if create_graph:
-            if chain.trained_zeros(trace):
-                chain, records = chained(pruned=False)
-            check_second_derivatives(trace, chain, records, of_gradient=isinstance(f, Gradient))
-        jacobian = PLANS.of(chain).jacobian(trace, records)
-        if create_graph:
-            # All entries, those of pruned weights too.
-            every = chained(pruned=False)[0] if chain.pruned_weights else chain
-            jacobian = with_gradients(jacobian, trace, x, every.pattern)
-        # A module returned the output itself.
-        returned = function.returned if isinstance(function, FlatFunction) else None
-        out_shape = tuple(trace.output.shape[1:]) if returned is None else returned.out_shape
-        result = unchecked_jacobian(jacobian.pattern, jacobian.values, arguments.in_shape, out_shape)
-        output = trace.output
-        if create_graph and options.returns:
-            aux, structure = _pytree.tree_flatten(None if returned is None else returned.aux)
-            output, *aux = connected_to(x, trace, [output, *aux])
-            if returned is not None:
-                returned = replace(returned, aux=_pytree.tree_unflatten(aux, structure))
-        return result, *_returned(output, returned, options)
+    """The same at arguments with samples, by one run of the function."""
+    create_graph = options.create_graph
+    # All is computed before the module's changes to itself are undone: it depends on the module's state in the run.
+    with without_saving_hooks():
+        if not create_graph:
+            function, x = module_and_batch(f, arguments, has_aux=options.has_aux)
+            with undisturbed(check_module(function), x.device):
+                return _of_run(f, function, x, arguments, options)
+        with torch.enable_grad():
+            function, x = module_and_batch(f, arguments, has_aux=options.has_aux, connected=True)
+            with undisturbed(check_module(function), x.device), saved_buffers(function):
+                return _of_run(f, function, requiring_gradient(x), arguments, options)
+
+
+def _of_run(
+    f: Callable[..., Any], function: nn.Module, x: torch.Tensor, arguments: Arguments, options: Options
+) -> tuple[SparseJacobian, Any, Any]:
+    """The same of a run of the function's module at a batch."""
+    create_graph, trace = options.create_graph, traced(function, x, cached=True)
+    chained = partial(chain_of_trace, trace, owner_of(f), arguments=arguments.others)
+    chain = chained(pruned=options.pruned)
+    if isinstance(f, Gradient):
+        f.check_derivatives(trace, arguments)
+    if create_graph:
+        if chain.trained_zeros(trace):
+            chain = chained(pruned=False)
+        check_second_derivatives(trace, chain, chain.records(trace), of_gradient=isinstance(f, Gradient))
+    pattern, values = PLANS.of(chain).evaluated(trace)
+    if create_graph:
+        # All entries, those of pruned weights too.
+        every = chained(pruned=False) if chain.pruned_weights else chain
+        values = with_gradients(SparseJacobian(pattern, values), trace, x, every.pattern).values
+    # A module returned the output itself.
+    returned = function.returned if isinstance(function, FlatFunction) else None
+    out_shape = trace.output.shape[1:] if returned is None else returned.out_shape
+    result = unchecked_jacobian(pattern, values, arguments.in_shape, out_shape)
+    if not options.returns:
+        return result, None, None
+    output = trace.output
+    if create_graph:
+        aux, structure = _pytree.tree_flatten(None if returned is None else returned.aux)
+        output, *aux = connected_to(x, trace, [output, *aux])
+        if returned is not None:
+            returned = replace(returned, aux=_pytree.tree_unflatten(aux, structure))
+    return result, *_returned(output, returned, options)
 
 
 class JacobianPlan:
@@ -228,10 +236,11 @@ class JacobianPlan:
         self._ways: dict[str, Evaluator] = {}
         self._constants: list[int] | None = None
 
-    def jacobian(self, trace: Trace, records: Sequence[Record]) -> SparseJacobian:
-        """The Jacobian in a run, in memory of its own."""
-        refuse_hooks(records)
-        with torch.no_grad(), without_autocast(trace.input.device):
+    def evaluated(self, trace: Trace) -> tuple[Pattern, torch.Tensor]:
+        """The pattern of the Jacobian in a run, and its values, in memory of their own."""
+        if trace.may_have_hooks or self.chain.hooked:
+            refuse_hooks(self.chain.records(trace))
+        with torch.set_grad_enabled(False), without_autocast(trace.input.device):
             if self._constants is None:
                 varying = TracedFunction(trace, self.chain).scalar_dtypes
                 self._constants = [place for place in range(len(trace.scalars)) if place not in varying]
@@ -239,23 +248,22 @@ class JacobianPlan:
             way = self._ways.get(numbers)
             if way is None:
                 return self._by_new_way(trace, numbers)
-            return SparseJacobian(way.pattern, way.values(trace))
+            return way.pattern, way.values(trace)
 
-    def _by_new_way(self, trace: Trace, numbers: str) -> SparseJacobian:
-        """The Jacobian in a run by a way that other runs with its numbers take, if there are few ways so far."""
+    def _by_new_way(self, trace: Trace, numbers: str) -> tuple[Pattern, torch.Tensor]:
+        """The same by a way that other runs with its numbers take, if there are few ways so far."""
         function = TracedFunction(trace, self.chain)
-        if len(self._ways) >= self.MOST_WAYS:
-            products = ChainProducts(function)
-            return SparseJacobian(products.pattern, products.values(trace))
-        way = evaluator_of(function)
-        jacobian = SparseJacobian(way.pattern, way.values(trace))
-        if isinstance(way, Compressed) and not _is_autograds(jacobian, function):
+        is_last = len(self._ways) >= self.MOST_WAYS
+        way = ChainProducts(function) if is_last else evaluator_of(function)
+        values = way.values(trace)
+        if isinstance(way, Compressed) and not _is_autograds(SparseJacobian(way.pattern, values), function):
             way = ChainProducts(function)
-            jacobian = SparseJacobian(way.pattern, way.values(trace))
-        function.forget(module=True)
-        # Another thread may have chosen one meanwhile, which is as good.
-        self._ways[numbers] = way
-        return jacobian
+            values = way.values(trace)
+        if not is_last:
+            function.forget(module=True)
+            # Another thread may have chosen one meanwhile, which is as good.
+            self._ways[numbers] = way
+        return way.pattern, values
 
 
 def _is_autograds(jacobian: SparseJacobian, function: TracedFunction) -> bool:
@@ -278,17 +286,16 @@ class _Plans:
     MOST = 64
 
     def __init__(self) -> None:
-        # By the chain's id: a plan holds its chain, so that no other chain gets the id.
-        self._plans: OrderedDict[int, JacobianPlan] = OrderedDict()
+        # By the chain's id: a plan holds its chain, so that no other chain gets the id. The last used come last.
+        self._plans: dict[int, JacobianPlan] = {}
         self._lock = threading.Lock()
 
     def of(self, chain: Chain) -> JacobianPlan:
         """The plan of a chain."""
         with self._lock:
-            plan = self._plans.setdefault(id(chain), JacobianPlan(chain))
-            self._plans.move_to_end(id(chain))
+            plan = self._plans[id(chain)] = self._plans.pop(id(chain), None) or JacobianPlan(chain)
             while len(self._plans) > self.MOST:
-                self._plans.popitem(last=False)
+                del self._plans[next(iter(self._plans))]
             return plan
 
     def clear(self) -> None:

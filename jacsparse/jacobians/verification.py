@@ -109,7 +109,6 @@ class Verification:
         return "\n".join(map(str, self.checks))
 
 
-@without_saving_hooks()
 def verify(
     f: Callable[..., Any],
     *args: Any,
@@ -174,10 +173,10 @@ def verify(
     module, x = module_and_batch(f, arguments)
     memory = check_limit(memory_limit)
     check_module(module)
-    with _seeded(x), undisturbed(module):
+    with without_saving_hooks(), _seeded(x), undisturbed(module):
         trace = trace_of_call(module, x)
-        chain, records = chain_of_trace(trace, owner_of(f), pruned=pruned)
-        run = Run(trace, records)
+        chain = chain_of_trace(trace, owner_of(f), pruned=pruned)
+        run = Run(trace, chain.records(trace))
         refuse_hooks(run.records)
         if tolerance is None:
             edges = ((record, edge) for record in run.records for edge in record.stage.edges)

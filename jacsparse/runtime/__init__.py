@@ -37,11 +37,12 @@ from .torch_versions import (
     without_compiling,
 )
 from .tracers import has_tangent, is_batched, is_traced, is_transformed, transform_under_way
-from .trees import flattened
+from .trees import LEAF, flattened
 
 __all__ = [
     "INDEX",
     "KERNEL_FILES",
+    "LEAF",
     "MEMORY_POOL",
     "REAL",
     "SIMD",

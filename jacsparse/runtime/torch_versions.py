@@ -115,24 +115,24 @@ class _WithoutCompiling:
     """
 
     def __init__(self) -> None:
-        self._lock, self._callers, self._stance = threading.Lock(), 0, contextlib.nullcontext[Any]()
+        self._lock, self._callers, self._stance = threading.Lock(), 0, None
 
     def __enter__(self) -> None:
         with self._lock:
             if not self._callers:
                 loaded = "torch._dynamo" in sys.modules
-                self._stance = torch.compiler.set_stance("force_eager") if loaded else contextlib.nullcontext()
-                self._stance.__enter__()
+                self._stance = torch.compiler.set_stance("force_eager") if loaded else None
+                if self._stance is not None:
+                    self._stance.__enter__()
             self._callers += 1
 
     def __exit__(self, *error: object) -> None:
         with self._lock:
             self._callers -= 1
-            if not self._callers:
+            if not self._callers and self._stance is not None:
                 self._stance.__exit__(None, None, None)
                 # It asks when it is made, at the beginning, and at the end.
-                is_set = not isinstance(self._stance, contextlib.nullcontext)
-                for _ in range(3 if _BORROWS and is_set else 0):
+                for _ in range(3 if _BORROWS else 0):
                     _add_reference(compiler_of_frames())
 
 

@@ -40,21 +40,26 @@ def chain_of_trace(
     pruned: bool = True,
     couples: bool = False,
     arguments: Collection[torch.Tensor] = (),
-) -> tuple[Chain, list[Record]]:
-    """The chain of a trace's graph, and each stage's record.
+) -> Chain:
+    """The chain of a trace's graph, which an earlier run of the graph may have made.
 
     Its patterns omit elements that are zero in the weights of this run. Some more may be zero than in the run that it
     was made of, which was one of the same module or function, or of the same other owner. Of factors among the other
     `arguments` of the call no zeros are omitted.
     """
-    owner, read = _owner_of(trace.module if owner is None else owner), trace.values_of(arguments)
-    key = pruned, couples, read
-    with _LOCK, without_autocast(trace.input.device):
-        chains = _CHAINS.setdefault(owner, weakref.WeakKeyDictionary()).setdefault(trace.graph, {})
-        chain = chains[key] if key in chains else chain_of(trace, pruned=pruned, couples=couples, arguments=arguments)
-        # Weights that were zero when the patterns were made may have changed since.
-        chain = chains[key] = chain.adapted(trace)
-        return chain, chain.records(trace)
+    owner, key = _owner_of(trace.module if owner is None else owner), (pruned, couples, trace.values_of(arguments))
+    with _LOCK:
+        of_owner = _CHAINS.get(owner)
+        chains = None if of_owner is None else of_owner.get(trace.graph)
+        if chains is None:
+            chains = _CHAINS.setdefault(owner, weakref.WeakKeyDictionary()).setdefault(trace.graph, {})
+        chain = chains.get(key)
+        if chain is None or chain.pruned_edges:
+            with without_autocast(trace.input.device):
+                chain = chain or chain_of(trace, pruned=pruned, couples=couples, arguments=arguments)
+                # Weights that were zero when the patterns were made may have changed since.
+                chain = chains[key] = chain.adapted(trace)
+        return chain
 
 
 def _owner_of(f: Any) -> Any:
@@ -97,7 +102,8 @@ def forward_pass(
     check_shape(x.shape[1:])
     trace = trace_of_call(module, x, arguments)
     with without_saving_hooks():
-        chain, records = chain_of_trace(trace, owner, pruned=pruned, couples=couples)
+        chain = chain_of_trace(trace, owner, pruned=pruned, couples=couples)
+        records = chain.records(trace)
     if by_autograd and chain.registered_values:
         with without_autocast(x.device):
             refuse_other_derivatives(records, "a product by autograd")

@@ -27,6 +27,7 @@ the run's own.
 """
 
 from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients
+from .callers import is_recording
 from .calls import calls_of, with_constants, with_identities
 from .functions import function_error
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of, referred
@@ -52,7 +53,7 @@ from .pruned_weights import PrunedWeight, excluded_by, mask_of
 from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
 from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .storages import memory_of
-from .traces import StaleError, Trace, is_recording
+from .traces import StaleError, Trace
 
 __all__ = [
     "GRAPHS",

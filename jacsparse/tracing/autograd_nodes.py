@@ -12,6 +12,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn.modules._functions import BackwardHookFunction
 from torch.overrides import enable_reentrant_dispatch
 
+from .saved_tensors import NO_CONTEXT
+
 Result = TypeVar("Result")
 
 
@@ -26,7 +28,7 @@ OF_ERRORS = type(torch._C._functions.DelayedError(b"", 1)(torch.empty(0, device=
 def recording_derivatives() -> contextlib.AbstractContextManager[Any]:
     """A context in which autograd records, also while a mode handles a call, where PyTorch leaves that out."""
     within = torch._C._dispatch_tls_is_dispatch_key_excluded(torch._C.DispatchKey.AutogradFunctionality)
-    return enable_reentrant_dispatch() if within else contextlib.nullcontext()
+    return enable_reentrant_dispatch() if within else NO_CONTEXT
 
 
 def node_of(tensor: torch.Tensor) -> Any:

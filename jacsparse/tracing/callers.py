@@ -68,6 +68,15 @@ def hooks_so_far() -> int:
     return RemovableHandle.next_id - _OURS[0]
 
 
+#: Its `depth` is the number of nested runs that are observed in a thread.
+_STATE = threading.local()
+
+
+def is_recording() -> bool:
+    """Whether this thread observes the calls of a function: what replaces these steps aside."""
+    return getattr(_STATE, "depth", 0) > 0
+
+
 class Callers:
     """The modules whose forward passes run in this thread, while it is active.
 
@@ -96,6 +105,7 @@ class Callers:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Callers:
+        _STATE.depth = getattr(_STATE, "depth", 0) + 1
         # The hooks are the process's.
         _OURS[0] += 2
         self._handles = [
@@ -105,6 +115,7 @@ class Callers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        _STATE.depth -= 1
         for handle in self._handles:
             handle.remove()
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from ..runtime import DispatchMode
-from .operators import RUNNING, is_written, tensors_in, with_memory
+from .operators import RUNNING, WITHOUT_MEMORY, is_written, tensors_in
 from .storages import memory_of
 
 aten = torch.ops.aten
@@ -48,7 +48,7 @@ class _Calls(DispatchMode):
             self.note(tensor, self.graph.placeholder(f"input_{number}"))
 
     def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        overload, kwargs = with_memory(overload), kwargs or {}
+        overload, kwargs = aten.zeros.default if overload is WITHOUT_MEMORY else overload, kwargs or {}
         node = self.graph.call_function(overload, *fx.node.map_aggregate((args, kwargs), self.argument))
         result = overload(*args, **kwargs)
         if returns_one_tensor(overload):

@@ -37,6 +37,7 @@ from .graph import Scalar, Value, captured_form, form_of
 from .masks import PUTS, Masks
 from .modules import name_of, without_autocast
 from .operators import (
+    WITHOUT_MEMORY,
     BackwardPass,
     Facts,
     facts_of,
@@ -44,11 +45,10 @@ from .operators import (
     number_types,
     shows,
     tensors_in,
-    with_memory,
     with_written,
     written_tensors,
 )
-from .saved_tensors import saves_by_hooks
+from .saved_tensors import NO_CONTEXT, innermost_hooks, saves_by_hooks
 from .storages import Storages, are_alike, extent_of, memory_of, replaces
 from .writes import begin_write, current, end_write
 
@@ -58,24 +58,24 @@ aten = torch.ops.aten
 def capture(
     function: Callable[..., Any],
     x: torch.Tensor,
+    arguments: Sequence[Any] = (),
     callers: Callers | None = None,
     reads: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
     beside: Callable[[], Sequence[torch.Tensor]] = tuple,
 ) -> CapturedRun:
-    """A run of a function at a copy of an input.
+    """A run of a function at a copy of an input, and other arguments behind it.
 
     Errors name `callers`; where Python may not read what depends on the input, `reads` is a context that refuses it.
     What the function has returned beside its output, `beside` tells.
     """
     callers = Callers(function) if callers is None else callers
-    with torch.enable_grad():
+    with torch.set_grad_enabled(True):
         # No leaf, so that the function may write to it.
         copy = x.detach().requires_grad_().clone()
         recorder = Recorder(callers, readable=reads is None)
         recorder.begin(copy)
-        recorder.run.hooks = hooks_so_far()
-        with callers, recorder, contextlib.nullcontext() if reads is None else reads(recorder):
-            output = function(copy)
+        with callers, recorder, NO_CONTEXT if reads is None else reads(recorder):
+            output = function(copy, *arguments)
         return recorder.finished(output, beside())
 
 
@@ -95,7 +95,7 @@ class Recorder(DispatchMode):
     def __init__(self, callers: Callers, *, readable: bool = True, in_parts: bool = False) -> None:
         super().__init__()
         self.callers, self.readable, self.in_parts = callers, readable, in_parts
-        self.run = CapturedRun()
+        self.run = CapturedRun(hooks=hooks_so_far())
         callers.calls = self.run.calls
         #: Of tensors by their ids, which live as long as the run; and of tensors that are no values themselves.
         self.numbers: dict[int, int] = {}
@@ -143,8 +143,9 @@ class Recorder(DispatchMode):
             return overload(*args, **kwargs)
         # Before a look at the node of a view makes that anew.
         self._sequence = next_node() - 1
-        self._saved_by_hooks = self._saved_by_hooks or saves_by_hooks()
-        overload = with_memory(overload)
+        if innermost_hooks(False) is not None:
+            self._saved_by_hooks = self._saved_by_hooks or saves_by_hooks()
+        overload = _ZEROS if overload is WITHOUT_MEMORY else overload
         self.callers.call = overload, args
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self.storages.written:
@@ -238,7 +239,7 @@ class Recorder(DispatchMode):
     def values_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """The values that tensors hold after all calls."""
         self._operands, self.kinds = [], []
-        return [self.read(tensor) for tensor in tensors]
+        return list(map(self.read, tensors))
 
     def read(self, tensor: torch.Tensor) -> int:
         """The value that a tensor holds now, an operand of the call that is recorded."""
@@ -441,7 +442,7 @@ class Recorder(DispatchMode):
 
 #: A reference to a number, of which there are few.
 _scalar = functools.lru_cache(maxsize=1024)(Scalar)
-_DETACH = aten.detach.default
+_DETACH, _ZEROS = aten.detach.default, aten.zeros.default
 #: The class of a leaf's node.
 _NONE = type(None)
 #: Arguments that are what a key has of them.

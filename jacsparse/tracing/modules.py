@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..runtime import a_type, without_compiling
-from .saved_tensors import noted, unchanged
+from .saved_tensors import NO_CONTEXT, noted, unchanged
 
 
 def check_module(module: object) -> nn.Module:
@@ -27,14 +27,16 @@ def check_module(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         remedy = ": jacobian, prepare_jacobian and hessian take functions" if callable(module) else ""
         raise TypeError(f"module is {a_type(module)}; expected a torch.nn.Module{remedy}")
-    if any(isinstance(part, torch.jit.ScriptModule) for part in parts_of(module)):
-        raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
+    for part in parts_of(module):
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError("module is, or holds, a torch.jit.ScriptModule; give the module that it was compiled from")
     return module
 
 
 def name_of(f: Any) -> str:
     """The name of a function, or the class of a module or of another callable."""
-    f = _without_partial(f)
+    while isinstance(f, functools.partial):
+        f = f.func
     if isinstance(f, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(f)
     return getattr(f, "__qualname__", None) or type(f).__name__
@@ -48,15 +50,10 @@ def module_of(f: Any) -> nn.Module | None:
     >>> [module_of(f) for f in (nn.ReLU(), nn.ReLU().forward, functools.partial(nn.ReLU(), inplace=True), torch.relu)]
     [ReLU(), ReLU(), ReLU(), None]
     """
-    f = _without_partial(f)
-    module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
-    return module if isinstance(module, nn.Module) else None
-
-
-def _without_partial(f: Any) -> Any:
     while isinstance(f, functools.partial):
         f = f.func
-    return f
+    module = f if isinstance(f, nn.Module) else getattr(f, "__self__", None)
+    return module if isinstance(module, nn.Module) else None
 
 
 def check_initialised(module: nn.Module) -> list[nn.Module]:
@@ -102,9 +99,8 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
             yield from (tensor for tensor in tensors.values() if tensor is not None)
 
 
-@contextlib.contextmanager
-def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterator[None]:
-    """Undo on exit what a forward pass changes: buffers, attributes of modules, the state of random numbers.
+class undisturbed:  # noqa: N801
+    """A context that undoes what a forward pass changes: buffers, attributes of modules, the state of random numbers.
 
     Changes to globals, and inside the value of an attribute, as to a list, are not undone. Functions given to
     ``torch.compile`` run as they are written within: to compile them takes long, and their derivatives are the same.
@@ -114,50 +110,49 @@ def undisturbed(module: nn.Module, device: torch.device | None = None) -> Iterat
     ValueError
         Where a lazy module has no weights yet: it could not lose again those that a forward pass creates.
     """
-    restore = snapshot(module)
-    cuda = torch.cuda.is_initialized()
-    devices = {tensor.device for tensor in tensors_of(module) if tensor.is_cuda} if cuda else set()
-    if device is not None and device.type == "cuda":
-        devices.add(device)
-    random = torch.random.fork_rng(sorted(devices, key=str)) if devices else contextlib.nullcontext()
-    with random, without_compiling:
-        try:
-            yield
-        finally:
-            restore()
 
+    def __init__(self, module: nn.Module, device: torch.device | None = None) -> None:
+        self._module, self._device = module, device
 
-def snapshot(module: nn.Module) -> Callable[[], None]:
-    """What undoes the changes that forward passes make from now on, as `undisturbed` does, on the CPU."""
-    parts = check_initialised(module)
-    attributes = [(part, dict(part.__dict__), dict(part._buffers)) for part in parts]
-    # Pruning masks are as large as all weights: those that no forward pass has written to are not copied.
-    buffers = [
-        (part, name, buffer, buffer._version, None if part in _LEAVE_MASKS and _is_mask(part, name) else buffer.clone())
-        for part in parts
-        for name, buffer in part._buffers.items()
-        if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta"
-    ]
-    random = torch.get_rng_state()
+    def __enter__(self) -> None:
+        #: Each part, with its attributes and buffers; and the buffers of all, each with its version and a copy.
+        self._attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor | None]] = []
+        for part in check_initialised(self._module):
+            self._attributes.append((part, dict(part.__dict__), dict(part._buffers)))
+            for name, buffer in part._buffers.items():
+                if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta":
+                    # Pruning masks are as large as all weights: those that no forward pass wrote to are not copied.
+                    is_left = part in _LEAVE_MASKS and _is_mask(part, name)
+                    copy = None if is_left else buffer.clone()
+                    self._buffers.append((part, name, buffer, buffer._version, copy))
+        devices = {tensor.device for tensor in tensors_of(self._module)} if torch.cuda.is_initialized() else set()
+        devices = {each for each in (*devices, self._device) if each is not None and each.type == "cuda"}
+        self._random = torch.random.fork_rng(sorted(devices, key=str)) if devices else NO_CONTEXT
+        self._random.__enter__()
+        self._state = torch.default_generator.get_state()
+        without_compiling.__enter__()
 
-    def restore() -> None:
-        torch.set_rng_state(random)
-        for part, fields, buffers_before in attributes:
-            for current, before in ((part.__dict__, fields), (part._buffers, buffers_before)):
+    def __exit__(self, *error: object) -> None:
+        without_compiling.__exit__()
+        torch.default_generator.set_state(self._state)
+        self._random.__exit__(None, None, None)
+        for part, fields, buffers in self._attributes:
+            for current, before in ((part.__dict__, fields), (part._buffers, buffers)):
                 # The dictionary is never empty meanwhile: other threads may use the module.
                 current.update(before)
                 if len(current) > len(before):
                     for name in current.keys() - before.keys():
                         del current[name]
-        lost = [state for state in buffers if not _restored(*state)]
+        lost = ""
+        for part, name, *state in self._buffers:
+            if not _restored(part, name, *state):
+                lost += f"{', ' * bool(lost)}{type(part).__name__}.{name}"
         if lost:
-            names = ", ".join(f"{type(part).__name__}.{name}" for part, name, *_ in lost)
             raise RuntimeError(
-                f"{names}: a forward pass has written to this mask of pruning, as none had before, "
+                f"{lost}: a forward pass has written to this mask of pruning, as none had before, "
                 "which was not undone; call again"
             )
-
-    return restore
 
 
 @contextlib.contextmanager
@@ -215,7 +210,7 @@ def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[
     """A context in which ``torch.autocast`` changes no dtype, although the caller may be within one."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+    return NO_CONTEXT
 
 
 def refresh_weights(module: nn.Module) -> None:

@@ -141,24 +141,13 @@ class Facts:
     of_numbers: bool = False
     #: Whether no call computes its results again: it draws, or returns memory that holds anything.
     keeps: bool = False
-
-    @property
-    def bakes(self) -> bool:
-        """Whether what is made of a call that depends on the input holds for its numbers alone.
-
-        Its pattern may depend on them, or other operators take its place, with these numbers.
-        """
-        return self.rule is None or self.rule.reads_numbers or self.contents or self.weighted is not None
-
-    @property
-    def fresh(self) -> bool:
-        """Whether its result is memory that holds anything."""
-        return self.name in _FRESH
-
-    @property
-    def contents(self) -> bool:
-        """Whether its rule reads the elements of indices and masks."""
-        return self.rule is not None and self.rule.reads_contents
+    #: Whether its result is memory that holds anything.
+    fresh: bool = False
+    #: Whether its rule reads the elements of indices and masks.
+    contents: bool = False
+    #: Whether what is made of a call that depends on the input holds for its numbers alone: its pattern may depend on
+    #: them, or other operators take its place, with these numbers.
+    bakes: bool = True
 
 
 #: Those of the operators that are no overloads of ATen's.
@@ -186,6 +175,7 @@ def _new_facts(overload: Any) -> Facts:
     if rule is None and name not in CONSTANT and not random:
         is_scatter = overload == torch.ops.prims.as_strided_scatter.default
         parts = _as_strided_scatter if is_scatter else decomposition(overload)
+    contents, weighted = rule is not None and rule.reads_contents, WEIGHTED.get(overload)
     return Facts(
         name=name,
         rule=rule,
@@ -199,9 +189,12 @@ def _new_facts(overload: Any) -> Facts:
         of_shape=name in _OF_SHAPE,
         reshapes=torch.Tag.inplace_view in tags,
         parts=parts,
-        weighted=WEIGHTED.get(overload),
+        weighted=weighted,
         of_numbers=overload in OF_NUMBERS,
         keeps=random or name in _FRESH,
+        fresh=name in _FRESH,
+        contents=contents,
+        bakes=rule is None or rule.reads_numbers or contents or weighted is not None,
     )
 
 
@@ -233,15 +226,6 @@ def defaults_of(overload: Any) -> Mapping[str, Any]:
 @functools.cache
 def _defaults_of(overload: Any) -> Mapping[str, Any]:
     return {p.name: p.default_value for p in overload._schema.arguments if p.has_default_value()}
-
-
-def with_memory(overload: Any) -> Any:
-    """The operator that makes the same zeros in memory, for one that makes them without; else the operator itself.
-
-    Forward-mode derivatives begin with such zeros. Products with them call nothing that a mode sees, and scaling one
-    within a mode ends the process, in torch 2.13.
-    """
-    return torch.ops.aten.zeros.default if overload is torch.ops.aten._efficientzerotensor.default else overload
 
 
 #: The running statistics that normalisations update in training, and their schemas do not say so.
@@ -289,6 +273,9 @@ _OF_SHAPE = {
 }
 
 aten = torch.ops.aten
+#: Makes zeros without memory, with which forward-mode derivatives begin. ``aten.zeros`` takes its place: products with
+#: such call nothing that a mode sees, and scaling one within a mode ends the process, in torch 2.13.
+WITHOUT_MEMORY = aten._efficientzerotensor.default
 #: Operators whose number may be another in each run: a factor or a term.
 OF_NUMBERS = frozenset(
     (

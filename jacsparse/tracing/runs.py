@@ -19,7 +19,7 @@ from .graphs import GRAPHS, new_trace
 from .modules import name_of, tensors_of
 from .operators import operator_name, tensors_in
 from .reads import Unreadable
-from .traces import Observing, Trace
+from .traces import Trace
 
 #: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
 SAMPLES = 3
@@ -76,8 +76,8 @@ def traced(
     """
     callers, reads = Callers(module), None if readable else partial(Unreadable, hidden=hidden)
     try:
-        with Observing(), without_compiling:
-            run = capture(lambda copy: module(copy, *arguments), x, callers, reads, beside)
+        with without_compiling:
+            run = capture(module, x, arguments, callers, reads, beside)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,21 +11,26 @@ from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hook
 
 from ..patterns import UnsupportedOperatorError
 
-# PyTorch before 2.8 tells only whether there are hooks.
-_innermost = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+#: A context that changes nothing.
+NO_CONTEXT = contextlib.nullcontext()
+
+def _any_hooks(ignores_tracing: bool) -> tuple[Any, Any] | None:
+    try:
+        # Refused where there are hooks; nothing else is done.
+        with disable_saved_tensors_hooks("hooks of saved tensors are in force"):
+            return None
+    except RuntimeError:
+        return None, None
+
+
+#: This thread's innermost hooks, None where there are none. PyTorch before 2.8 does not tell which ones these are.
+innermost_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", _any_hooks)
 
 
 def saves_by_hooks() -> bool:
     """Whether what an operator saves here passes through hooks, which may change it or compute it anew."""
-    if _innermost is not None:
-        hooks = _innermost(False)
-        return hooks is not None and hooks[0] is not noted
-    try:
-        # Refused where there are hooks; nothing else is done.
-        with disable_saved_tensors_hooks("hooks of saved tensors are in force"):
-            return False
-    except RuntimeError:
-        return True
+    hooks = innermost_hooks(False)
+    return hooks is not None and hooks[0] is not noted
 
 
 def saves_objects() -> bool:
@@ -35,8 +40,7 @@ def saves_objects() -> bool:
     """
     if not saves_by_hooks():
         return True
-    hooks = None if _innermost is None else _innermost(False)
-    pack = None if hooks is None else hooks[0]
+    pack, _ = innermost_hooks(False)
     module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "")
     return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
 
@@ -49,7 +53,7 @@ def check_hooks_are_told(what: str) -> None:
     UnsupportedOperatorError
         It names what needs that, and the version.
     """
-    if _innermost is None and saves_by_hooks():
+    if innermost_hooks is _any_hooks and saves_by_hooks():
         raise UnsupportedOperatorError(
             f"{what} within hooks of saved tensors, as torch.utils.checkpoint, needs PyTorch 2.8 or later; this is "
             f"{torch.__version__}: call it outside of them"
@@ -63,17 +67,12 @@ def saved_handle(content: Any) -> torch.Tensor:
     return handle
 
 
-@contextlib.contextmanager
-def without_saving_hooks() -> Iterator[None]:
-    """A context, or decorator, whose operators save tensors as they are, whatever hooks are in force.
+def without_saving_hooks() -> contextlib.AbstractContextManager[object]:
+    """A context whose operators save tensors as they are, whatever hooks are in force.
 
     A backward pass raises RuntimeError where they have been written to since, as it does without hooks.
     """
-    if not saves_by_hooks():
-        yield
-        return
-    with saved_tensors_hooks(noted, unchanged):
-        yield
+    return saved_tensors_hooks(noted, unchanged) if saves_by_hooks() else NO_CONTEXT
 
 
 def noted(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -156,7 +155,7 @@ class Trace:
             Where they were overwritten after the run.
         """
         tensor = self.tensors[value]
-        if tensor is not None and self.is_intact(value):
+        if tensor is not None and version_of(tensor) == self.versions[value]:
             return tensor
         if value not in self.copies:
             nodes = self._nodes_for(value)
@@ -202,22 +201,3 @@ def _without_elements(tensor: torch.Tensor) -> torch.Tensor:
 
 class StaleError(RuntimeError):
     """The elements of a value were overwritten after the run."""
-
-
-#: Its `depth` is the number of nested observations that run in a thread.
-_STATE = threading.local()
-
-
-def is_recording() -> bool:
-    """Whether this thread observes the calls of a function, as those of a forward pass."""
-    return getattr(_STATE, "depth", 0) > 0
-
-
-class Observing:
-    """A context in which the calls of a function are observed: what replaces them steps aside."""
-
-    def __enter__(self) -> None:
-        _STATE.depth = getattr(_STATE, "depth", 0) + 1
-
-    def __exit__(self, *error: object) -> None:
-        _STATE.depth -= 1
