@@ -4,7 +4,6 @@ from .dense import Dense
 from .estimate import KEYS, counts, fresh_keys, spread
 from .merge import Merge
 from .methods import METHODS, Method, Product
-from .operands import check_tensor_itself
 from .plan import ProductPlan, check_limit, plan_product, planned
 from .plan_cache import PLAN_CACHE
 from .row_groups import RowGroups, rows_alike
@@ -32,7 +31,6 @@ __all__ = [
     "StripProduct",
     "SumPlan",
     "check_limit",
-    "check_tensor_itself",
     "counts",
     "fresh_keys",
     "matvec",

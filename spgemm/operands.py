@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import MEMORY_POOL, a_type, allocated, on_device, transform_under_way
+from ..runtime import MEMORY_POOL, a_type, allocated, check_tensor_itself, on_device
 
 _CPU = torch.device("cpu")
 _FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
@@ -73,15 +73,6 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     if a != b and 1 not in (a, b):
         raise ValueError(f"{left_name} has a batch of {a} and {right_name} one of {b}; they must agree, or one be 1")
     return b if a == 1 else a
-
-
-def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
-    """Return `x` where it is a tensor, and none that stands for others within a transform of ``torch.func``."""
-    if not isinstance(x, torch.Tensor):
-        raise TypeError(f"{name} is {a_type(x)}; expected a torch.Tensor")
-    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
-        raise TypeError(f"{name} is within {transform_under_way() or 'a transform of torch.func'}; {remedy}")
-    return x
 
 
 def check_outside_transforms(name: str, values: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ INTERNAL = {
     "simulation": "AcrossRanks Bppsa GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
-        KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit check_tensor_itself counts
+        KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit counts
         fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern rows_alike spread sum_pattern
         unchecked_jacobian""",
     "training": "Leapfrogger check_threads in_eval_mode",

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from operator import index
 from typing import Any
 
 import numpy as np
@@ -16,9 +15,19 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import requiring_gradient
-from ..runtime import LEAF, a_type, flattened, is_transformed
+from ..runtime import a_type, is_transformed
 from ..stages import check_batch, check_tensor, is_fit
-from ..tracing import check_outside_transforms, form_of, module_of
+from ..tracing import check_outside_transforms, form_of
+from .options import checked_argnums, has_samples
+
+#: How a leaf makes up a tree that is one.
+_LEAF = _pytree.tree_flatten(0)[1]
+
+
+def flattened(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
+    """The leaves of a tree, and how they make it up."""
+    # PyTorch's function leaves a cycle, which would keep a tensor until the garbage collector runs.
+    return ([tree], _LEAF) if isinstance(tree, (torch.Tensor, int, float)) else _pytree.tree_flatten(tree)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +186,7 @@ class Arguments:
             leaves[place] = _ordered_as(part.reshape(leaves[place].shape), leaves[place])
         rest, args = iter(leaves), list[Any]()
         for spec in self.specs:
-            is_leaf = spec is LEAF
+            is_leaf = spec is _LEAF
             args.append(next(rest) if is_leaf else _pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec))
         return args
 
@@ -402,57 +411,11 @@ def _checked_static(static: int | Sequence[int], args: Sequence[Any], argnums: S
     return numbers
 
 
-def has_samples(f: Callable[..., Any], batched: bool | None) -> bool:
-    """Whether what `f` is differentiated by has samples along its first axis: `batched`, or what is usual for `f`.
-
-    By default a module has samples, as have its methods and a ``functools.partial`` of these. Any other function has
-    none, as in ``torch.func``.
-
-    Raises
-    ------
-    TypeError
-        Where `f` is no function, or `batched` neither a bool nor None.
-    """
-    if not callable(f):
-        raise TypeError(f"f is {a_type(f)}; expected a function or a module")
-    if batched is None:
-        return module_of(f) is not None
-    if not isinstance(batched, bool):
-        raise TypeError(
-            f"batched is {batched!r}; expected True where arguments have samples along their first axis, False where "
-            "they have none, or None for what is usual: samples for a module, none for a function"
-        )
-    return batched
-
-
-def checked_argnums(argnums: int | Sequence[int], count: int, what: str = "argnums") -> tuple[int, ...]:
-    """The numbers of the arguments that `argnums` names, from 0 on."""
-    if type(argnums) is int and 0 <= argnums < count:
-        return (argnums,)
-    listed = argnums if isinstance(argnums, (tuple, list)) else (argnums,)
-    try:
-        # A bool is no number of an argument.
-        numbers = tuple(index(None if isinstance(n, bool) else n) for n in listed)  # type: ignore[arg-type]
-    except TypeError:
-        raise TypeError(f"{what} is {argnums!r}; expected an integer or a tuple of integers") from None
-    if not count:
-        raise ValueError("there is no argument to differentiate by; give at least one tensor")
-    outside = [number for number in numbers if not -count <= number < count]
-    if outside or not numbers:
-        raise ValueError(f"{what} is {argnums!r}; the call has {count} arguments, numbered 0 to {count - 1}")
-    numbers = tuple(number % count for number in numbers)
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{what} is {argnums!r}; it names an argument twice")
-    return numbers
-
-
 def _no_tensors(name: str, arg: Any) -> TypeError:
     remedy = "name the arguments that are tensors by argnums, or bind this one by functools.partial"
     if isinstance(arg, np.ndarray):
         remedy = "pass torch.from_numpy of it"
-    return TypeError(
-        f"{name} is {a_type(arg)}; expected a torch.Tensor, or a tuple, list or dict of tensors: {remedy}"
-    )
+    return TypeError(f"{name} is {a_type(arg)}; expected a torch.Tensor, or a tuple, list or dict of tensors: {remedy}")
 
 
 def _check_alike(name: str, x: Any, first: torch.Tensor, batched: bool) -> None:

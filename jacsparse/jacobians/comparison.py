@@ -17,7 +17,7 @@ from ..tracing import check_module, name_of, undisturbed, without_autocast
 from .arguments import Arguments
 from .edge_matrices import times
 from .flat_function import FlatFunction, module_and_batch, run_once
-from .gradients import owner_of
+from .gradients import Gradient
 from .options import Options
 from .unprepared import jacobian_and_returned
 from .verification import MOST_ROUNDINGS, VerificationError, error_of_product, largest_finite
@@ -100,7 +100,7 @@ def _rounding_of_product(f: Callable[..., Any], arguments: Arguments, g: torch.T
     with undisturbed(check_module(module), x.device):
         try:
             trace = trace_of_call(module, x)
-            records = chain_of_trace(trace, owner_of(f), pruned=False).records(trace)
+            records = chain_of_trace(trace, f.f if isinstance(f, Gradient) else f, pruned=False).records(trace)
         except UnsupportedOperatorError:
             # With a pattern of one's own, an operator needs no rule.
             return 0.0

@@ -12,9 +12,9 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
-from ..runtime import a_type, flattened
+from ..runtime import a_type
 from ..tracing import module_of, name_of, saved_buffers, undisturbed
-from .arguments import Arguments
+from .arguments import Arguments, flattened
 
 
 def module_and_batch(

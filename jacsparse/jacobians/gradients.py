@@ -84,11 +84,6 @@ class Gradient(WithAux):
         )
 
 
-def owner_of(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Whose weights a function reads: a gradient, which each call makes anew, reads those of its function."""
-    return f.f if isinstance(f, Gradient) else f
-
-
 class _UnfusedAttention(TorchFunctionMode):
     """Attention by products and a softmax: PyTorch has no second derivatives of its fused kernels."""
 

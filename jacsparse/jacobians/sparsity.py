@@ -11,10 +11,11 @@ from torch.utils import _pytree
 from ..patterns import Pattern
 from ..stages import chain_for_all, check_shape
 from ..tracing import SAMPLES, random_tensor, tensors_of
-from .arguments import Arguments, checked_argnums, has_samples
+from .arguments import Arguments
 from .colorings import symmetric_part
 from .flat_function import module_and_batch
 from .gradients import Gradient
+from .options import checked_argnums, has_samples
 from .tracing_for_replays import modules_of
 
 

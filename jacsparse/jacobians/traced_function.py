@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,8 +159,3 @@ class _Connected(Values):
             if not active.get(name, differentiable):
                 arguments[name] = arguments[name].detach()
         return node.computed(arguments)
-
-
-def same_numbers(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether all of two tuples' numbers are equal, zeros with their signs: the inverses of 0.0 and -0.0 differ."""
-    return some == others and (0 not in some or repr(some) == repr(others))

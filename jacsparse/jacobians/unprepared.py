@@ -22,7 +22,7 @@ from .compressed import Compressed
 from .differentiable import check_second_derivatives, connected_to, with_gradients
 from .evaluator import Evaluator
 from .flat_function import FlatFunction, Returned, module_and_batch
-from .gradients import Gradient, owner_of
+from .gradients import Gradient
 from .options import Keywords, Options, with_parts
 from .products import ChainProducts
 from .traced_function import TracedFunction
@@ -191,15 +191,17 @@ def _of_run(
     f: Callable[..., Any], function: nn.Module, x: torch.Tensor, arguments: Arguments, options: Options
 ) -> tuple[SparseJacobian, Any, Any]:
     """The same of a run of the function's module at a batch."""
-    create_graph, trace = options.create_graph, traced(function, x, cached=True)
-    chained = partial(chain_of_trace, trace, owner_of(f), arguments=arguments.others)
+    create_graph, of_gradient = options.create_graph, isinstance(f, Gradient)
+    trace = traced(function, x, cached=True)
+    # A gradient is made anew by each call, and reads the weights of its function.
+    chained = partial(chain_of_trace, trace, f.f if of_gradient else f, arguments=arguments.others)
     chain = chained(pruned=options.pruned)
     if isinstance(f, Gradient):
         f.check_derivatives(trace, arguments)
     if create_graph:
         if chain.trained_zeros(trace):
             chain = chained(pruned=False)
-        check_second_derivatives(trace, chain, chain.records(trace), of_gradient=isinstance(f, Gradient))
+        check_second_derivatives(trace, chain, chain.records(trace), of_gradient=of_gradient)
     pattern, values = PLANS.of(chain).evaluated(trace)
     if create_graph:
         # All entries, those of pruned weights too.
@@ -231,14 +233,14 @@ class JacobianPlan:
     MOST_WAYS = 4
 
     def __init__(self, chain: Chain) -> None:
-        self.chain = chain
+        self.chain, self._hooked = chain, any(stage.hooked for stage in chain)
         #: By the numbers that are its constants, as a text: zeros have signs.
         self._ways: dict[str, Evaluator] = {}
         self._constants: list[int] | None = None
 
     def evaluated(self, trace: Trace) -> tuple[Pattern, torch.Tensor]:
         """The pattern of the Jacobian in a run, and its values, in memory of their own."""
-        if trace.may_have_hooks or self.chain.hooked:
+        if trace.may_have_hooks or self._hooked:
             refuse_hooks(self.chain.records(trace))
         with torch.set_grad_enabled(False), without_autocast(trace.input.device):
             if self._constants is None:

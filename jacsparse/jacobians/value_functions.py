@@ -12,7 +12,7 @@ from torch import fx
 
 from ..patterns import gradients_of
 from ..tracing import Scalar, Trace, Value, Values, calls_of, with_constants, with_identities
-from .traced_function import TracedFunction, same_numbers
+from .traced_function import TracedFunction
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
 Compute = Callable[..., Sequence[torch.Tensor]]
@@ -98,7 +98,7 @@ class ValueFunction:
         """Some values and numbers of a run, which may have gradients."""
         # Other threads may replace it meanwhile.
         numbers = self._numbers
-        if numbers is None or not same_numbers(numbers[0], trace.scalars):
+        if numbers is None or not _are_same(numbers[0], trace.scalars):
             numbers = self._numbers = list(trace.scalars), self._function.scalars(trace)
         return {each: trace.elements(each) if each >= 0 else numbers[1][~each] for each in sources}
 
@@ -212,3 +212,8 @@ def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:
         return "scalar", value.place
     # By its text: zeros have signs, and a bool is no number.
     return value if isinstance(value, Value) else (type(value), repr(value))
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether all of two tuples' numbers are equal, zeros with their signs: the inverses of 0.0 and -0.0 differ."""
+    return some == others and (0 not in some or repr(some) == repr(others))

@@ -19,7 +19,6 @@ from ..tracing import check_module, name_of, undisturbed, without_autocast, with
 from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
 from .flat_function import module_and_batch, run_once
-from .gradients import owner_of
 from .products import ChainProducts
 from .traced_function import TracedFunction
 
@@ -175,7 +174,7 @@ def verify(
     check_module(module)
     with without_saving_hooks(), _seeded(x), undisturbed(module):
         trace = trace_of_call(module, x)
-        chain = chain_of_trace(trace, owner_of(f), pruned=pruned)
+        chain = chain_of_trace(trace, f, pruned=pruned)
         run = Run(trace, chain.records(trace))
         refuse_hooks(run.records)
         if tolerance is None:

@@ -36,13 +36,11 @@ from .torch_versions import (
     parts_of_program,
     without_compiling,
 )
-from .tracers import has_tangent, is_batched, is_traced, is_transformed, transform_under_way
-from .trees import LEAF, flattened
+from .tracers import check_tensor_itself, has_tangent, is_batched, is_traced, is_transformed, transform_under_way
 
 __all__ = [
     "INDEX",
     "KERNEL_FILES",
-    "LEAF",
     "MEMORY_POOL",
     "REAL",
     "SIMD",
@@ -68,12 +66,12 @@ __all__ = [
     "c_type",
     "cache_directory",
     "cached_arrays",
+    "check_tensor_itself",
     "check_writable",
     "compiled_module",
     "cupy_for",
     "cupy_stream",
     "destroy_process_groups",
-    "flattened",
     "flushing",
     "frozen",
     "gpu_extra",

@@ -87,11 +87,19 @@ def _flags_of(names: tuple[str, ...]) -> list[str]:
 
 
 class DispatchMode(TorchDispatchMode):
-    """A dispatch mode that threads may be in at the same time.
+    """A dispatch mode in which ``call(overload, types, args, kwargs)`` takes the place of each call of an operator.
 
-    PyTorch keeps whether there is a mode in variables of the process, which each mode sets back to what it found. Where
-    that is another thread's mode, ``torch.compile`` would compile nothing for the rest of the process.
+    Threads may be in one at the same time. PyTorch keeps whether there is a mode in variables of the process, which
+    each mode sets back to what it found. Where that is another thread's mode, ``torch.compile`` would compile nothing
+    for the rest of the process.
     """
+
+    def __init__(self, call: Callable[[Any, Any, Any, dict[str, Any]], Any]) -> None:
+        super().__init__()
+        self._call = call
+
+    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._call(overload, types, args, kwargs or {})
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -9,6 +9,8 @@ import torch
 from torch._ops import _get_dispatch_mode_pre_dispatch, _len_torch_dispatch_stack_pre_dispatch
 from torch.autograd import forward_ad
 
+from .messages import a_type
+
 _MODES = torch._C._TorchDispatchModeKey
 #: The transforms of ``torch.func`` by the kinds of their interpreters.
 _TRANSFORMS = {"Functionalize": "functionalize", "Grad": "grad, vjp or jacrev", "Jvp": "jvp or jacfwd", "Vmap": "vmap"}
@@ -48,3 +50,12 @@ def is_batched(tensor: torch.Tensor) -> bool:
 def has_tangent(tensor: torch.Tensor) -> bool:
     """Whether a tensor has a tangent of forward mode, as within ``torch.autograd.forward_ad``."""
     return forward_ad._current_level >= 0 and forward_ad.unpack_dual(tensor).tangent is not None
+
+
+def check_tensor_itself(name: str, x: object, remedy: str) -> torch.Tensor:
+    """Return `x` where it is a tensor, and none that stands for others within a transform of ``torch.func``."""
+    if not isinstance(x, torch.Tensor):
+        raise TypeError(f"{name} is {a_type(x)}; expected a torch.Tensor")
+    if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+        raise TypeError(f"{name} is within {transform_under_way() or 'a transform of torch.func'}; {remedy}")
+    return x

@@ -175,12 +175,17 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     with torch.inference_mode(False), torch.no_grad():
         compared, model = copied(model), copied(model)
-        places, recording = _copies(inputs), _Recording()
+        places, steps = _copies(inputs), list[_Step]()
         # What a model makes when it first runs is no part of later runs.
         model(*_copies(inputs))
-        with recording:
-            output = model(*places)
-        steps = _needed(name, recording.steps, places)
+        token = recorder.set(lambda run: steps.append(_Step.of_kernel(run)))
+        try:
+            # All tensors of the steps live as long as these, so that no two have the same memory.
+            with DispatchMode(functools.partial(_recorded, steps)):
+                output = model(*places)
+        finally:
+            recorder.reset(token)
+        steps = _needed(name, steps, places)
         frozen = FrozenModel(name, places, steps, output)
         compared(*_copies(inputs))
         compared(*_copies(inputs))
@@ -243,50 +248,33 @@ class _Step:
         return cls(run.kernel.__name__, _tensors(run.inputs), _tensors(run.outputs), run.with_tensors, run=run)
 
 
-class _Recording(DispatchMode):
-    """The steps of a run, with all tensors of it, so that no two have the same memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.steps: list[_Step] = []
-
-    def __enter__(self) -> Any:
-        self._token = recorder.set(self._record_kernel)
-        return super().__enter__()
-
-    def __exit__(self, *problem: Any) -> None:
-        super().__exit__(*problem)
-        recorder.reset(self._token)
-
-    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if BlockTensor in kinds:
-            # What it calls comes here too.
-            return NotImplemented
-        facts = facts_of(function)
-        if facts.reshapes:
-            # It changes a tensor's shape or strides, which the aliases of other steps keep.
-            return function(*args, **(kwargs or {}))
-        before = _aliases((args, kwargs or {}))
-        returned = function(*args, **(kwargs or {}))
-        (args, kwargs), result = before, _aliases(returned)
-        reads, writes = _tensors(before), _tensors(result)
-        if any(each._is_zerotensor() for each in (*reads, *writes)):
-            raise ValueError(
-                "the model differentiates in forward mode, as by torch.func.jvp, whose zeros have no memory that steps "
-                "could use again; call the model itself"
-            )
-        step = _Step(facts.name, reads, writes, in_place=bool(facts.written), draws=facts.random, is_read=facts.reads)
-        if step.in_place:
-            arguments = dict(zip(facts.names, args, strict=False)) | kwargs
-            step.writes = _tensors([arguments.get(name) for name in facts.written])
-        is_view = not step.in_place and {_memory(each) for each in writes} <= {_memory(each) for each in reads}
-        if not is_view and function.overloadpacket not in _EMPTY:
-            step.again = functools.partial(_operator_again, function, args, kwargs, result)
-        self.steps.append(step)
-        return returned
-
-    def _record_kernel(self, run: TensorKernelRun) -> None:
-        self.steps.append(_Step.of_kernel(run))
+def _recorded(steps: list[_Step], function: Any, kinds: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What a call of an operator returns, which becomes a step."""
+    if BlockTensor in kinds:
+        # What it calls comes here too.
+        return NotImplemented
+    facts = facts_of(function)
+    if facts.reshapes:
+        # It changes a tensor's shape or strides, which the aliases of other steps keep.
+        return function(*args, **kwargs)
+    before = _aliases((args, kwargs))
+    returned = function(*args, **kwargs)
+    (args, kwargs), result = before, _aliases(returned)
+    reads, writes = _tensors(before), _tensors(result)
+    if any(each._is_zerotensor() for each in (*reads, *writes)):
+        raise ValueError(
+            "the model differentiates in forward mode, as by torch.func.jvp, whose zeros have no memory that steps "
+            "could use again; call the model itself"
+        )
+    step = _Step(facts.name, reads, writes, in_place=bool(facts.written), draws=facts.random, is_read=facts.reads)
+    if step.in_place:
+        arguments = dict(zip(facts.names, args, strict=False)) | kwargs
+        step.writes = _tensors([arguments.get(name) for name in facts.written])
+    is_view = not step.in_place and {_memory(each) for each in writes} <= {_memory(each) for each in reads}
+    if not is_view and function.overloadpacket not in _EMPTY:
+        step.again = functools.partial(_operator_again, function, args, kwargs, result)
+    steps.append(step)
+    return returned
 
 
 def _aliases(values: Any) -> Any:

@@ -75,7 +75,7 @@ class Chain:
 
     def adapted(self, trace: Trace) -> Chain:
         """The same chain with patterns that omit only elements that are zero in a run's weights."""
-        others = {edge: other for edge in self.pruned_edges if (other := edge.adapted(trace)) is not edge}
+        others = {edge: other for edge in self._pruned if (other := edge.adapted(trace)) is not edge}
         if not others:
             return self
         stages = [
@@ -105,7 +105,7 @@ class Chain:
 
     def trained_zeros(self, trace: Trace) -> bool:
         """Whether patterns omit elements that training may fill: zeros of weights that have a gradient and no mask."""
-        pairs = ((edge, weight) for edge in self.pruned_edges for weight in edge.omissions)
+        pairs = ((edge, weight) for edge in self._pruned for weight in edge.omissions)
         return any(
             not w.masked and trace.tensor(edge.number_of(w.name)).requires_grad and not bool(w.mask.all())
             for edge, w in pairs
@@ -123,25 +123,20 @@ class Chain:
         return itertools.chain.from_iterable(stage.edges for stage in self.stages)
 
     @functools.cached_property
-    def pruned_edges(self) -> tuple[Edge, ...]:
+    def _pruned(self) -> tuple[Edge, ...]:
         """The edges whose patterns omit elements of weights."""
         return tuple(edge for edge in self.edges if edge.omissions)
 
     @functools.cached_property
     def pruned_weights(self) -> tuple[PrunedWeight, ...]:
         """The weights from which patterns omit elements; masks that select are none."""
-        weights = (weight for edge in self.pruned_edges for weight in edge.omissions)
+        weights = (weight for edge in self._pruned for weight in edge.omissions)
         return tuple(weight for weight in weights if weight.floating)
 
     @functools.cached_property
     def registered_values(self) -> tuple[Edge, ...]:
         """The edges whose values were registered, and may be others than those of PyTorch's derivative."""
         return tuple(edge for edge in self.edges if edge.rule.has_registered_values)
-
-    @functools.cached_property
-    def hooked(self) -> bool:
-        """Whether backward hooks of a module see a gradient in a stage."""
-        return any(stage.hooked for stage in self.stages)
 
     @functools.cached_property
     def coupling(self) -> tuple[int, ...]:

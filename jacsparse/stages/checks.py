@@ -8,8 +8,7 @@ from operator import index
 import torch
 from torch import nn
 
-from ..runtime import a_type
-from ..spgemm import check_tensor_itself
+from ..runtime import a_type, check_tensor_itself
 
 #: The classes of plain tensors.
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)

@@ -54,7 +54,7 @@ def chain_of_trace(
         if chains is None:
             chains = _CHAINS.setdefault(owner, weakref.WeakKeyDictionary()).setdefault(trace.graph, {})
         chain = chains.get(key)
-        if chain is None or chain.pruned_edges:
+        if chain is None or chain._pruned:
             with without_autocast(trace.input.device):
                 chain = chain or chain_of(trace, pruned=pruned, couples=couples, arguments=arguments)
                 # Weights that were zero when the patterns were made may have changed since.

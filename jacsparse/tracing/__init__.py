@@ -26,19 +26,35 @@ that is a factor or term. Nothing of an earlier run is taken for this one's: ten
 the run's own.
 """
 
-from .autograd_nodes import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, leads_to, with_all_gradients
+from .autograd_nodes import (
+    apply_node,
+    check_hooks_are_told,
+    edge_of,
+    ending_at,
+    has_node_hooks,
+    is_hooked,
+    leads_to,
+    saved_handle,
+    saves_objects,
+    with_all_gradients,
+    without_saving_hooks,
+)
 from .callers import is_recording
 from .calls import calls_of, with_constants, with_identities
 from .functions import function_error
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of, referred
-from .graphs import GRAPHS
+from .graphs import GRAPHS, traced
 from .modules import (
+    SAMPLES,
     check_initialised,
     check_module,
+    check_outside_transforms,
     module_of,
     name_of,
     parts_of,
+    random_tensor,
     refresh_weights,
+    samples_of,
     saved_buffers,
     set_weights,
     sets_weights,
@@ -50,8 +66,6 @@ from .modules import (
 from .operators import BackwardPass, FunctionCall, Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, excluded_by, mask_of
-from .runs import SAMPLES, check_outside_transforms, random_tensor, samples_of, traced
-from .saved_tensors import check_hooks_are_told, saved_handle, saves_objects, without_saving_hooks
 from .storages import memory_of
 from .traces import StaleError, Trace
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..patterns import UnsupportedOperatorError
 from .modules import name_of
+from .operators import operator_name, tensors_in
 
 _CALL = nn.Module._call_impl.__code__
 _LIBRARY = sys.modules[__name__.partition(".")[0]]
@@ -154,3 +156,53 @@ class Callers:
             "torch.where for a branch; or call jacsparse.jacobian, which runs the function each time"
         )
         return self.unsupported("its code asks what a tensor holds", remedy)
+
+    def in_users_words(self, x: torch.Tensor, error: Exception) -> Exception:
+        """An error that names the innermost module and the operator at which a run of a module ended, and their input.
+
+        Where a parameter or a buffer is on another device than the input, or of another dtype, it names that.
+        """
+        module = self.function
+        assert isinstance(module, nn.Module)
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            where = name if "." in name else f"{name_of(module)}.{name}"
+            if tensor.device.type not in ("cpu", "cuda"):
+                return ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()")
+            if tensor.device != x.device:
+                return ValueError(f"{where} is on {tensor.device}, its input on {x.device}; move one of them")
+            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != x.dtype:
+                return TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them")
+        arguments = getattr(module, "arguments", None)
+        call = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"
+        where, part = name_of(module), module
+        if self.failed is not None:
+            where, part, args = self.failed
+            if args and isinstance(args[0], torch.Tensor):
+                call = f"an input of shape {tuple(args[0].shape[1:])}"
+        operator, args = self.call or (None, ())
+        source = _source_of(error)
+        if str(error).startswith("derivative for aten::"):
+            # Within the run, as for a Hessian.
+            missing = str(error).removesuffix(" is not implemented")
+            return UnsupportedOperatorError(f"{where}: PyTorch has no {missing}{source}")
+        if "no rule registered for" in str(error):
+            return UnsupportedOperatorError(
+                f"{where}: a function of functions, as torch.cond, is no operator{source}; write it with Python's if "
+                "and loops, or torch.where"
+            )
+        dtypes = list(dict.fromkeys(str(tensor.dtype) for tensor in tensors_in(args) if tensor.is_floating_point()))
+        if len(dtypes) > 1 and "type" in str(error):
+            return TypeError(
+                f"{where}: {operator_name(operator)} gets tensors of {' and '.join(dtypes)}{source}; convert them to "
+                f"one dtype, as by .to({dtypes[0]}): {error}"
+            )
+        what = name_of(part) if part._modules or "__qualname__" in vars(part) else str(part)
+        return ValueError(f"{where}: {call} does not fit {what}{source}: {error}")
+
+
+def _source_of(error: BaseException) -> str:
+    """The last line of the user's code that an error passed, as in `` at net.py, line 7``."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if is_users(frame.filename) and Path(frame.filename).is_file():
+            return f" at {frame.filename}, line {frame.lineno} ({(frame.line or '').strip()})"
+    return ""

@@ -29,16 +29,15 @@ def calls_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx
     """
     inputs = [tensor.detach() for tensor in inputs]
     calls = _Calls(inputs)
-    with _FORWARD_MODE, calls:
+    with _FORWARD_MODE, DispatchMode(calls.call):
         output = function(*inputs)
     return _simplified(calls.finished(output))
 
 
-class _Calls(DispatchMode):
-    """Collects calls while it is active: PyTorch's own tracer first loads its compiler, which takes seconds."""
+class _Calls:
+    """Collects calls: PyTorch's own tracer first loads its compiler, which takes seconds."""
 
     def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        super().__init__()
         self.graph, self.constants = fx.Graph(), nn.Module()
         #: By a tensor's id. An operator may return its argument itself, which then has another node.
         self.nodes: dict[int, fx.Node] = {}
@@ -47,8 +46,9 @@ class _Calls(DispatchMode):
         for number, tensor in enumerate(inputs):
             self.note(tensor, self.graph.placeholder(f"input_{number}"))
 
-    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        overload, kwargs = aten.zeros.default if overload is WITHOUT_MEMORY else overload, kwargs or {}
+    def call(self, overload: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call of an operator, and collect it."""
+        overload = aten.zeros.default if overload is WITHOUT_MEMORY else overload
         node = self.graph.call_function(overload, *fx.node.map_aggregate((args, kwargs), self.argument))
         result = overload(*args, **kwargs)
         if returns_one_tensor(overload):

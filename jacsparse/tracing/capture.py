@@ -22,13 +22,14 @@ from torch.autograd.function import BackwardCFunction
 from ..patterns import UnsupportedOperatorError
 from ..runtime import DispatchMode, a_type
 from .autograd_nodes import (
+    NO_CONTEXT,
     OF_ERRORS,
-    is_of_hooks,
-    is_of_operator,
+    innermost_hooks,
     leads_to,
     next_node,
     node_of,
     recording_derivatives,
+    saves_by_hooks,
 )
 from .callers import Callers, hooks_so_far, place
 from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
@@ -48,7 +49,6 @@ from .operators import (
     with_written,
     written_tensors,
 )
-from .saved_tensors import NO_CONTEXT, innermost_hooks, saves_by_hooks
 from .storages import Storages, are_alike, extent_of, memory_of, replaces
 from .writes import begin_write, current, end_write
 
@@ -74,13 +74,13 @@ def capture(
         copy = x.detach().requires_grad_().clone()
         recorder = Recorder(callers, readable=reads is None)
         recorder.begin(copy)
-        with callers, recorder, NO_CONTEXT if reads is None else reads(recorder):
+        with callers, DispatchMode(recorder.call), NO_CONTEXT if reads is None else reads(recorder):
             output = function(copy, *arguments)
         return recorder.finished(output, beside())
 
 
-class Recorder(DispatchMode):
-    """Records calls while it is active.
+class Recorder:
+    """Records calls, in a `DispatchMode` of its `call`.
 
     Parameters
     ----------
@@ -93,7 +93,6 @@ class Recorder(DispatchMode):
     """
 
     def __init__(self, callers: Callers, *, readable: bool = True, in_parts: bool = False) -> None:
-        super().__init__()
         self.callers, self.readable, self.in_parts = callers, readable, in_parts
         self.run = CapturedRun(hooks=hooks_so_far())
         callers.calls = self.run.calls
@@ -122,7 +121,8 @@ class Recorder(DispatchMode):
         self._has_floats = False
         self._sequence = -1
         self._apart = False
-        self._has_hooks = self._saved_by_hooks = False
+        #: Whether a module that was called has backward hooks.
+        self.has_hooks = self._saved_by_hooks = False
 
     def begin(self, x: torch.Tensor, flags: int = DEPENDENT | ACTIVE | DIFFERENTIABLE) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
@@ -133,9 +133,9 @@ class Recorder(DispatchMode):
             self.run.gradient_edges[number] = x.grad_fn, x.output_nr
         return number
 
-    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def call(self, overload: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run a call of an operator, and record it."""
         # Written for speed: with small operators this is most of what a run costs.
-        kwargs = kwargs or {}
         if overload is _DETACH and id(args[0]) in self.numbers:
             # Autograd calls it on the tensors that it saves.
             return self.alias(_DETACH(args[0]), args[0])
@@ -188,7 +188,7 @@ class Recorder(DispatchMode):
         if self.problem is not None:
             raise self.problem
         run.saved_by_hooks = self._saved_by_hooks
-        if self._has_hooks:
+        if self.has_hooks:
             run.hooked_spans = self.callers.spans
         run.key = (*self.key, run.output, run.active, *run.hooked_spans)
         return run
@@ -223,7 +223,8 @@ class Recorder(DispatchMode):
         outer = self.in_parts, self.readable, self._apart
         self.in_parts, self.readable, self._apart = True, False, True
         try:
-            with recording_derivatives(), torch.no_grad(), without_autocast(self.run.tensors[0].device), self:
+            device, mode = self.run.tensors[0].device, DispatchMode(self.call)
+            with recording_derivatives(), torch.no_grad(), without_autocast(device), mode:
                 yield
         finally:
             self._operands, self.kinds, self._flags, self._has_floats, self._sequence = state
@@ -257,7 +258,7 @@ class Recorder(DispatchMode):
             kind = type(node)
             if node is not None:
                 if kind.__base__ is BackwardCFunction:
-                    if (value := self._of_function(tensor, node, number)) is not None:
+                    if (value := value_of_function(self, tensor, node, number)) is not None:
                         # Which Function it is, its calls tell.
                         number, kind = value, BackwardCFunction
                 elif kind is OF_ERRORS:
@@ -274,18 +275,10 @@ class Recorder(DispatchMode):
         self._operands.append(number)
         return number
 
-    def _of_function(self, tensor: torch.Tensor, node: Any, number: int) -> int | None:
-        """The value of what a ``torch.autograd.Function`` returned, with the elements of another; None of a hook's."""
-        if is_of_hooks(node) or is_of_operator(node):
-            self._has_hooks |= is_of_hooks(node)
-            return None
-        number = self.numbers[id(tensor)] = value_of_function(self, tensor, node, number)
-        return number
-
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that a call has made, which is no operand here."""
         number, node = self.numbers[id(tensor)], node_of(tensor)
-        value = self._of_function(tensor, node, number) if isinstance(node, BackwardCFunction) else None
+        value = value_of_function(self, tensor, node, number) if isinstance(node, BackwardCFunction) else None
         return number if value is None else value
 
     def from_elsewhere(self, tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from ..patterns import CONSTANT, UnsupportedOperatorError, gradients_of
-from .autograd_nodes import apply_function, zeros_for
+from .autograd_nodes import apply_function, is_of_hooks, is_of_operator, zeros_for
 from .captured_run import ACTIVE, DEPENDENT
 from .graph import Graph, Node, Values
 from .operators import BackwardPass, FunctionCall, facts_of
@@ -40,8 +40,11 @@ class RecordedBackward(NamedTuple):
     problem: str = ""
 
 
-def value_of_function(recorder: Recorder, tensor: torch.Tensor, node: Any, number: int) -> int:
-    """The value of what a Function returned, whose elements are those of another value."""
+def value_of_function(recorder: Recorder, tensor: torch.Tensor, node: Any, number: int) -> int | None:
+    """The value of what a Function returned, whose elements are those of another value; None of other such nodes'."""
+    recorder.has_hooks |= is_of_hooks(node)
+    if is_of_hooks(node) or is_of_operator(node):
+        return None
     place = node, tensor.output_nr
     if place not in recorder.functions:
         recorder.functions[place] = _derivative(recorder, tensor, node, number), {}
@@ -50,6 +53,7 @@ def value_of_function(recorder: Recorder, tensor: torch.Tensor, node: Any, numbe
         # Autograd may not have seen the last write of these elements.
         value = recorder.append(FunctionCall(type(node)._forward_cls), (number, derivative), tensor, (False, True))
         known |= {number: value, value: value}
+    recorder.numbers[id(tensor)] = known[number]
     return known[number]
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,17 @@ from torch import nn
 
 from ..decompositions import MadeMatrix, is_sparse, operator_on_elements, selection
 from ..patterns import REGISTERED, UnsupportedOperatorError
+from ..runtime import DispatchMode, without_compiling
 from .callers import Callers
-from .capture import Recorder
+from .capture import Recorder, capture
 from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .derivatives import check_derivatives
 from .functions import is_linear, products
 from .graph import Graph, Info, Node, Operand, Value
 from .masks import with_mask
-from .modules import without_autocast
+from .modules import check_outside_transforms, without_autocast
 from .operators import BackwardPass, draws, facts_of, operand_names, tensors_in
+from .reads import Unreadable
 from .storages import memory_of
 from .traces import Trace
 
@@ -57,7 +59,10 @@ class GraphCache:
         known.last = next(self._calls)
         for graph in known.graphs:
             trace = Trace.of_run(module, graph, run)
-            if all(torch.equal(trace.elements(value), each) for value, each in graph.contents.items()):
+            for value, each in graph.contents.items():
+                if not torch.equal(trace.elements(value), each):
+                    break
+            else:
                 if graph is not known.graphs[0]:
                     self._put_first(graph, known)
                 return trace
@@ -93,6 +98,54 @@ class _OfKey:
 
 #: Those of all modules and functions.
 GRAPHS = GraphCache()
+
+
+def traced(
+    module: nn.Module,
+    x: torch.Tensor,
+    *,
+    arguments: Sequence[Any] = (),
+    cached: bool = False,
+    readable: bool = True,
+    hidden: Sequence[torch.Tensor] = (),
+    beside: Callable[[], Sequence[torch.Tensor]] = tuple,
+) -> Trace:
+    """The trace of a run of a module, with all that it changes and draws.
+
+    Parameters
+    ----------
+    module : Module
+        It runs once.
+    x : Tensor, (batch, *input_shape)
+        The module gets a copy, which it may overwrite.
+    arguments : sequence
+        What the module gets behind it, as it is.
+    cached : bool
+        Whether the graph may be that of an earlier run that made the same calls.
+    readable : bool
+        Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
+    hidden : sequence of Tensor
+        Tensors from elsewhere that Python may not read either, unless it may all.
+    beside : callable
+        What the module has returned beside its output, of which the trace has the values.
+
+    Raises
+    ------
+    ValueError, TypeError
+        Where the input does not fit, or a parameter is on another device, or of another dtype.
+    UnsupportedOperatorError
+        Where a derivative is not that of the operators, or where elements are read although `readable` is False.
+    """
+    callers, reads = Callers(module), None if readable else functools.partial(Unreadable, hidden=hidden)
+    try:
+        with without_compiling:
+            run = capture(module, x, arguments, callers, reads, beside)
+    except (UnsupportedOperatorError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        raise callers.in_users_words(x, error) from error
+    check_outside_transforms(module, run.tensors)
+    return GRAPHS.trace_of(module, run) if cached else new_trace(module, run)
 
 
 def new_trace(module: nn.Module, run: CapturedRun) -> Trace:
@@ -297,7 +350,7 @@ class _Analysis:
             return begun(argument, flags, node.writes_to(name))
 
         args, kwargs = [given(each) for each in node.args], {name: given(each) for name, each in node.kwargs.items()}
-        with recorder:
+        with DispatchMode(recorder.call):
             results = tensors_in(parts(*args, **kwargs))
         returned, inner, made = recorder.values_of(results), recorder.run, list[Node]()
         for call in inner.calls:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -46,20 +47,20 @@ class Selected(NamedTuple):
     group: int = -1
 
 
+@dataclass(eq=False)
 class Masks:
     """The elements that the masks of a run have selected so far."""
 
-    def __init__(self, run: CapturedRun) -> None:
-        self._run = run
-        #: By value.
-        self.selected: dict[int, Selected] = {}
-        #: By group, the one that it has become part of; and those that are worked on in another way.
-        self._joined: dict[int, int] = {}
-        self._others: set[int] = set()
-        #: Of the calls that work on groups, what goes into `CapturedRun.by_mask`.
-        self._parts: list[tuple[int, int, Parts]] = []
-        #: By the first value of a group, why no other call repeats the selection, where that matters.
-        self._errors: dict[int, Exception] = {}
+    _run: CapturedRun
+    #: By value.
+    selected: dict[int, Selected] = field(default_factory=dict)
+    #: By group, the one that it has become part of; and those that are worked on in another way.
+    _joined: dict[int, int] = field(default_factory=dict)
+    _others: set[int] = field(default_factory=set)
+    #: Of the calls that work on groups, what goes into `CapturedRun.by_mask`.
+    _parts: list[tuple[int, int, Parts]] = field(default_factory=list)
+    #: By the first value of a group, why no other call repeats the selection, where that matters.
+    _errors: dict[int, Exception] = field(default_factory=dict)
 
     def selection(self, overload: Any, args: Sequence[Any], operands: Sequence[int]) -> Selected | None:
         """What a call selects by one computed mask; None where it is no such call."""

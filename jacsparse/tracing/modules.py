@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from ..runtime import a_type, without_compiling
-from .saved_tensors import NO_CONTEXT, noted, unchanged
+from ..runtime import a_type, has_tangent, is_transformed, transform_under_way, without_compiling
+from .autograd_nodes import NO_CONTEXT, noted, unchanged
 
 
 def check_module(module: object) -> nn.Module:
@@ -118,6 +118,9 @@ class undisturbed:  # noqa: N801
         #: Each part, with its attributes and buffers; and the buffers of all, each with its version and a copy.
         self._attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         self._buffers: list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor | None]] = []
+        generators = {torch.default_generator}
+        if self._device is not None and self._device.type == "cuda":
+            generators.add(torch.cuda.default_generators[self._device.index])
         for part in check_initialised(self._module):
             self._attributes.append((part, dict(part.__dict__), dict(part._buffers)))
             for name, buffer in part._buffers.items():
@@ -126,17 +129,16 @@ class undisturbed:  # noqa: N801
                     is_left = part in _LEAVE_MASKS and _is_mask(part, name)
                     copy = None if is_left else buffer.clone()
                     self._buffers.append((part, name, buffer, buffer._version, copy))
-        devices = {tensor.device for tensor in tensors_of(self._module)} if torch.cuda.is_initialized() else set()
-        devices = {each for each in (*devices, self._device) if each is not None and each.type == "cuda"}
-        self._random = torch.random.fork_rng(sorted(devices, key=str)) if devices else NO_CONTEXT
-        self._random.__enter__()
-        self._state = torch.default_generator.get_state()
+            for tensor in (*part._parameters.values(), *part._buffers.values()):
+                if tensor is not None and tensor.is_cuda:
+                    generators.add(torch.cuda.default_generators[tensor.device.index])
+        self._random = {generator: generator.get_state() for generator in generators}
         without_compiling.__enter__()
 
     def __exit__(self, *error: object) -> None:
         without_compiling.__exit__()
-        torch.default_generator.set_state(self._state)
-        self._random.__exit__(None, None, None)
+        for generator, state in self._random.items():
+            generator.set_state(state)
         for part, fields, buffers in self._attributes:
             for current, before in ((part.__dict__, fields), (part._buffers, buffers)):
                 # The dictionary is never empty meanwhile: other threads may use the module.
@@ -238,3 +240,32 @@ def trains(module: nn.Module, name: str) -> bool:
         return parameter is not None and parameter.requires_grad
     prefixes = (f"{name}_", f"parametrizations.{name}.")
     return any(p.requires_grad for path, p in module.named_parameters() if path.startswith(prefixes))
+
+
+def check_outside_transforms(f: Any, tensors: Iterable[Any]) -> None:
+    """Raise TypeError within a transform of ``torch.func``, or where a tensor has a tangent of forward mode."""
+    if not is_transformed():
+        return
+    name = name_of(f)
+    remedy = f"call {name} itself there, or take gradients by torch.autograd"
+    if torch._C._are_functorch_transforms_active():
+        raise TypeError(f"{name}: the call is within {transform_under_way()}, which does not see it; {remedy}")
+    if any(isinstance(tensor, torch.Tensor) and has_tangent(tensor) for tensor in tensors):
+        raise TypeError(f"{name}: a tensor has a tangent of forward mode, which would be lost; {remedy}")
+
+
+#: Random samples that a module runs on where there is no input: a single one would not show how samples stay apart.
+SAMPLES = 3
+
+
+def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
+    """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
+    tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
+    like = next(tensors, torch.empty(0, device="cpu") if like is None else like)
+    return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
+
+
+def random_tensor(shape: tuple[int, ...], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random numbers with the dtype and device of a tensor; the same ones everywhere."""
+    drawn = torch.randn(shape, generator=generator, device="cpu")
+    return drawn if like.device.type == "meta" else drawn.to(like)

@@ -11,6 +11,7 @@ derivatives as they were: from then on a storage knows both apart.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -191,19 +192,20 @@ class WrittenStorage:
         return self._families.setdefault(base_of(tensor)._cdata, len(self._families))
 
 
+@dataclass(eq=False)
 class Storages:
-    """The storages that a run writes to, or looks at under another name; `tensors` are its values."""
+    """The storages that a run writes to, or looks at under another name."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._storages: dict[int, WrittenStorage] = {}
-        #: By a tensor's id, how many of the writes to its storage its value has.
-        self._known: dict[int, int] = {}
-        #: By storage, the values on it; and of how many values that is known.
-        self._values_on: dict[int, list[int]] = {}
-        self._placed = 0
-        #: Whether there are any.
-        self.written = False
+    #: The run's values.
+    _tensors: Sequence[torch.Tensor]
+    _storages: dict[int, WrittenStorage] = field(default_factory=dict)
+    #: By a tensor's id, how many of the writes to its storage its value has.
+    _known: dict[int, int] = field(default_factory=dict)
+    #: By storage, the values on it; and of how many values that is known.
+    _values_on: dict[int, list[int]] = field(default_factory=dict)
+    _placed: int = 0
+    #: Whether there are any.
+    written: bool = False
 
     def get(self, tensor: torch.Tensor) -> WrittenStorage | None:
         """The storage of a tensor, if it is one of these."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
 
+from .autograd_nodes import version_of, versions_of
 from .callers import hooks_so_far
 from .captured_run import CapturedCall, CapturedRun
 from .graph import Graph, Node, Value, referred
-from .saved_tensors import version_of, versions_of
 from .storages import memory_of
 
 
@@ -29,7 +29,7 @@ class Trace:
         #: By value, as the run left them; None for values that the run did not compute.
         self.tensors: list[torch.Tensor | None] = [x]
         #: Their versions when the run ended; -1 of those that it had overwritten by then.
-        self.versions = [version_of(x)]
+        self.versions = [0]
         #: The elements of values that were overwritten; in a replay, of all that were computed.
         self.copies: dict[int, torch.Tensor] = {}
         self.scalars: list[Any] = []
@@ -88,7 +88,7 @@ class Trace:
         trace.hooks = hooks_so_far()
         trace.scalars, missing = list(scalars), len(graph.infos) - 1
         trace.tensors += [None] * missing
-        trace.versions += [0] * missing
+        trace.versions = [version_of(x)] + [0] * missing
         trace.copies |= graph.constants
         for value, tensor in captures.items():
             trace.tensors[value], trace.versions[value] = tensor, version_of(tensor)
@@ -116,8 +116,10 @@ class Trace:
         """The tensors from before the run that autograd computes gradients of: mostly parameters."""
         return [self.tensor(value) for value in self.graph.externals]
 
-    def values_of(self, tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    def values_of(self, tensors: Collection[torch.Tensor]) -> frozenset[int]:
         """The values that the run read from these tensors."""
+        if not tensors:
+            return frozenset()
         numbers = {id(self.tensors[value]): value for value in (0, *self.graph.captures)}
         return frozenset(numbers[id(tensor)] for tensor in tensors if id(tensor) in numbers)
 

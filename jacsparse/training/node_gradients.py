@@ -5,6 +5,7 @@ So any number of threads, each on a stream of its own, may go back through the s
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,7 +54,7 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
         for operation in record.stage.operations:
             arguments = {name: _constant(trace.read(argument)) for name, argument in operation.referenced.items()}
             arguments |= {name: values[value] for name, value in operation.operands.items()}
-            with _Results(trace, operation):
+            with DispatchMode(functools.partial(_result, trace, operation)):
                 result = operation.evaluate(arguments)
             if trace.graph.infos[operation.value].whole is not None:
                 # The parts of a call have its derivative, but not always its elements.
@@ -71,22 +72,16 @@ def _constant(argument: Any) -> Any:
     return argument.detach() if isinstance(argument, torch.Tensor) else argument
 
 
-class _Results(DispatchMode):
-    """Returns what an operator has computed in a traced run; runs it again only where that makes views or a list."""
-
-    def __init__(self, trace: Trace, operation: Operation) -> None:
-        super().__init__()
-        self.trace, self.operation = trace, operation
-
-    def __torch_dispatch__(self, overload: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        node = self.operation.node
-        if overload is not self.operation.overload or self.operation.overload is not node.overload:
-            return overload(*args, **(kwargs or {}))
-        results = [self.trace.elements(value).detach() for value in node.results]
-        returns = overload._schema.returns
-        if node.writes and torch.Tag.inplace_view not in overload.tags:
-            # An operator that works in place returns the argument that it writes to, a copy here.
-            return args[0].copy_(results[0])
-        if any(each.alias_info for each in returns) or len(returns) != len(results):
-            return overload(*args, **(kwargs or {}))
-        return results[0] if len(results) == 1 else tuple(results)
+def _result(trace: Trace, operation: Operation, overload: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What an operator has computed in a traced run; it runs again only where that makes views or a list."""
+    node = operation.node
+    if overload is not operation.overload or operation.overload is not node.overload:
+        return overload(*args, **kwargs)
+    results = [trace.elements(value).detach() for value in node.results]
+    returns = overload._schema.returns
+    if node.writes and torch.Tag.inplace_view not in overload.tags:
+        # An operator that works in place returns the argument that it writes to, a copy here.
+        return args[0].copy_(results[0])
+    if any(each.alias_info for each in returns) or len(returns) != len(results):
+        return overload(*args, **kwargs)
+    return results[0] if len(results) == 1 else tuple(results)

@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ...runtime import a_type
+from ...runtime import DispatchMode, a_type
 from .cell import Cell, FrozenCell
 
 
@@ -62,16 +61,16 @@ def _look(cell: Cell, size: int, dtype: torch.dtype, device: torch.device, gradi
         torch.linspace(0.1, 0.9, 2 * count * size, dtype=dtype, device=device).view(2, count * size)
         for count in (cell.gates, cell.gates, cell.states)
     ]
-    draws = _Draws()
+    draws: list[str] = []
     try:
-        with draws:
+        with DispatchMode(functools.partial(_without_draws, draws)):
             after: Any = cell.step(*inputs)
     except Exception:
         # Not every step takes these numbers: with a layer's own it fails for itself, or does not.
-        if not (draws.operator and gradients):
+        if not (draws and gradients):
             return
         raise TypeError(
-            f"{name} draws random numbers by {draws.operator}, and a backward pass, which calls it again, would draw "
+            f"{name} draws random numbers by {draws[0]}, and a backward pass, which calls it again, would draw "
             "others; draw outside, and pass masks in the input or as a vector of the state (hx)"
         ) from None
     if not isinstance(after, torch.Tensor) or (after.shape, after.dtype) != (inputs[2].shape, dtype):
@@ -124,24 +123,17 @@ def _tensors(cell: Cell) -> Iterator[tuple[str, torch.Tensor]]:
             yield from ((path, part) for path, part in parts if isinstance(part, torch.Tensor) and part.requires_grad)
 
 
-class _Draws(TorchDispatchMode):
-    """Stops at the first operator that draws random numbers: of those that may, one that moves a generator on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operator = ""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        own = kwargs.get("generator")
-        generators = [torch.default_generator, *torch.cuda.default_generators, *([] if own is None else [own])]
-        before = [generator.get_state() for generator in generators]
-        result = func(*args, **kwargs)
-        for generator, state in zip(generators, before, strict=True):
-            if not generator.get_state().equal(state):
-                generator.set_state(state)
-                self.operator = str(func)
-                raise RuntimeError(f"{func} draws random numbers")
-        return result
+def _without_draws(draws: list[str], operator: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """The result of an operator, unless it draws random numbers: of those that may, one that moves a generator on."""
+    if torch.Tag.nondeterministic_seeded not in operator.tags:
+        return operator(*args, **kwargs)
+    own = kwargs.get("generator")
+    generators = [torch.default_generator, *torch.cuda.default_generators, *([] if own is None else [own])]
+    before = [generator.get_state() for generator in generators]
+    result = operator(*args, **kwargs)
+    for generator, state in zip(generators, before, strict=True):
+        if not generator.get_state().equal(state):
+            generator.set_state(state)
+            draws.append(str(operator))
+            raise RuntimeError(f"{operator} draws random numbers")
+    return result
