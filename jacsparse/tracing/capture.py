@@ -118,7 +118,7 @@ class Recorder:
         self._operands: list[int] = []
         self.kinds: list[type | None] = []
         self._flags = 0
-        self._has_floats = False
+        self._has_floats = self._has_integers = False
         self._sequence = -1
         self._apart = False
         #: Whether a module that was called has backward hooks.
@@ -167,7 +167,7 @@ class Recorder:
                 self.run.tensors[number] = args[0].detach()
             self.storages.forget(args[0])
             return overload(*args, **kwargs)
-        if overload is aten.copy_.default and replaces(*args[:2]):
+        if overload is _COPY and replaces(*args[:2]):
             return self._replaced(*args)
         return self._record(overload, facts, args, kwargs)
 
@@ -219,7 +219,7 @@ class Recorder:
 
         Python may not read what depends on the input there.
         """
-        state = self._operands, self.kinds, self._flags, self._has_floats, self._sequence
+        state = self._operands, self.kinds, self._flags, self._has_floats, self._has_integers, self._sequence
         outer = self.in_parts, self.readable, self._apart
         self.in_parts, self.readable, self._apart = True, False, True
         try:
@@ -227,7 +227,7 @@ class Recorder:
             with recording_derivatives(), torch.no_grad(), without_autocast(device), mode:
                 yield
         finally:
-            self._operands, self.kinds, self._flags, self._has_floats, self._sequence = state
+            self._operands, self.kinds, self._flags, self._has_floats, self._has_integers, self._sequence = state
             self.in_parts, self.readable, self._apart = outer
 
     def depends_on_input(self, tensor: torch.Tensor) -> bool:
@@ -339,9 +339,11 @@ class Recorder:
             if selection is None and not self.readable:
                 self._check_reads(overload)
         scalars: tuple[tuple[str, Scalar], ...] = ()
-        if (self._has_floats or facts.of_numbers) and not (self.in_parts or (depends and facts.bakes)):
-            scalars = self._free_numbers(facts, args, kwargs, keys)
-        self._has_floats = False
+        if self._has_floats or (self._has_integers and facts.of_numbers):
+            if not (self.in_parts or (depends and facts.bakes)):
+                scalars = self._free_numbers(facts, args, kwargs, keys)
+            self._has_floats = False
+        self._has_integers = False
         written = written_tensors(facts, args, kwargs) if facts.written else ()
         of_masks: Collection[int] = ()
         if written and self.masks.selected:
@@ -395,6 +397,7 @@ class Recorder:
         for value in values:
             kind = type(value)
             if kind in _LITERALS:
+                self._has_integers |= kind is int
                 keys.append(value)
             elif isinstance(value, torch.Tensor):
                 keys.append(Value.known[self.read(value)])
@@ -435,7 +438,7 @@ class Recorder:
 
 #: A reference to a number, of which there are few.
 _scalar = functools.lru_cache(maxsize=1024)(Scalar)
-_DETACH, _ZEROS = aten.detach.default, aten.zeros.default
+_COPY, _DETACH, _ZEROS = aten.copy_.default, aten.detach.default, aten.zeros.default
 #: The class of a leaf's node.
 _NONE = type(None)
 #: Arguments that are what a key has of them.

@@ -158,13 +158,12 @@ _FACTS: dict[int, Facts] = {}
 
 
 def facts_of(overload: Any) -> Facts:
-    ours = _OURS.get(type(overload))
-    if ours is not None:
-        return ours
     facts = _FACTS.get(id(overload))
     # A rule may have been registered since, or one that was may be gone.
     if facts is None or RULES.get(facts.name) is not facts.rule_by_name:
-        facts = _FACTS[id(overload)] = _new_facts(overload)
+        facts = _OURS.get(type(overload))
+        if facts is None:
+            facts = _FACTS[id(overload)] = _new_facts(overload)
     return facts
 
 
