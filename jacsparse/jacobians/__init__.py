@@ -38,7 +38,7 @@ an evaluator (`evaluator_of` says which one)
 ``create_graph=True``
     Gradients of values do not depend on how the values were computed: `differentiable` takes PyTorch's second
     derivatives of the run, or in a replay of `TracedFunction.connected_output`. That is of a copy of the arguments, and
-    `own_graph` connects its results to these, so that the caller's backward pass alone goes on from them.
+    an `OwnGraph` connects its results to these, so that the caller's backward pass alone goes on from them.
     `check_second_derivatives` refuses registered values that are others and, for Hessians, operators of `WRONG_THIRD`,
     as `_WeightedSum` does for gradients of gradients. Where they are wrong for one operator, so is PyTorch's second
     derivative, of which there is no table yet: `check_second_derivatives` would refuse it. Else look, where they are

@@ -1,7 +1,7 @@
 """A program as a chain of stages, and the matrices of stages by vertex elimination.
 
 **The words.** An `Edge` is one operand of an operation, which has a local Jacobian: a `Rule` of `jacsparse.patterns`
-gives its pattern, and its values for a `Call`. A `Stage` is what lies between two `Program.cuts` (`cutting`): one
+gives its pattern, and its values for a `Call`. A `Stage` is what lies between two `Program.cuts` (`stages_of`): one
 operation or a few. A `Chain` is all stages of a program; `forward_passes` finds that of an earlier run. In a trace, an
 edge is a `LocalJacobian`, and a stage a `Record`: these have values. Matrices are transposed, so that their rows are
 inputs.
@@ -35,7 +35,6 @@ from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_
 from .balance import boundaries
 from .chains import Chain, chain, chain_for_all, chain_of, check_size, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
-from .cutting import edge_of
 from .elimination import eliminate
 from .forward_passes import Owner, Run, chain_of_trace, forward_pass, trace_of_call
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
@@ -44,7 +43,7 @@ from .local_jacobian import LocalJacobian
 from .loops import Loop, LoopRegion
 from .order import DENSE, PASS, START
 from .record import GRADIENT_BYTES, Record, pull_back_all
-from .stage import Edge, Stage
+from .stage import Edge, Stage, edge_of
 
 __all__ = [
     "DENSE",

@@ -30,12 +30,11 @@ from .accumulation import Accumulation, Region
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
-from .cutting import stages_of
 from .graph_gradients import has_hooks
 from .loops import LoopRegion, loop_regions
 from .order import Estimates, Order, accumulated, best_order
 from .record import Record, pull_back_all
-from .stage import Edge, Stage
+from .stage import Edge, Stage, stages_of
 
 #: A Jacobian takes at least this share of its estimated size.
 SURE = 0.5

@@ -32,7 +32,6 @@ from .autograd_nodes import (
     saves_by_hooks,
 )
 from .callers import Callers, hooks_so_far, place
-from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .functions import RecordedBackward, value_of_function
 from .graph import Scalar, Value, captured_form, form_of
 from .masks import PUTS, Masks
@@ -50,6 +49,7 @@ from .operators import (
     written_tensors,
 )
 from .storages import Storages, are_alike, extent_of, memory_of, replaces
+from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .writes import begin_write, current, end_write
 
 aten = torch.ops.aten

@@ -17,10 +17,10 @@ import torch
 
 from ..patterns import CONSTANT, UnsupportedOperatorError, gradients_of
 from .autograd_nodes import apply_function, is_of_hooks, is_of_operator, zeros_for
-from .captured_run import ACTIVE, DEPENDENT
+from .callers import Unreadable
 from .graph import Graph, Node, Values
 from .operators import BackwardPass, FunctionCall, facts_of
-from .reads import Unreadable
+from .traces import ACTIVE, DEPENDENT
 
 if TYPE_CHECKING:
     from .capture import Recorder

@@ -19,18 +19,16 @@ from torch import nn
 from ..decompositions import MadeMatrix, is_sparse, operator_on_elements, selection
 from ..patterns import REGISTERED, UnsupportedOperatorError
 from ..runtime import DispatchMode, without_compiling
-from .callers import Callers
+from .callers import Callers, Unreadable
 from .capture import Recorder, capture
-from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 from .derivatives import check_derivatives
 from .functions import is_linear, products
 from .graph import Graph, Info, Node, Operand, Value
 from .masks import with_mask
 from .modules import check_outside_transforms, without_autocast
 from .operators import BackwardPass, draws, facts_of, operand_names, tensors_in
-from .reads import Unreadable
 from .storages import memory_of
-from .traces import Trace
+from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, Trace
 
 _LIFTED = torch.ops.aten.lift_fresh.default
 _CROSS = torch.ops.aten.linalg_cross.default

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from ..patterns import is_pointwise
-from .captured_run import DEPENDENT, CapturedCall, CapturedRun
 from .operators import Facts, Gather, facts_of
+from .traces import DEPENDENT, CapturedCall, CapturedRun
 
 aten = torch.ops.aten
 #: Operators that work on each element by itself, besides those that ATen says this of.
