@@ -30,6 +30,11 @@ def flattened(tree: Any) -> tuple[list[Any], _pytree.TreeSpec]:
     return ([tree], _LEAF) if isinstance(tree, (torch.Tensor, int, float)) else _pytree.tree_flatten(tree)
 
 
+def unflattened(leaves: list[Any], spec: _pytree.TreeSpec) -> Any:
+    """The tree that leaves make up."""
+    return leaves[0] if spec is _LEAF else _pytree.tree_unflatten(leaves, spec)
+
+
 @dataclass(frozen=True, eq=False)
 class Arguments:
     """A call's arguments: the tensors that the function is differentiated by, and the other leaves.
@@ -186,8 +191,7 @@ class Arguments:
             leaves[place] = _ordered_as(part.reshape(leaves[place].shape), leaves[place])
         rest, args = iter(leaves), list[Any]()
         for spec in self.specs:
-            is_leaf = spec is _LEAF
-            args.append(next(rest) if is_leaf else _pytree.tree_unflatten(list(islice(rest, spec.num_leaves)), spec))
+            args.append(unflattened(list(islice(rest, spec.num_leaves)), spec))
         return args
 
     @functools.cached_property

@@ -11,17 +11,16 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
 from ..stages import chain_of, refuse_other_derivatives
-from ..tracing import Node, Trace, leads_to, name_of, traced, undisturbed
-from .arguments import Arguments
+from ..tracing import Node, Trace, name_of, traced, undisturbed
+from .arguments import Arguments, flattened, unflattened
 from .flat_function import FlatFunction, WithAux, parts_of_result, wrap
+from .options import Options
 
 
 class Gradient(WithAux):
@@ -32,25 +31,29 @@ class Gradient(WithAux):
 
     f: Callable[..., Any]
 
-    def __init__(self, f: Callable[..., Any], arguments: Arguments, has_aux: bool = False) -> None:
+    def __init__(self, f: Callable[..., Any], arguments: Arguments, options: Options) -> None:
         super().__init__()
-        self._argnums, self._batched, self._has_aux = arguments.argnums, arguments.batched, has_aux
+        self._argnums, self._batched, self._has_aux = arguments.argnums, arguments.batched, options.has_aux
+        self._is_beside = options.value or options.has_aux
         wrap(self, f)
         self.__qualname__ = f"the gradient of {name_of(f)}"
 
-    def forward(self, *args: Any) -> tuple[Any, tuple[torch.Tensor, Any]]:
-        """The gradients; and beside them the function's value and what it returned beside that."""
-        leaves = _pytree.tree_leaves([args[number] for number in self._argnums])
+    def forward(self, *args: Any) -> tuple[Any, tuple[torch.Tensor, Any] | None]:
+        """The gradients; beside them, if asked for, the function's value and what it returned beside that."""
+        leaves, copies = list[torch.Tensor](), list(args)
         with torch.enable_grad():
-            # Copies, which the function may write to.
-            copies = [_pytree.tree_map(torch.clone, arg) if n in self._argnums else arg for n, arg in enumerate(args)]
+            for number in self._argnums:
+                tensors, spec = flattened(args[number])
+                leaves += tensors
+                # Copies, which the function may write to.
+                copies[number] = unflattened([tensor.clone() for tensor in tensors], spec)
             with _UnfusedAttention():
                 y, aux = self.f(*copies), None
             if self._has_aux:
                 y, aux = parts_of_result(self.f, y)
             self._check_scalar(y, len(leaves[0]) if self._batched else 1)
             gradients = _gradients(y, leaves)
-        return gradients[0] if len(gradients) == 1 else gradients, (y, aux)
+        return gradients[0] if len(gradients) == 1 else gradients, (y, aux) if self._is_beside else None
 
     # The hooks of all modules are not for this one.
     __call__ = forward
@@ -144,16 +147,4 @@ def _gradients(y: torch.Tensor, leaves: Sequence[torch.Tensor]) -> list[torch.Te
     if y.requires_grad:
         parts = torch.autograd.grad(y, leaves, torch.ones_like(y), create_graph=True, allow_unused=True)
     pairs = zip(parts, leaves, strict=True)
-    gradients = [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]
-    if any(part is not None for part in parts) and not _reach(gradients, leaves):
-        # Of a linear function. A trace asks for an output that depends on the input.
-        everywhere = torch.ones_like(leaves[0], dtype=torch.bool)
-        gradients[0] = torch.where(everywhere, gradients[0], leaves[0].detach())
-    return gradients
-
-
-def _reach(gradients: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> bool:
-    """Whether any gradient has a derivative by any leaf."""
-    ends = {get_gradient_edge(leaf).node for leaf in leaves}
-    nodes = (gradient.grad_fn for gradient in gradients if gradient.grad_fn is not None)
-    return any(node in ends or leads_to(node, ends) for node in nodes)
+    return [torch.zeros_like(leaf) if part is None else part for part, leaf in pairs]

@@ -47,7 +47,7 @@ class PreparedHessian(PreparedJacobian[Result]):
 
     @staticmethod
     def _differentiated(f: Callable[..., Any], arguments: Arguments, options: Options) -> Callable[..., Any]:
-        return Gradient(f, arguments, options.has_aux)
+        return Gradient(f, arguments, options)
 
     _coloring: Callable[[Pattern], Coloring] = staticmethod(star_coloring)
 
@@ -217,7 +217,7 @@ def hessian(
     """
     arguments = Arguments.of_call(f, args, argnums, batched)
     options = Options(pruned=pruned, create_graph=create_graph, gradient=gradient, value=value, has_aux=has_aux)
-    full, g, beside = jacobian_and_returned(Gradient(f, arguments, has_aux), arguments, options)
+    full, g, beside = jacobian_and_returned(Gradient(f, arguments, options), arguments, options)
     symmetric = symmetric_part(full.pattern)
     result = replace(full, pattern=symmetric.pattern, values=_gathered(full.values, symmetric))
     return with_parts(result, *_parts(options, g, beside))

@@ -15,7 +15,7 @@ from .arguments import Arguments
 from .colorings import symmetric_part
 from .flat_function import module_and_batch
 from .gradients import Gradient
-from .options import checked_argnums, has_samples
+from .options import Options, checked_argnums, has_samples
 from .tracing_for_replays import modules_of
 
 
@@ -108,7 +108,7 @@ def hessian_pattern(
     [1, 0, 2, 1, 3, 2]
     """
     arguments = _arguments(f, args, argnums, batched)
-    return symmetric_part(_pattern(Gradient(f, arguments), arguments, pruned)).pattern
+    return symmetric_part(_pattern(Gradient(f, arguments, Options()), arguments, pruned)).pattern
 
 
 def _arguments(

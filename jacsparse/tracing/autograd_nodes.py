@@ -155,7 +155,8 @@ def leads_to(node: Any, ends: set[Any], unrelated: set[Any] | None = None) -> bo
             return True
         if reached not in seen and reached not in unrelated:
             seen.add(reached)
-            waiting.extend(behind for behind, _ in reached.next_functions)
+            for behind, _ in reached.next_functions:
+                waiting.append(behind)
     unrelated |= seen
     return False
 

@@ -1,4 +1,4 @@
-"""Whose code makes the calls of a run, for messages: the module, by its path, and the line; and what it may not read."""
+"""Whose code makes the calls of a run, the module and the line, for messages; and the elements that it may not read."""
 
 from __future__ import annotations
 

@@ -185,7 +185,7 @@ class _Analysis:
         self.graph.infos.append(info)
         self.trace.tensors.append(None)
         self.trace.versions.append(0)
-        self.trace.place(value, number, run)
+        self.trace.place([(value, number)], run)
         return value
 
     def _take_captures(self, run: CapturedRun, stop: int) -> None:
@@ -275,7 +275,7 @@ class _Analysis:
                 value = self._new_value(self._info(node, dependent), run, number)
             elif value >= begin:
                 graph.infos[value].whole = node
-                self.trace.place(value, number, run)
+                self.trace.place([(value, number)], run)
             numbers.append(value)
             results.append(value)
         node.results = tuple(results)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -146,23 +146,23 @@ class Trace:
         else:
             trace.tensors, trace.versions = [None] * len(graph.infos), [0] * len(graph.infos)
             # Backwards: an operator may return an argument, whose value that is.
-            for number in range(len(run.tensors) - 1, -1, -1):
-                trace.place(graph.numbers[number], number, run)
+            trace.place(reversed([*zip(graph.numbers, range(len(run.tensors)), strict=True)]), run)
             trace.copies |= graph.constants
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
         trace.calls, trace.output = run.calls, run.tensors[run.output]
         return trace
 
-    def place(self, value: int, number: int, run: CapturedRun) -> None:
-        """Take a tensor of a run, by its number there, for a value, if they are of one shape."""
-        if number in run.spread:
-            return
-        tensor = self.tensors[value] = run.tensors[number]
-        self.versions[value] = -1 if number in run.overwritten else version_of(tensor)
-        if number in run.copies:
-            self.copies[value] = run.copies[number]
-        if number in run.gradient_edges:
-            self.gradient_edges[value] = run.gradient_edges[number]
+    def place(self, pairs: Iterable[tuple[int, int]], run: CapturedRun) -> None:
+        """Take tensors of a run for values, by pairs of numbers, here and there, where they are of one shape."""
+        for value, number in pairs:
+            if number in run.spread:
+                continue
+            tensor = self.tensors[value] = run.tensors[number]
+            self.versions[value] = -1 if number in run.overwritten else version_of(tensor)
+            if number in run.copies:
+                self.copies[value] = run.copies[number]
+            if number in run.gradient_edges:
+                self.gradient_edges[value] = run.gradient_edges[number]
 
     @classmethod
     def replayed(

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from jacsparse import UnsupportedOperatorError
 from jacsparse.tracing.capture import capture
-from jacsparse.tracing.captured_run import CapturedRun
 from jacsparse.tracing.operators import BackwardPass, Gather, Rewrite, facts_of, with_written, written_tensors
+from jacsparse.tracing.traces import CapturedRun
 from tests.helpers import Straight
 
 Function = Callable[[torch.Tensor], torch.Tensor]

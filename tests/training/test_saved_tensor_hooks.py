@@ -24,7 +24,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import jacsparse
-from jacsparse.tracing import check_hooks_are_told, saves_objects, without_saving_hooks
+from jacsparse.tracing import autograd_nodes, capture, check_hooks_are_told, saves_objects, without_saving_hooks
 from tests.helpers import close, names_hooks
 
 Runner = Callable[[nn.Module], nn.Module]
@@ -359,17 +359,22 @@ def test_leapfrog_backward_and_checkpoints() -> None:
         close(gradient, reference, 1e-5)
 
 
+def forget_names_of_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (autograd_nodes, capture):
+        monkeypatch.setattr(module, "innermost_hooks", autograd_nodes._any_hooks)
+
+
 @pytest.mark.parametrize("runner", ["1 threads", "3 threads", "linear", "blelloch", "substitution"])
 @pytest.mark.parametrize("case", ["around", "within", "around and within", "on the CPU", "without hooks"])
 def test_without_the_names_of_hooks(case: str, runner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As PyTorch before 2.8, which does not tell whose the innermost hooks are."""
-    monkeypatch.setattr("jacsparse.tracing.saved_tensors._innermost", None)
+    forget_names_of_hooks(monkeypatch)
     for seed in range(3):
         check(runner, case, seed)
 
 
 def test_across_ranks_hooks_are_to_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("jacsparse.tracing.saved_tensors._innermost", None)
+    forget_names_of_hooks(monkeypatch)
     check_hooks_are_told("nn.Scan across ranks")
     with (
         save_on_cpu(),
