@@ -118,7 +118,7 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
     before = False
     counted: set[Hashable] = set()
     stages = []
-    trained = records[0].trace.values_of(records[0].trace.module.parameters()) if records else frozenset()
+    trained = records[0].trace.values_of([*records[0].trace.module.parameters()]) if records else frozenset()
     for record in records:
         stage = record.stage
         needs_gradient[stage.start] = before

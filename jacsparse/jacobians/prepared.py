@@ -60,7 +60,7 @@ class PreparedJacobian(Generic[Result]):
         self._made_so_far = 0
         self._first = self._program(arguments, saved)
         evaluator = self._first.evaluator
-        self.pattern, self.method = evaluator.pattern, evaluator.name
+        self.pattern, self.method, self._in_shape = evaluator.pattern, evaluator.name, self._arguments.in_shape
 
     @classmethod
     def prepare(
@@ -105,7 +105,7 @@ class PreparedJacobian(Generic[Result]):
         returns = self._options.returns
         (values, y, aux), program = self._evaluated(args, returns)
         out_shape = program.traced.returned.out_shape
-        jacobian = unchecked_jacobian(self.pattern, values, self._arguments.in_shape, out_shape)
+        jacobian = unchecked_jacobian(self.pattern, values, self._in_shape, out_shape)
         return with_parts(jacobian, *self._parts(y, aux)) if returns else jacobian  # type: ignore[return-value]
 
     def _parts(self, y: Any, aux: Any) -> Sequence[tuple[bool, Any]]:

@@ -191,17 +191,17 @@ def _of_run(
     f: Callable[..., Any], function: nn.Module, x: torch.Tensor, arguments: Arguments, options: Options
 ) -> tuple[SparseJacobian, Any, Any]:
     """The same of a run of the function's module at a batch."""
-    create_graph, of_gradient = options.create_graph, isinstance(f, Gradient)
-    trace = traced(function, x, cached=True)
+    create_graph, trace = options.create_graph, traced(function, x, cached=True)
     # A gradient is made anew by each call, and reads the weights of its function.
-    chained = partial(chain_of_trace, trace, f.f if of_gradient else f, arguments=arguments.others)
+    owner = f.f if isinstance(f, Gradient) else f
+    chained = partial(chain_of_trace, trace, owner, arguments=arguments.others)
     chain = chained(pruned=options.pruned)
     if isinstance(f, Gradient):
         f.check_derivatives(trace, arguments)
     if create_graph:
         if chain.trained_zeros(trace):
             chain = chained(pruned=False)
-        check_second_derivatives(trace, chain, chain.records(trace), of_gradient=of_gradient)
+        check_second_derivatives(trace, chain, chain.records(trace), of_gradient=isinstance(f, Gradient))
     pattern, values = PLANS.of(chain).evaluated(trace)
     if create_graph:
         # All entries, those of pruned weights too.
@@ -295,7 +295,8 @@ class _Plans:
     def of(self, chain: Chain) -> JacobianPlan:
         """The plan of a chain."""
         with self._lock:
-            plan = self._plans[id(chain)] = self._plans.pop(id(chain), None) or JacobianPlan(chain)
+            plan = self._plans.pop(id(chain), None)
+            plan = self._plans[id(chain)] = JacobianPlan(chain) if plan is None else plan
             while len(self._plans) > self.MOST:
                 del self._plans[next(iter(self._plans))]
             return plan

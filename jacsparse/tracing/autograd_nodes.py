@@ -188,9 +188,10 @@ def saves_objects() -> bool:
 
     Within ``torch.utils.checkpoint``, it is the one that the function saves when it is run anew.
     """
-    if not saves_by_hooks():
+    hooks = innermost_hooks(False)
+    if hooks is None or hooks[0] is noted:
         return True
-    pack, _ = innermost_hooks(False)
+    pack = hooks[0]
     module, name = getattr(pack, "__module__", None), getattr(pack, "__qualname__", "")
     return module == "torch.utils.checkpoint" and name.startswith(("_checkpoint_hook.", "_recomputation_hook."))
 

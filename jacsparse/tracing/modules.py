@@ -146,13 +146,13 @@ class undisturbed:  # noqa: N801
                 if len(current) > len(before):
                     for name in current.keys() - before.keys():
                         del current[name]
-        lost = ""
-        for part, name, *state in self._buffers:
-            if not _restored(part, name, *state):
-                lost += f"{', ' * bool(lost)}{type(part).__name__}.{name}"
+        lost = list[str]()
+        for each in self._buffers:
+            if not _restored(*each):
+                lost.append(f"{type(each[0]).__name__}.{each[1]}")
         if lost:
             raise RuntimeError(
-                f"{lost}: a forward pass has written to this mask of pruning, as none had before, "
+                f"{', '.join(lost)}: a forward pass has written to this mask of pruning, as none had before, "
                 "which was not undone; call again"
             )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import itertools
 import threading
 import weakref
@@ -24,7 +25,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import jacsparse
-from jacsparse.tracing import autograd_nodes, capture, check_hooks_are_told, saves_objects, without_saving_hooks
+from jacsparse.tracing import check_hooks_are_told, saves_objects, without_saving_hooks
 from tests.helpers import close, names_hooks
 
 Runner = Callable[[nn.Module], nn.Module]
@@ -360,8 +361,9 @@ def test_leapfrog_backward_and_checkpoints() -> None:
 
 
 def forget_names_of_hooks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (autograd_nodes, capture):
-        monkeypatch.setattr(module, "innermost_hooks", autograd_nodes._any_hooks)
+    any_hooks = importlib.import_module("jacsparse.tracing.autograd_nodes")._any_hooks
+    for file in ("autograd_nodes", "capture"):
+        monkeypatch.setattr(f"jacsparse.tracing.{file}.innermost_hooks", any_hooks)
 
 
 @pytest.mark.parametrize("runner", ["1 threads", "3 threads", "linear", "blelloch", "substitution"])
