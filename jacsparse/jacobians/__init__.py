@@ -3,11 +3,17 @@
 **Which files a call goes through.** For what a graph, a trace, a program and a chain are, see the heads of
 `jacsparse.tracing` and `jacsparse.stages`.
 
-``jacobian(f, x)``
-    `options` and `arguments` check what was passed, `flat_function` makes `f` a module of one flat tensor, unless it is
-    a module of one batch, and `unprepared` runs it. `trace_of_call` captures the run, and finds its graph by key;
-    `chain_of_trace` has the chain of local Jacobians of that. The chain's `JacobianPlan` has the way to the values,
-    which the first run chose (`choice`): `Evaluator.values` computes them of the tensors of the run.
+``jacobian(f, x)``, of which `unprepared` is the way
+    1. `Arguments.of_call` checks what was passed, and `module_and_batch` (`flat_function`) makes `f` a module of one
+       flat tensor, unless it is a module of one batch.
+    2. `traced` runs that under `capture`, and finds the run's `Graph` by its key. The `Trace` that it returns has the
+       tensors, numbers and nodes of this very run.
+    3. `chain_of_trace` has the chain of local Jacobians that the first run of the graph made; where it leaves out zeros,
+       it looks whether they still are.
+    4. The chain's `JacobianPlan` has the way to the values that the first run chose (`choice`): `Evaluator.values`
+       computes them of the trace.
+
+    What 2. to 4. find are functions of the key, made once; only what is in the trace goes into values.
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
@@ -42,7 +48,7 @@ an evaluator (`evaluator_of` says which one)
     `check_second_derivatives` refuses registered values that are others and, for Hessians, operators of `WRONG_THIRD`,
     as `_WeightedSum` does for gradients of gradients. Where they are wrong for one operator, so is PyTorch's second
     derivative, of which there is no table yet: `check_second_derivatives` would refuse it. Else look, where they are
-    wrong of a replay alone, at `_Connected` (`traced_function`); of a run alone, at ``_evaluated`` (`unprepared`); of
+    wrong of a replay alone, at `_Connected` (`traced_function`); of a run alone, at ``_of_run`` (`unprepared`); of
     single entries, at `_WeightedSum`.
 ``hessian(f, x)``, ``prepare_hessian(f, x)``
     `hessians`: the same of the function's `Gradient` (`gradients`), with a symmetric pattern; a prepared and compressed
