@@ -8,8 +8,8 @@
        flat tensor, unless it is a module of one batch.
     2. `traced` runs that under `capture`, and finds the run's `Graph` by its key. The `Trace` that it returns has the
        tensors, numbers and nodes of this very run.
-    3. `chain_of_trace` has the chain of local Jacobians that the first run of the graph made; where it leaves out zeros,
-       it looks whether they still are.
+    3. `chain_of_trace` has the chain of local Jacobians that the first run of the graph made. Where its patterns leave
+       out zeros, each run is asked whether they still are.
     4. The chain's `JacobianPlan` has the way to the values that the first run chose (`choice`): `Evaluator.values`
        computes them of the trace.
 
