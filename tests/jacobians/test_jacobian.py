@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -280,3 +281,21 @@ def test_sparse_matrices_that_are_refused_say_why() -> None:
         jacsparse.jacobian(overwritten, x)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"_values.* takes a sparse tensor; .* dense tensor"):
         jacsparse.jacobian(lambda x: of_values(x)._values(), x)
+
+
+def test_a_later_call_is_few_calls_of_python() -> None:
+    x, calls = drawn(6), list[str]()
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return x[1:] ** 2 - x[:-1]
+
+    jacobians = [jacsparse.jacobian(f, x) for _ in range(3)]
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    try:
+        jacobians.append(jacsparse.jacobian(f, x))
+    finally:
+        sys.setprofile(None)
+    assert len(calls) <= 250, calls
+    expected = torch.diag(2 * x)[1:] - torch.eye(6, dtype=x.dtype)[:-1]
+    for each in jacobians:
+        torch.testing.assert_close(each.todense(), expected, rtol=1e-12, atol=1e-12)
