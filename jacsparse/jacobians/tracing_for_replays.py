@@ -175,12 +175,11 @@ def modules_of(f: Any, seen: set[int]) -> Iterator[nn.Module]:
             yield from modules_of(part, seen)
 
 
-#: A run; and what the function returned, with values in the place of the tensors beside its result.
-_Run = tuple[Trace, Returned]
+def _run(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple[Trace, Returned]:
+    """A run that may be replayed; and what the function returned, whose tensors beside the result are values.
 
-
-def _run(f: Callable[..., Any], arguments: Arguments, options: Options) -> _Run:
-    """A run that may be replayed; no elements of the input, and of numbers among the arguments, may be read."""
+    No elements of the input, and of numbers among the arguments, may be read.
+    """
     numbers = [arguments.leaves[place] for place in arguments.numbers]
     function = FlatFunction(f, arguments, options.has_aux)
     check_module(function)

@@ -33,7 +33,7 @@ from .autograd_nodes import (
 )
 from .callers import Callers, hooks_so_far, place
 from .functions import RecordedBackward, value_of_function
-from .graph import Scalar, Value, captured_form, form_of
+from .graph import Scalar, Value, form_of
 from .masks import PUTS, Masks
 from .modules import name_of, without_autocast
 from .operators import (
@@ -297,7 +297,7 @@ class Recorder:
             if "DifferentiableGraph" in tensor.grad_fn.name():
                 what, remedy = "what torch.jit has compiled", "call the function that it was compiled from"
             self.refuse(f"{what} is no call of this run", remedy)
-        form = captured_form(tensor)
+        form = form_of(tensor), tensor.requires_grad
         self.key.append(form)
         number = self.bind(tensor, DIFFERENTIABLE * tensor.requires_grad)
         self.run.captures[number] = form

@@ -91,11 +91,6 @@ def form_of(tensor: torch.Tensor) -> Form:
     return tensor.shape, stride, tensor.layout, tensor.dtype, tensor.device
 
 
-def captured_form(tensor: torch.Tensor) -> tuple[Form, bool]:
-    """The form of a tensor, and whether it requires a gradient."""
-    return form_of(tensor), tensor.requires_grad
-
-
 @dataclass(eq=False, slots=True)
 class Node:
     """One call of an operator."""
