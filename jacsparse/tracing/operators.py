@@ -325,4 +325,6 @@ def with_written(result: Any, written: Sequence[torch.Tensor]) -> list[torch.Ten
     return [*returned, *(tensor for tensor in written if not any(tensor is each for each in returned))]
 
 
-_OURS |= {kind: Facts(kind.name, rule_of(kind.name), (), ()) for kind in (Gather, Rewrite, FunctionCall, BackwardPass)}
+for _kind in (Gather, Rewrite, FunctionCall, BackwardPass):
+    _rule = rule_of(_kind.name)
+    _OURS[_kind] = Facts(_kind.name, _rule, (), (), contents=_rule is not None and _rule.reads_contents)
