@@ -148,12 +148,14 @@ class Facts:
     #: Whether what is made of a call that depends on the input holds for its numbers alone: its pattern may depend on
     #: them, or other operators take its place, with these numbers.
     bakes: bool = True
+    #: The operator itself, if it is an overload of ATen's.
+    overload: Any = None
 
 
 #: Those of the operators that are no overloads of ATen's.
 _OURS: dict[type, Facts] = {}
 
-# By the operator's ``id``: operators live as long as the process, and their hash is slow.
+# By the operator's ``id``, since its hash is slow; facts hold the operator, so that no other one gets that.
 _FACTS: dict[int, Facts] = {}
 
 
@@ -194,6 +196,7 @@ def _new_facts(overload: Any) -> Facts:
         fresh=name in _FRESH,
         contents=contents,
         bakes=rule is None or rule.reads_numbers or contents or weighted is not None,
+        overload=overload,
     )
 
 
