@@ -20,7 +20,6 @@ one of `CONSTANT` instead. Elsewhere there may be more to say of it:
 
 from __future__ import annotations
 
-
 import numpy as np
 import torch
 

@@ -120,6 +120,13 @@ def test_patterns_are_those_of_products(f: Function, monkeypatch: pytest.MonkeyP
     assert jacobian(f, x).pattern == pattern
 
 
+def test_steps_share_how_rules_see_their_calls() -> None:
+    edges = list(way_of(diffused, drawn(50)).function.chain.edges)
+    # Sums and differences have two operands, and those of one line are alike; two views are around all steps.
+    assert len(edges) == 13 * STEPS + 2
+    assert len({id(edge.call) for edge in edges}) == len({id(edge.pattern) for edge in edges}) == 9 + 2
+
+
 def test_numbers_are_those_of_the_run() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         for factor in factors:
