@@ -20,8 +20,6 @@ one of `CONSTANT` instead. Elsewhere there may be more to say of it:
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
@@ -49,7 +47,7 @@ class _DiagonalRule(Rule):
 
     def check(self, call: Call) -> None:
         # Constants may differ between the samples.
-        super().check(replace(call, batched=frozenset()))
+        super().check(call.with_tensors(batched=frozenset()))
 
     def pattern(self, call: Call) -> Pattern:
         return Pattern.of(Diagonal(call.in_size))

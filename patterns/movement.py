@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -51,6 +52,7 @@ class _MovementRule(Rule):
     """A value is one where an output is an element of the input."""
 
     several = True
+    operands_apart = True
     all_results = True
     reads_contents = True
     reads = ()
@@ -85,14 +87,13 @@ class _MovementRule(Rule):
             out = layout if layout == WHOLE else Layout(0, use.output.shape[0] // use.batch)
             return Placement({name: layout}, out, {name: Sources(1, use.output.numel() // use.batch)})
         out, places = self.located(use)
-        light = _without_numbers(use)
 
         def recompute(name: str) -> Callable[[], np.ndarray]:
-            alone = replace(light, layouts={name: use.layouts[name]})
+            alone = replace(_without_numbers(use), layouts={name: use.layouts[name]})
             return lambda: self.located(alone, out)[1][name]
 
         sources = {
-            name: _sources(array, self.shape_of_places(use, name, out), recompute(name))
+            name: _sources(array, self.shape_of_places(use, name, out), partial(recompute, name))
             for name, array in places.items()
         }
         return Placement(dict(use.layouts), out, sources)
@@ -124,7 +125,13 @@ class _MovementRule(Rule):
 
     def traced(self, use: Use, name: str) -> np.ndarray:
         """The number of the operand's element that each element of the whole output is, from 0 on; else -1."""
-        moved, zero = (use.evaluate(_with_operand(use, name, make)) for make in (_numbered, torch.zeros_like))
+        arguments = _with_operand(use, name, _numbered)
+        moved, numbers = use.evaluate(arguments), arguments[name]
+        assert isinstance(numbers, torch.Tensor)
+        if moved.untyped_storage().data_ptr() == numbers.untyped_storage().data_ptr():
+            # A view has no other elements.
+            return moved.to(torch.int64).numpy(force=True) - 1
+        zero = use.evaluate(_with_operand(use, name, torch.zeros_like))
         constant = (moved == zero) | (moved.isnan() & zero.isnan())
         return moved.masked_fill(constant, 0).to(torch.int64).numpy(force=True) - 1
 
@@ -162,6 +169,9 @@ class _MovementRule(Rule):
     def shared(self, call: Call) -> bool:
         assert call.sources is not None
         return call.sources.rows == 1
+
+    def factor(self, call: Call) -> float | None:
+        return 1.0 if self.shared(call) and call.arguments.get("alpha", 1) == 1 else None
 
     def pattern(self, call: Call) -> Pattern:
         assert call.sources is not None
@@ -214,8 +224,11 @@ def _keeps_order(use: Use) -> bool:
     return complete and first and use.output.ndim > 0 and use.output.shape[0] % use.batch == 0
 
 
-def _sources(places: np.ndarray, shape: tuple[int, ...], recompute: Callable[[], np.ndarray]) -> Sources:
-    """The places, ``(rows, size)``, in the smallest form; `recompute` returns them too, and a sample has that shape."""
+def _sources(places: np.ndarray, shape: tuple[int, ...], recompute: Callable[[], Callable[[], np.ndarray]]) -> Sources:
+    """The places, ``(rows, size)``, in the smallest form; a sample has that shape.
+
+    What `recompute` returns computes them again.
+    """
     rows, size = places.shape
     if rows == 1 and bool((places[0] == np.arange(size)).all()):
         return Sources(rows, size)
@@ -224,7 +237,7 @@ def _sources(places: np.ndarray, shape: tuple[int, ...], recompute: Callable[[],
     if strided is not None:
         return Sources(rows, size, make=lambda: strided.sources().reshape(1, -1), strided=strided)
     narrow = places.astype(np.int32) if places.size and places.max() < 2**31 else places
-    return Sources(rows, size, make=(lambda: narrow) if narrow.nbytes <= _STORED else recompute)
+    return Sources(rows, size, make=(lambda: narrow) if narrow.nbytes <= _STORED else recompute())
 
 
 def _without_numbers(use: Use) -> Use:

@@ -129,6 +129,16 @@ class Call:
         """Elements of one sample of the output."""
         return math.prod(self.out_shape)
 
+    @functools.cached_property
+    def pattern(self) -> Pattern:
+        """The pattern of the Jacobian, ``(out_size, in_size)``, by the operator's rule."""
+        pattern, expected = rule_for(self).pattern(self), (self.out_size, self.in_size)
+        if pattern.shape != expected:
+            raise ValueError(
+                f"{self.path}: the rule of {self.operator} gave a pattern of shape {pattern.shape}; expected {expected}"
+            )
+        return pattern
+
     def with_tensors(self, **fields: Any) -> Call:
         """The same call with other fields: `dataclasses.replace`, but much faster."""
         call = object.__new__(Call)
@@ -203,6 +213,8 @@ class Rule(ABC):
     prunes_variables: bool = True
     #: Whether other operands than the first, or several at once, may depend on the sample.
     several: bool = False
+    #: Whether the Jacobian by an operand in a list of tensors is the same whatever the others are.
+    operands_apart: bool = False
     #: Whether the rule is for each result of an operator with several results, not for the first alone.
     all_results: bool = False
     #: The tensors that `values` reads: the differentiated operand, "input", and the result, "output".
@@ -233,6 +245,10 @@ class Rule(ABC):
     def shared(self, call: Call) -> bool:
         """Whether all samples share their values, which then do not depend on the input."""
         return False
+
+    def factor(self, call: Call) -> float | None:
+        """The value of all entries where it is the same in each run; None where it may not be."""
+        return None
 
     def reads_of(self, call: Call) -> tuple[str, ...]:
         """Those of `reads` that the values of this use are computed from."""

@@ -60,6 +60,9 @@ class Strided(Structure):
         if not entries:
             return None
         corner = [int(place) for place in np.unravel_index(int(filled.argmax()), sources.shape)]
+        if entries == 1:
+            steps = (Steps(size, first, first + 1, 0) for size, first in zip(sources.shape, corner, strict=True))
+            return cls(columns, int(sources[tuple(corner)]), _merged([*steps]))
         lasts = []
         for axis, first in enumerate(corner):
             index: tuple[Any, ...] = (*corner[:axis], slice(first, None), *corner[axis + 1 :])

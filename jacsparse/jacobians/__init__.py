@@ -40,7 +40,8 @@ an evaluator (`evaluator_of` says which one)
     `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What all but `ChainProducts`
     compute of a run's tensors is a graph of calls, a `ValueFunction`, which in a replay has the function's own calls
     too. `fused_values` makes loops of that of `FoldedProducts`, and of that of `Compressed` where it is compiled and
-    has one part. PyTorch computes what loops cannot, before them.
+    has one part. PyTorch computes what loops cannot, before them. `ForwardAccumulation` (`forward_accumulation`), of
+    runs of many small calls: local derivatives of calls that do the same at once, and a kernel for the products.
 ``create_graph=True``
     Gradients of values do not depend on how the values were computed: `differentiable` takes PyTorch's second
     derivatives of the run, or in a replay of `TracedFunction.connected_output`. That is of a copy of the arguments, and

@@ -5,6 +5,7 @@ Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs; G
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed
 from .evaluator import Evaluator
 from .folding import Folding
+from .forward_accumulation import ForwardAccumulation
 from .products import ChainProducts, FoldedProducts, GroupedProducts
 from .products_with_vectors import WRONG_TANGENTS, may_be_compressed
 from .terms import NotFoldableError
@@ -45,15 +47,16 @@ def evaluator_of(
 
     1. `ChainProducts`, where values of an operator were registered: the other ways take PyTorch's derivatives.
     2. `Compressed`, where ``compressed`` or a pattern of one's own was asked for.
-    3. `FoldedProducts` without elements of weights, whatever other ways cost; `ChainProducts` where there is no entry.
-    4. For ``products``, or where it may not be compressed, the one of the least cost of `FoldedProducts` with
+    3. `ForwardAccumulation`, for runs of many small calls that do the same; it is planned in the least time.
+    4. `FoldedProducts` without elements of weights, whatever other ways cost; `ChainProducts` where there is no entry.
+    5. For ``products``, or where it may not be compressed, the one of the least cost of `FoldedProducts` with
        elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
-    5. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
+    6. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
     the check finds wrong tangents. On a GPU there are `ChainProducts` and `Compressed` alone. What is chosen is logged
-    at the level DEBUG, and in 5. the costs of products and of colours. `PreparedJacobian.prepare` asks for ``products``
-    where a `Compressed` of 5. does not agree with autograd, and `JacobianPlan` takes `ChainProducts`.
+    at the level DEBUG, and in 6. the costs of products and of colours. `PreparedJacobian.prepare` asks for ``products``
+    where a `Compressed` of 6. does not agree with autograd, and `JacobianPlan` takes `ChainProducts`.
 
     A new way is a subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
     `saved_programs`. `PreparedJacobian` and `PreparedHessian` ask whether the name is ``compressed``.
@@ -93,6 +96,9 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
         )
     if registered:
         return ChainProducts(function)
+    if not function.replays:
+        with contextlib.suppress(NotFoldableError):
+            return ForwardAccumulation(function)
     # The star colouring of a Hessian has no rows; a check finds wrong tangents.
     if coloring is cheapest_coloring and any(node.overload in WRONG_TANGENTS for node in function.nodes):
         coloring = row_coloring

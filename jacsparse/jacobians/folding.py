@@ -118,27 +118,34 @@ class Folding:
     def matrices(self) -> dict[Edge, Terms]:
         """The local Jacobians of all edges; their variables come before those of products."""
         before, self.varying, self.selections = self.varying, [], {}
-        constants = {edge: self._constant(edge) for edge in self.function.chain.edges}
+        constants = [(edge, self.constant(edge)) for edge in self.function.chain.edges]
         if self.varying != before:
             self.computed = None
-        return {edge: terms for edge, terms in constants.items() if terms is not None} | self._varying_matrices()
+        matrices = {
+            edge: terms_at(edge.pattern, coefficient=transposed(edge, each))
+            for edge, each in constants
+            if each is not None
+        }
+        return matrices | self._varying_matrices()
 
-    def _constant(self, edge: Edge) -> Terms | None:
-        """The local Jacobian of an edge where it is constant; else None, and the edge has a derivative."""
+    def constant(self, edge: Edge) -> float | np.ndarray | None:
+        """The one value of a local Jacobian, or those of the transposed one, where they are the same in each run.
+
+        Else None, and the edge is one of `varying`; NotFoldableError as in `folded`.
+        """
         if isinstance(edge.transposed_pattern.structure, Identity):
-            return terms_at(edge.pattern)
+            return 1.0
         operation, coefficient = edge.operation, self._coefficient(edge)
         if coefficient is not None:
-            return terms_at(edge.pattern, coefficient=coefficient)
-        if _power(edge) is not None and self._is_number(operation.referenced["other"]):
+            return coefficient
+        if power_of(edge) is not None and self._is_number(operation.referenced["other"]):
             self.varying.append(edge)
             self.selections[edge] = "other", np.zeros(edge.pattern.nnz, np.int64)
             return None
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.omissions)
         if edge.shared and (selects or not self._varies(edge, operation)):
-            values = LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
-            return terms_at(edge.pattern, coefficient=transposed(edge, values))
+            return LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
         if not is_elementwise(edge):
             selection = selection_of(edge, self.function.trace) if self.weights else None
             if selection is None:
@@ -193,15 +200,18 @@ class Folding:
                 weight = arguments[self.selections[edge][0]].reshape(1, -1)
                 # In coarser numbers it would be rounded.
                 weight = weight.to(function.x.dtype)
-                weight = weight.reciprocal() if _power(edge) == -1 else weight
+                weight = weight.reciprocal() if power_of(edge) == -1 else weight
                 parts.append(weight if function.shared else weight.expand(batch, -1))
                 continue
             parts.append(derivative_of(function, edge, values))
         return parts
 
     def _coefficient(self, edge: Edge) -> float | None:
-        """The number by which a linear elementwise operator scales in all runs; None where it does not."""
+        """The number by which a linear operator scales elements in all runs; None where it does not."""
         name, argument, arguments = edge.call.operator, edge.call.argument, edge.operation.referenced
+        factor = edge.rule.factor(edge.call)
+        if factor is not None:
+            return factor
         if name == "aten.neg":
             return -1.0
         if name in ("aten.add", "aten.sub", "aten.rsub"):
@@ -209,7 +219,7 @@ class Folding:
                 return 1.0
             alpha = self._number(arguments.get("alpha", 1))
             return alpha if alpha is None or name == "aten.add" else -alpha
-        power = _power(edge)
+        power = power_of(edge)
         other = None if power is None else self._number(arguments["other"])
         if other is None or power is None:
             return None
@@ -275,13 +285,14 @@ def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
     return (name, elements.numpy()) if are_elements else None
 
 
-def transposed(edge: Edge, values: np.ndarray) -> np.ndarray:
-    """Values of the transposed Jacobian of an edge, in the order of the Jacobian's entries."""
+def transposed(edge: Edge, values: Any) -> Any:
+    """Values of the transposed Jacobian of an edge, in the order of the Jacobian's entries; or one for all of them."""
     pattern = edge.transposed_pattern
-    return values if isinstance(pattern.structure, Diagonal) else values[pattern.transposition]
+    is_one = isinstance(values, float) or isinstance(pattern.structure, Diagonal)
+    return values if is_one else values[pattern.transposition]
 
 
-def _power(edge: Edge) -> int | None:
+def power_of(edge: Edge) -> int | None:
     """The power of the operator's other argument that scales its operand; None where none does."""
     name, arguments = edge.call.operator, edge.operation.referenced
     if name not in ("aten.mul", "aten.div") or edge.call.argument != "self" or "rounding_mode" in arguments:

@@ -1,4 +1,4 @@
-"""CPU kernels of compressed Jacobians, and of products of matrices of terms."""
+"""CPU kernels of compressed Jacobians, of forward accumulation, and of products of matrices of terms."""
 
 from __future__ import annotations
 
@@ -53,6 +53,32 @@ def star_colors(first, last, indptr, indices, colors):
         while forbidden[color] == vertex:
             color += 1
         colors[vertex] = color
+
+
+@kernel
+def reach(first, last, indptr, scaled, reached):
+    # Each row waits for those before it, here and below: one range, on one thread.
+    for row in range(first, last):
+        for entry in range(indptr[row], indptr[row + 1]):
+            for byte in range(reached.shape[1]):
+                reached[row, byte] |= reached[scaled[entry], byte]
+
+
+@kernel
+def accumulate(first, last, indptr, scaled, coefficients, which, values, reached, products):
+    for row in range(first, last):
+        result = products[row]
+        result[:] = 0
+        for entry in range(indptr[row], indptr[row + 1]):
+            weight, other = coefficients[entry] * values[which[entry]], products[scaled[entry]]
+            if len(reached) == 0 or np.isfinite(weight):
+                for color in range(len(result)):
+                    result[color] += weight * other[color]
+                continue
+            # A guaranteed zero stays zero whatever scales it.
+            for color in range(len(result)):
+                if reached[scaled[entry], color >> 3] & (128 >> (color & 7)):
+                    result[color] += weight * other[color]
 
 
 @inlined

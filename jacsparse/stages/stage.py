@@ -73,13 +73,7 @@ class Edge:
         """The pattern of the transposed Jacobian, ``(in_size, out_size)``."""
         if not self.call.in_size * self.call.out_size:
             return empty_pattern(self.call.in_size, self.call.out_size)
-        pattern, expected = self.rule.pattern(self.call), (self.call.out_size, self.call.in_size)
-        if pattern.shape != expected:
-            raise ValueError(
-                f"{self.call.path}: the rule of {self.call.operator} gave a pattern of shape {pattern.shape}; "
-                f"expected {expected}"
-            )
-        return pattern.T
+        return self.rule.pattern(self.call).T if self.coupling else self.call.pattern.T
 
     @property
     def shared(self) -> bool:
@@ -108,6 +102,8 @@ class Edge:
     def without(self, weights: Sequence[PrunedWeight]) -> Edge:
         """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
         pruned = tuple(w for w in weights if w.omits and self.rule.prunes(self.call, w.mask))
+        if not pruned and not self.omissions:
+            return self
         call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
         return replace(self, call=call, omissions=pruned)
 

@@ -109,6 +109,8 @@ class Node:
     differentiable: tuple[bool, ...]
     #: Whether autograd recorded the call.
     seen: bool
+    #: The arguments that are tensors, by name, and their values.
+    tensors: list[tuple[str, int]] = field(init=False)
     #: The values of the tensors that the call returns, and then of the others that it writes to.
     results: tuple[int, ...] = ()
     #: The elements of the indices and masks among the arguments on which patterns depend, by name.
@@ -151,10 +153,8 @@ class Node:
         # Without gradients an operator may leave out the last ones, which it saves for a backward pass.
         return dict(zip(self.results, results, strict=False))
 
-    @property
-    def tensors(self) -> Iterator[tuple[str, int]]:
-        """The arguments that are tensors, by name, and their values."""
-        return ((name, value.number) for name, value in self.arguments.items() if type(value) is Value)
+    def __post_init__(self) -> None:
+        self.tensors = [(name, value.number) for name, value in self.arguments.items() if type(value) is Value]
 
     def writes_to(self, argument: str) -> bool:
         """Whether it writes to an argument."""
@@ -280,6 +280,8 @@ class Graph:
 
     def externals_of(self, node: Node, through: Collection[str] = ()) -> frozenset[int]:
         """The places of the externals that the arguments of a call were computed from, but for those in `through`."""
+        if not self.externals:
+            return frozenset()
         pairs = zip(node.tensors, node.differentiable, strict=True)
         values = (value for (name, value), differentiable in pairs if differentiable and name not in through)
         return frozenset[int]().union(*(self.infos[value].externals for value in values))

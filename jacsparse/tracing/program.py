@@ -7,7 +7,7 @@ every run of its graph.
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -16,7 +16,7 @@ import torch
 
 from ..patterns import CONSTANT, WHOLE, Call, Layout, MixedSamplesError, Rule, UnsupportedOperatorError, Use, rule_of
 from .functions import function_error
-from .graph import Node, Operand, Value, results_of
+from .graph import Node, Operand, Value, form_of, results_of
 from .operators import BackwardPass, Gather, Rewrite, defaults_of, operator_name
 from .traces import Trace
 
@@ -149,7 +149,7 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     program = Program(x.shape[0], graph.last.value)
     program.layouts[0] = WHOLE if program.batch == 1 else Layout(0)
     program.shapes[0] = program.layouts[0].shape_of_sample(x.shape)
-    needed = _needed(trace)
+    needed, known = _needed(trace), dict[Hashable, Operation]()
     passed = set[int]()
     if couples and needed:
         edges = [(value, [operand.value for operand in operands]) for value, operands in needed.items()]
@@ -163,7 +163,7 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
                 f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
                 "work on real and imaginary parts"
             )
-        operation = _operation(program, trace, node, value, operands, couples)
+        operation = _operation(program, trace, node, value, operands, couples, known)
         if operation.layout is None and value in passed and result.shape[:1] == x.shape[:1]:
             operation = replace(operation, layout=program.layouts[0])
         program.operations[value], program.shapes[value] = operation, tuple(result.shape)
@@ -247,9 +247,18 @@ def _needed(trace: Trace) -> dict[int, list[Operand]]:
 
 
 def _operation(
-    program: Program, trace: Trace, node: Node, value: int, operands: list[Operand], couples: bool
+    program: Program,
+    trace: Trace,
+    node: Node,
+    value: int,
+    operands: list[Operand],
+    couples: bool,
+    known: dict[Hashable, Operation],
 ) -> Operation:
-    """The operation that computes a value."""
+    """The operation that computes a value; `known` are those so far, for calls that do the same, as steps of a loop."""
+    key = _key(program, trace, node, value, operands)
+    if key in known:
+        return replace(known[key], value=value, node=node, operands={each.name: each.value for each in operands})
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     arguments = {**defaults_of(overload), **{name: trace.read(argument) for name, argument in node.arguments.items()}}
     rewrites = isinstance(overload, Rewrite)
@@ -306,23 +315,54 @@ def _operation(
         if name not in active and layout.axis >= 0 and arguments[name].stride(layout.axis) == 0
     )
     symbolic = {name: _symbolic(value, layouts.get(name), rule, name in alike) for name, value in arguments.items()}
-    calls = {
-        argument: Call(
+
+    lists = {
+        name: name.partition(".")[0] if rule.operands_apart else name for name in (*symbolic, *layouts, *dependent)
+    }
+
+    @functools.cache
+    def others(of: str) -> tuple[dict[str, Any], frozenset[str], frozenset[str]]:
+        """The arguments that the rule of an operand sees, outside of its list, with samples, and dependent ones."""
+        return (
+            {name: value for name, value in symbolic.items() if lists[name] != of},
+            frozenset(name for name in layouts.keys() - alike if lists[name] != of),
+            frozenset(name for name in dependent if lists[name] != of),
+        )
+
+    calls = dict[str, Call]()
+    for argument, operand in active.items():
+        seen, batched, varying = others(lists[argument])
+        calls[argument] = Call(
             name,
-            {other: value for other, value in symbolic.items() if other != argument},
+            seen,
             program.shapes[operand],
             placement.output.shape_of_sample(result.shape),
             where,
             node.source,
             argument=argument,
-            batched=frozenset(layouts.keys() - {argument} - alike),
-            dependent=dependent - {argument},
+            batched=batched,
+            dependent=varying,
             sources=placement.sources.get(argument),
             function=coupling.evaluate,
         )
-        for argument, operand in active.items()
-    }
-    return replace(coupling, couples=False, calls=calls, layouts=layouts, layout=placement.output, alike=alike)
+    operation = replace(coupling, couples=False, calls=calls, layouts=layouts, layout=placement.output, alike=alike)
+    if key is not None:
+        known[key] = operation
+    return operation
+
+
+def _key(program: Program, trace: Trace, node: Node, value: int, operands: list[Operand]) -> Hashable:
+    """What decides how rules see a call and where it is in the user's code; None where elements of tensors decide."""
+    tensors, rule = [trace.tensor(each) for _, each in node.tensors], node.facts.rule
+    if rule is None or (rule.reads_contents and not all(tensor.is_floating_point() for tensor in tensors)):
+        return None
+    numbers = (trace.read(each) for each in node.arguments.values() if type(each) is not Value)
+    return (
+        *(id(node.overload), node.results.index(value), node.path, node.line, *node.arguments),
+        *(repr(_symbolic(number, None, rule, False)) for number in numbers),
+        *(form_of(tensor) for tensor in (*tensors, trace.tensor(value))),
+        *((name, program.layouts.get(value), active) for name, value, active in (*operands, *node.operands)),
+    )
 
 
 def _symbolic(value: Any, layout: Layout | None, rule: Rule, alike: bool) -> Any:
