@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, holds_numbers
 from ..runtime import DispatchMode, a_type
 from .autograd_nodes import (
     OF_ERRORS,
@@ -31,7 +31,7 @@ from .autograd_nodes import (
     recording_derivatives,
 )
 from .callers import Callers, hooks_so_far, place
-from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
+from .captured_run import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, free_numbers
 from .functions import RecordedBackward, value_of_function
 from .graph import Scalar, Value, captured_form, form_of
 from .masks import PUTS, Masks
@@ -40,8 +40,8 @@ from .operators import (
     BackwardPass,
     Facts,
     facts_of,
+    is_lazily_changed,
     named_tensors,
-    number_types,
     shows,
     tensors_in,
     with_memory,
@@ -49,7 +49,7 @@ from .operators import (
     written_tensors,
 )
 from .saved_tensors import saves_by_hooks
-from .storages import Storages, are_alike, extent_of, memory_of, replaces
+from .storages import Storages, extent_of, memory_of, replaces
 from .writes import begin_write, current, end_write
 
 aten = torch.ops.aten
@@ -115,6 +115,8 @@ class Recorder(DispatchMode):
         self.functions: dict[tuple[Any, int], tuple[int, dict[int, int]]] = {}
         #: Tensors without a gradient, by their ids, whose values others have that may have one.
         self._detached = set[int]()
+        #: Copies of lazy conjugates and negatives, by their ids: PyTorch makes some below autograd, for an operator.
+        self._resolved = set[int]()
         # Of the call that is recorded: its operands, and the class of autograd's node of each.
         self._operands: list[int] = []
         self.kinds: list[type | None] = []
@@ -149,10 +151,11 @@ class Recorder(DispatchMode):
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
-            if viewed is not None and self.storages.get(viewed) is not None:
+            storage = None if viewed is None else self.storages.get(viewed)
+            if storage is not None:
                 result = overload(*args, **kwargs)
                 views = tensors_in(result)
-                if all(are_alike(view, viewed) for view in views):
+                if all(map(storage.has_elements_of, views)):
                     # Where they are read, they are what the storage holds then.
                     self.alive += views
                     self.masks.leave([] if overload is aten.view.default else [self.numbers.get(id(viewed))])
@@ -250,7 +253,7 @@ class Recorder(DispatchMode):
         kind: type | None = None
         if self.in_parts:
             passes = self.flags[number] & DIFFERENTIABLE and not self._apart and id(tensor) not in self._detached
-            kind = Recorder if passes and (tensor.is_floating_point() or tensor.is_complex()) else None
+            kind = Recorder if passes and holds_numbers(tensor) else None
         elif tensor.requires_grad:
             node = node_of(tensor)
             kind = type(node)
@@ -267,6 +270,8 @@ class Recorder(DispatchMode):
                 edges = self.run.gradient_edges
                 if number not in edges and self.run.tensors[number] is tensor:
                     edges[number] = node, tensor.output_nr
+        elif id(tensor) in self._resolved:
+            kind = Recorder
         flags = self.flags[number]
         self._flags |= flags & DEPENDENT if kind is None else flags & ~ACTIVE if kind is _NONE else flags
         self.kinds.append(kind)
@@ -346,7 +351,7 @@ class Recorder(DispatchMode):
                 self._check_reads(overload)
         scalars: tuple[tuple[str, Scalar], ...] = ()
         if (self._has_floats or facts.of_numbers) and not (self.in_parts or (depends and facts.bakes)):
-            scalars = self._free_numbers(facts, args, kwargs, keys)
+            scalars = free_numbers(facts, args, kwargs, keys, self.run.scalars)
         self._has_floats = False
         written = written_tensors(facts, args, kwargs) if facts.written else ()
         of_masks: Collection[int] = ()
@@ -361,6 +366,8 @@ class Recorder(DispatchMode):
             number = self.bind(tensor, flags)
             if written and any(tensor is each for each in written):
                 end_write(self, tensor, number, seen=seen, sized=id(tensor) not in of_masks)
+        if overload is _CLONE and seen and is_lazily_changed(args[0]):
+            self._resolved.add(id(result))
         if facts.keeps:
             self.irreplaceable.update(range(first, first + count))
         kinds = tuple(self.kinds)
@@ -412,22 +419,6 @@ class Recorder(DispatchMode):
                 keys.append((kind, repr(value)) if kind in (bool, float, complex) else value)
         return keys
 
-    def _free_numbers(
-        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable]
-    ) -> tuple[tuple[str, Scalar], ...]:
-        """Take the numbers out of a key that its runs may have others for; return them by their arguments' names."""
-        scalars: list[tuple[str, Scalar]] = []
-        named = [*zip(facts.names, args, strict=False), *kwargs.items()]
-        for number, (name, value) in enumerate(named):
-            if type(value) in (float, int):
-                types = number_types(facts, name, args[0] if args else None)
-                if type(value) in types:
-                    scalar = _scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
-                    scalars.append((name, scalar))
-                    keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
-                    self.run.scalars.append(value)
-        return tuple(scalars)
-
     def _check_reads(self, overload: Any) -> None:
         """Raise where a call shows elements that depend on the input, or its sizes do."""
         tensors = [self.run.tensors[value] for value in self._operands if self.flags[value] & DEPENDENT]
@@ -439,9 +430,7 @@ class Recorder(DispatchMode):
         self.problem = self.problem or self.callers.unsupported(what, remedy)
 
 
-#: A reference to a number, of which there are few.
-_scalar = functools.lru_cache(maxsize=1024)(Scalar)
-_DETACH = aten.detach.default
+_CLONE, _DETACH = aten.clone.default, aten.detach.default
 #: The class of a leaf's node.
 _NONE = type(None)
 #: Arguments that are what a key has of them.

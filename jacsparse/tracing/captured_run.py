@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import torch
 
 from .callers import Place
 from .graph import Form, Scalar
+from .operators import Facts, number_types
 
 #: A value that depends on the input; one through which its derivative passes; and one through which any passes.
 DEPENDENT, ACTIVE, DIFFERENTIABLE = 1, 2, 4
@@ -100,3 +102,27 @@ class CapturedRun:
                 seen.add(number)
                 waiting.extend(makers[number].operands)
         return False
+
+
+def free_numbers(
+    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable], numbers: list[Any]
+) -> tuple[tuple[str, Scalar], ...]:
+    """Take the numbers of a call out of a key that its runs may have others for, and add them to those of the run.
+
+    It returns references to them by their arguments' names.
+    """
+    scalars: list[tuple[str, Scalar]] = []
+    named = [*zip(facts.names, args, strict=False), *kwargs.items()]
+    for number, (name, value) in enumerate(named):
+        if type(value) in (float, int):
+            types = number_types(facts, name, args)
+            if type(value) in types:
+                scalar = _scalar(len(numbers), types, value if value in (0, 1) else None)
+                scalars.append((name, scalar))
+                keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
+                numbers.append(value)
+    return tuple(scalars)
+
+
+#: A reference to a number, of which there are few.
+_scalar = functools.lru_cache(maxsize=1024)(Scalar)

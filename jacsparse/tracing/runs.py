@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, holds_numbers
 from ..runtime import has_tangent, is_transformed, transform_under_way, without_compiling
 from .callers import Callers, is_users
 from .capture import capture
@@ -27,7 +27,7 @@ SAMPLES = 3
 
 def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
     """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
-    tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
+    tensors = (tensor.real for tensor in tensors_of(module) if holds_numbers(tensor))
     like = next(tensors, torch.empty(0, device="cpu") if like is None else like)
     return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
 
@@ -107,7 +107,7 @@ def _check_alike(module: nn.Module, name: str, tensor: torch.Tensor, x: torch.Te
         raise ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()") from error
     if tensor.device != x.device:
         raise ValueError(f"{where} is on {tensor.device}, its input on {x.device}; move one of them") from error
-    if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != x.dtype:
+    if holds_numbers(tensor) and tensor.real.dtype != x.dtype:
         raise TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them") from error
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,8 @@ class Trace:
             trace.copies |= graph.constants
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
         trace.calls, trace.output = run.calls, run.tensors[run.output]
+        for value in graph.complex_parts:
+            trace.place_parts(value)
         return trace
 
     def place(self, value: int, number: int, run: CapturedRun) -> None:
@@ -74,6 +76,15 @@ class Trace:
             self.copies[value] = run.copies[number]
         if number in run.gradient_edges:
             self.gradient_edges[value] = run.gradient_edges[number]
+
+    def place_parts(self, value: int, new: Collection[int] = ()) -> None:
+        """Take the parts of a run's complex tensor for their values, if these are new ones or have no tensors."""
+        tensor = self.tensors[value]
+        if tensor is not None:
+            views = tensor.detach().real, tensor.detach().imag.resolve_neg()
+            for part, view in zip(self.graph.complex_parts[value], views, strict=True):
+                if part in new or self.tensors[part] is None:
+                    self.tensors[part], self.versions[part] = view, self.versions[value]
 
     @classmethod
     def replayed(
