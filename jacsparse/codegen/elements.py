@@ -374,6 +374,8 @@ class CallsOfElements:
     def _check_written(self, node: fx.Node) -> None:
         """See that the numbers of a tensor that is written to lie in memory as it does."""
         if node in self._known:
+            if node.meta["val"].is_complex():
+                raise UnreadableWriteError
             self._numbers[node] = self._numbers_of(node, node.meta["val"].dtype).clone()
             del self._known[node]
         numbers, target = self._numbers.get(node), node.target

@@ -111,7 +111,16 @@ def assigned(z: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def of_a_written_constant(z: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        factors = torch.ones(3, dtype=z.dtype)
+        factors[1] = z[0] * 2
+        factors.mul_(1j)
+    return z * factors
+
+
 OTHERS: dict[str, Function] = {
+    "of a written constant": of_a_written_constant,
     "moved": lambda z: torch.cat([z[INDEX] * VECTOR[INDEX], z.flip(0), z.real, VECTOR[:2]]).roll(1),
     "broadcast": lambda z: torch.complex(z.real[:, None], z.imag) + z.real[:, None] - z.imag.sum() * 1j / VECTOR.real,
     "broadcast sums": lambda z: torch.add(z.real.reshape(3, 1), z) + torch.ones(2, 1, 1) + torch.ones(4, 1, 1, 1) * 1j,
