@@ -15,8 +15,9 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 from .coloring import row_colors
 from .convolution import Convolution, ShiftedDiagonals, Sliding, input_gradients
 from .drawing import pattern_figure, picture
-from .engine import gradient_of, gradients_of, requiring_gradient
+from .engine import gradient_of, gradients_of, holds_numbers, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
+from .movement import MOVEMENTS
 from .pattern import Pattern
 from .pooling import Adaptive, Pooling
 from .registered import REGISTERED, are_values_registered, register_rule
@@ -37,6 +38,7 @@ from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
 
 __all__ = [
     "CONSTANT",
+    "MOVEMENTS",
     "REGISTERED",
     "RULES",
     "WHOLE",
@@ -65,6 +67,7 @@ __all__ = [
     "gathered",
     "gradient_of",
     "gradients_of",
+    "holds_numbers",
     "input_gradients",
     "is_pointwise",
     "pattern_figure",

@@ -9,6 +9,11 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 
+def holds_numbers(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are real or complex numbers, and no indices or truth values."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def requiring_gradient(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor where it requires a gradient, else another one on its memory that does."""
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()

@@ -47,7 +47,11 @@ _IN_ORDER = frozenset(f"aten.{name}" for name in ["_unsafe_view", "alias", "clon
 _STORED = 2**16
 
 
-@add_rule(*(f"aten.{name}" for name in _NAMES.split()), "jacsparse.gather")
+#: Operators that move elements of their operands, and compute nothing of them.
+MOVEMENTS = frozenset((*(f"aten.{name}" for name in _NAMES.split()), "jacsparse.gather"))
+
+
+@add_rule(*MOVEMENTS)
 class _MovementRule(Rule):
     """A value is one where an output is an element of the input."""
 

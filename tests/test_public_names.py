@@ -26,9 +26,9 @@ INTERNAL = {
         compose interconnect_of ranks_of""",
     "models": "Progress SOUNDS progress_bar vgg11_settings",
     "patterns": """
-        CONSTANT Layout REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at are_values_registered
-        batch_last gathered gradient_of gradients_of input_gradients is_pointwise pattern_figure picture
-        requiring_gradient row_colors rows_at rule_for rule_of""",
+        CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at
+        are_values_registered batch_last gathered gradient_of gradients_of holds_numbers input_gradients is_pointwise
+        pattern_figure picture requiring_gradient row_colors rows_at rule_for rule_of""",
     "recurrence": """
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",

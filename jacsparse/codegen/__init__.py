@@ -1,6 +1,6 @@
 """Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
 
-from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, sums
+from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums
 from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
@@ -22,5 +22,6 @@ __all__ = [
     "TooManyElementsError",
     "UnreadableWriteError",
     "constant",
+    "may_be_loops",
     "sums",
 ]

@@ -19,7 +19,7 @@ from torch import fx
 
 from ..runtime import index_dtype, row_starts, within_rows
 from .kernels import mark_makers, number_kinds, sort_sums
-from .operations import FLOATS, OPERAND, ElementOperation, operation_of
+from .operations import FLOATS, OPERAND, ElementOperation, is_operation, operation_of
 
 #: The most terms of a sum that is one operation; longer ones are sums of sums.
 MOST_SUM_TERMS = 8
@@ -165,6 +165,12 @@ def _name_of(overload: Any) -> str | None:
     """The name of an operator of ATen; other libraries may have the same ones."""
     name: str = overload.overloadpacket.__name__
     return name if overload.namespace == "aten" else None
+
+
+def may_be_loops(name: str) -> bool:
+    """Whether calls of an operator, as ``aten.add``, are no work of PyTorch's, unless they sum many elements."""
+    library, _, name = name.partition(".")
+    return library == "aten" and (name in _MOVES or name in _FILLS or name == "sum" or is_operation(name))
 
 
 class CallsOfElements:
@@ -368,6 +374,8 @@ class CallsOfElements:
     def _check_written(self, node: fx.Node) -> None:
         """See that the numbers of a tensor that is written to lie in memory as it does."""
         if node in self._known:
+            if node.meta["val"].is_complex():
+                raise UnreadableWriteError
             self._numbers[node] = self._numbers_of(node, node.meta["val"].dtype).clone()
             del self._known[node]
         numbers, target = self._numbers.get(node), node.target

@@ -293,6 +293,11 @@ _COMPARISONS = ("eq", "ge", "gt", "isnan", "le", "lt", "ne")
 _MASKS = ("condition", "mask")
 
 
+def is_operation(name: str) -> bool:
+    """Whether there is an operation for an elementwise operator of ATen, by its name."""
+    return name in _EMITTERS
+
+
 def operation_of(
     overload: Any, arguments: Mapping[str, Any], dtype: torch.dtype
 ) -> tuple[ElementOperation, list[str]] | None:

@@ -126,4 +126,5 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.segment_reduce.default: _segment_reduce,
     aten.masked_select.default: _masked_select,
     aten.linalg_cross.default: _cross,
+    aten._neg_view.default: torch.neg,
 }

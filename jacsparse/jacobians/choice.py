@@ -10,11 +10,12 @@ import logging
 import math
 from collections.abc import Callable
 
+from ..codegen import may_be_loops
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, PASS, START, check_size
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
-from .compressed import Compressed
+from .compressed import Compressed, seeds_at_once
 from .evaluator import Evaluator
 from .folding import Folding
 from .forward_accumulation import ForwardAccumulation
@@ -31,9 +32,11 @@ VALUE = 6
 TERM = 4
 #: Fixed cost of a PyTorch call on tangents: about 15 µs.
 CALL = 30_000
-#: How much less both are in machine code. Groups of rows, which need none, are compared without it: where they apply,
-#: most of the work is PyTorch's.
-COMPILED = 4
+#: How much less both are in machine code; and how much more where PyTorch's calls between it take all seeds at once,
+#: which do not fit in caches.
+COMPILED, APART = 4, 1.25
+#: What a call of machine code saves beside: about 100 µs.
+REPLAY = 200_000
 
 
 def evaluator_of(
@@ -54,9 +57,11 @@ def evaluator_of(
     6. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
-    the check finds wrong tangents. On a GPU there are `ChainProducts` and `Compressed` alone. What is chosen is logged
-    at the level DEBUG, and in 6. the costs of products and of colours. `PreparedJacobian.prepare` asks for ``products``
-    where a `Compressed` of 6. does not agree with autograd, and `JacobianPlan` takes `ChainProducts`.
+    the check finds wrong tangents. With `compile`, 6. compares `Compressed` with machine code and without: loops
+    compute what no call that is left to PyTorch reads. On a GPU there are `ChainProducts` and `Compressed` alone. What
+    is chosen is logged at the level DEBUG, and in 6. the costs of products and of colours. `PreparedJacobian.prepare`
+    asks for ``products`` where a `Compressed` of 6. does not agree with autograd, and `JacobianPlan` takes
+    `ChainProducts`.
 
     A new way is a subclass of `Evaluator` and a case here; a new name of one also goes into `options.METHODS` and
     `saved_programs`. `PreparedJacobian` and `PreparedHessian` ask whether the name is ``compressed``.
@@ -124,7 +129,11 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     if method == "products" or not may_be_compressed(function):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
-    cost_of_colors = _cost_of_colors(function, colors, compile and grouped is None)
+    cost_of_colors = _cost_of_colors(function, colors, compile=False)
+    if compile:
+        compiled = _cost_of_colors(function, colors, compile=True)
+        compile = compiled - REPLAY < cost_of_colors
+        cost_of_colors = compiled if compile else cost_of_colors
     counts = sum(colors.counts)
     _LOGGER.debug("costs: products%s %.2g, %d colours %.2g", products.details, cost, counts, cost_of_colors)
     sums = folded_products(min(cost, cost_of_colors))
@@ -153,10 +162,21 @@ def _cost_of_products(function: TracedFunction) -> float:
     return cost + VALUE * function.x.element_size() / 8 * values
 
 
-def _cost_of_colors(function: TracedFunction, colors: Coloring, compile: bool) -> float:
-    """The cost of products of the whole function with a seed for each colour."""
-    computed = [function.element_count(node) for node in function.nodes]
-    call, value = (each / (COMPILED if compile else 1) for each in (CALL, VALUE * function.x.element_size() / 8))
+def _cost_of_colors(function: TracedFunction, colors: Coloring, *, compile: bool) -> float:
+    """The cost of products of the whole function with a seed for each colour; infinite where they do not compile."""
+    left = 1.0
+    if compile:
+        if not seeds_at_once(function, colors, compile=True)[1]:
+            return math.inf
+        left = 1.0 if seeds_at_once(function, colors, compile=False)[1] else APART
+    calls, values, read_by_pytorch = 0.0, 0.0, set[int]()
+    for node in reversed(function.nodes):
+        # What PyTorch computes of a call, it reads from memory: no loop computes that.
+        is_loop = compile and may_be_loops(node.name) and read_by_pytorch.isdisjoint(node.results)
+        share = 1 / COMPILED if is_loop else left
+        calls, values = calls + share * CALL, values + share * function.element_count(node)
+        if not is_loop:
+            read_by_pytorch.update(value for _, value in node.tensors)
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
-    dense = DENSE / 3 * sum(stage.backward_work for stage in function.chain)
-    return call * len(computed) + colors.cost * (value * sum(computed) + function.batch * dense)
+    dense = left * DENSE / 3 * sum(stage.backward_work for stage in function.chain)
+    return calls + colors.cost * (VALUE * function.x.element_size() / 8 * values + function.batch * dense)

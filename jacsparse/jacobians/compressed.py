@@ -6,7 +6,6 @@ gather decompresses the result.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -38,31 +37,24 @@ class Compressed(Evaluator):
     """
 
     name = "compressed"
+    uncompiled = "PyTorch computes most of the products with the seeds of its colours, and they are many"
 
     def __init__(self, function: TracedFunction, colors: Coloring, *, compile: bool = False) -> None:
         self.function, self.pattern, self.coloring = function, colors.pattern, colors
         self._shape = self.pattern.nnz, 1 if function.shared else function.batch
         x, ways = function.x, zip(colors.seeds(), (push_forward, pull_back), self.pattern.shape, strict=True)
         directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
-        count = sum(len(of_colors) for of_colors, *_ in directions)
-        # What does not depend on the input is computed once for all seeds.
-        width = max(1, x.element_size() * sum(map(function.element_count, function.nodes)))
-        part = PART_BYTES
-        if not (compile or x.is_cuda):
-            part = min(
-                PART_BYTES, max(CALL_BYTES * len(function.nodes), x.element_size() * math.prod(self._shape) // 2)
-            )
-        # Two small parts would not pay.
-        together = count * width <= min(PART_BYTES, 2 * part)
-        most = count if together else max(1, part // width)
+        most, together = seeds_at_once(function, colors, compile=compile)
         groups = [directions] if together else [[direction] for direction in directions]
         self._passes = [_Pass(function, each, most) for each in groups if each]
         #: By part, its entries, and their places among its products; None where all products are the entries in order.
         self._of_parts = self._entries_of_parts(x.device)
         if function.x.is_cuda:
-            self.uncompiled = f"machine code is for CPUs, and the arguments are on {function.x.device}; leave it out"
-        elif not together:
-            self.uncompiled = "the seeds of its colours take too much memory for one run of machine code; leave it out"
+            self.uncompiled = f"machine code is for CPUs, and the arguments are on {function.x.device}"
+            self.remedy = "leave it out"
+        elif compile and not together:
+            self.uncompiled = "the seeds of its colours take too much memory for one run of machine code"
+            self.remedy = "leave it out"
         elif compile and directions:
             (only,) = self._passes
             self.fused = FusedValues(only.computed, function, self._entries, self.pattern, only.parts[0])
@@ -123,6 +115,20 @@ class Compressed(Evaluator):
         # Entries that have one place, as both of a pair of a Hessian, have one value.
         _, first, of_places = np.unique(self.coloring.places, return_index=True, return_inverse=True)
         return rows_at(super().mended(values, trace), torch.from_numpy(first[of_places]).to(values.device))
+
+
+def seeds_at_once(function: TracedFunction, colors: Coloring, *, compile: bool) -> tuple[int, bool]:
+    """The number of seeds in a pass, and whether all run in one; machine code takes all at once, or none."""
+    x, count = function.x, sum(colors.counts)
+    # What does not depend on the input is computed once for all seeds.
+    width = max(1, x.element_size() * sum(map(function.element_count, function.nodes)))
+    part = PART_BYTES
+    if not (compile or x.is_cuda):
+        values = colors.pattern.nnz * (1 if function.shared else function.batch)
+        part = min(PART_BYTES, max(CALL_BYTES * len(function.nodes), x.element_size() * values // 2))
+    # Two small parts would not pay.
+    together = count * width <= min(PART_BYTES, 2 * part)
+    return (count if together else max(1, part // width)), together
 
 
 SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]

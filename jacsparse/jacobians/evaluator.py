@@ -27,15 +27,26 @@ class Evaluator(ABC):
         The pattern of the values.
     fused : FusedValues or None
         The loops that compute the values in one call.
-    uncompiled : str or None
-        Why ``compile=True`` does not apply, and what to do, where that is so.
+    uncompiled : str
+        Why ``compile=True`` compiles nothing, where nothing is fused.
+    remedy : str or None
+        What to do where it then does not apply.
     """
 
     name: ClassVar[str]
     function: TracedFunction
     pattern: Pattern
     fused: FusedValues | None = None
-    uncompiled: str | None = None
+    uncompiled: str
+    remedy: str | None = None
+
+    @property
+    def compiled(self) -> str:
+        """What ``compile=True`` has compiled, in words."""
+        if self.fused is None:
+            return f"nothing, since {self.uncompiled}"
+        left = self.fused.calls_of_pytorch
+        return f"all but {left} calls of PyTorch's" if left else "the whole call"
 
     def values(self, trace: Trace) -> torch.Tensor:
         """The values on the pattern, ``(nnz, batch)`` or ``(nnz, 1)``, in a run of the function's graph or a replay.

@@ -95,6 +95,10 @@ class FlatFunction(nn.Module):
             raise UnsupportedOperatorError(
                 f"{name_of(self.f)} returns {a_type(y)}; expected tensors, in tuples, lists or dicts"
             )
+        if y.is_complex():
+            raise UnsupportedOperatorError(
+                f"{name_of(self.f)} returns complex numbers, {y.dtype}; return torch.view_as_real of them"
+            )
         if not y.is_floating_point():
             raise UnsupportedOperatorError(
                 f"{name_of(self.f)} returns {y.dtype}, which has no derivative; expected float32 or float64"

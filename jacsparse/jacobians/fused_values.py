@@ -26,7 +26,7 @@ from ..codegen import (
     TooManyElementsError,
     UnreadableWriteError,
 )
-from ..patterns import Pattern
+from ..patterns import Pattern, holds_numbers
 from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
 from ..tracing import Trace, is_recording, without_autocast
 from .traced_function import TracedFunction
@@ -91,7 +91,7 @@ class FusedValues:
         self._begin = {
             place: source
             for place, source in enumerate(calls.sources, len(others))
-            if not function.replays or inputs[place].is_floating_point()
+            if not function.replays or holds_numbers(inputs[place])
         }
         try:
             fusion = self._fused(inputs, entries, pattern, leaves=False, compile=compile)
@@ -157,10 +157,13 @@ class FusedValues:
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
         self._free: list[tuple[Any, torch.Tensor]] = []
         self._by_pytorch: fx.GraphModule | None = None
+        #: How many calls are left to PyTorch, and how much these compute.
+        self.calls_of_pytorch = 0
         used, self._work_of_pytorch = list[int](), 0
         if left:
             self._by_pytorch, used = _returning(self._calls.graph, left)
             self._work_of_pytorch = flop_of(self._by_pytorch, ELEMENT)
+            self.calls_of_pytorch = sum(node.op == "call_function" for node in self._by_pytorch.graph.nodes)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
         self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}

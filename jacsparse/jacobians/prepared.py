@@ -81,15 +81,12 @@ class PreparedJacobian(Generic[Result]):
         prepared = cls(cls._differentiated(f, arguments, options), arguments, options)
         try:
             prepared.check(*args)
-        except VerificationError as error:
+        except VerificationError:
             if options.method != "auto" or prepared.method != "compressed" or options.pattern is not None:
                 raise
             # PyTorch's own tangents may be wrong, as those of scatter_reduce's products.
-            try:
-                return cls.prepare(f, args, argnums, batched, static_argnums, replace(options, method="products"))
-            except ValueError:
-                # Machine code takes no such products.
-                raise error from None
+            options = replace(options, method="products", compile=False)
+            return cls.prepare(f, args, argnums, batched, static_argnums, options)
         return prepared
 
     @staticmethod
@@ -177,8 +174,9 @@ class PreparedJacobian(Generic[Result]):
                 evaluator = evaluator_of(traced.function, self.method, compile=options.compile, coloring=self._coloring)
             else:
                 evaluator = saved.evaluator(self._f, traced, options.compile)
-            if options.compile and evaluator.uncompiled is not None:
-                raise ValueError(f"{name_of(self._f)}: compile is True, and {evaluator.uncompiled}")
+            if options.compile and options.method != "auto" and evaluator.remedy is not None:
+                reason = f"{evaluator.uncompiled}; {evaluator.remedy}"
+                raise ValueError(f"{name_of(self._f)}: compile is True, and {reason}")
             program = PreparedProgram.of(traced, evaluator, options.create_graph)
         if self._programs and program.evaluator.pattern != self._first.evaluator.pattern:
             raise ValueError(
@@ -334,9 +332,11 @@ def prepare_jacobian(
         seed for each colour; ``auto`` takes the one of less predicted cost, and the first one where no weights are
         multiplied, as of elementwise operators and selections.
     compile : bool
-        Whether one piece of machine code computes the values, which takes a tenth of a second to a few seconds to
-        make. It fuses elementwise operators, selections and sums of products; what else a call computes, as products of
-        matrices, is PyTorch's. The logger ``jacsparse`` tells of it, at level INFO.
+        Whether machine code computes the values, which takes a tenth of a second to a few seconds to make. It fuses
+        elementwise operators, selections and sums of products; what else a call computes, as products of matrices, is
+        PyTorch's. With the method ``auto`` it is made where it pays by predicted cost, and the repr says what was
+        compiled, as ``compiled: the whole call``; a method that is asked for by name is compiled, or raises ValueError.
+        The logger ``jacsparse`` tells of it, at level INFO.
     pruned : bool
         Whether the pattern omits the elements of weights that are zero when it is prepared, of parameters and all other
         tensors that `f` reads, but not of its arguments. A call in which one of them is filled raises RuntimeError.
@@ -363,7 +363,7 @@ def prepare_jacobian(
     ------
     TypeError, ValueError
         Where arguments or outputs are not of this kind, the method is unknown or does not apply, or with `compile`,
-        where operators' Jacobians are multiplied one after the other, as for large networks.
+        where the method that was asked for does not compile, as where operators' matrices are multiplied.
     UnsupportedOperatorError
         Where an operator has no rule, or the calls depend on what tensors hold.
     VerificationError

@@ -47,6 +47,7 @@ class FoldedProducts(Evaluator):
     """
 
     name = "products"
+    uncompiled = "its values are constants"
 
     def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
         self.function, self.pattern, dtype = function, folded.pattern, function.x.dtype
@@ -102,15 +103,13 @@ class ChainProducts(Evaluator):
     """
 
     name = "products"
-    uncompiled: str | None = (
-        "products of operators' matrices cannot be compiled; leave it out, or on a CPU pass method='compressed'"
-    )
+    uncompiled = "products of operators' matrices cannot be compiled"
+    remedy: str | None = "leave it out, or on a CPU pass method='compressed'"
 
     def __init__(self, function: TracedFunction) -> None:
         self.function, self.pattern, self.chain = function, function.pattern, function.chain
         if not self.pattern.nnz:
-            # There is nothing to compile.
-            self.uncompiled = None
+            self.uncompiled, self.remedy = "it has no entries", None
 
     @property
     def details(self) -> str:
@@ -150,6 +149,7 @@ class GroupedProducts(Evaluator):
     """
 
     name = "products"
+    uncompiled = "its kernel is machine code as it is"
 
     def __init__(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils import _pytree
 
-from ..patterns import Pattern
+from ..patterns import Pattern, holds_numbers
 from ..stages import chain_for_all, check_shape
 from ..tracing import SAMPLES, random_tensor, tensors_of
 from .arguments import Arguments
@@ -117,7 +117,7 @@ def _arguments(
     """The arguments of a call, with random tensors in the place of shapes."""
     batched, numbers = has_samples(f, batched), checked_argnums(argnums, len(args))
     of_modules = (tensor for module in modules_of(f, set()) for tensor in tensors_of(module))
-    like = next((t for t in (*_tensors(args), *of_modules) if t.is_floating_point()), torch.empty(0, device="cpu"))
+    like = next((t.real for t in (*_tensors(args), *of_modules) if holds_numbers(t)), torch.empty(0, device="cpu"))
     samples = next((len(leaf) for n in numbers for leaf in _tensors(args[n]) if leaf.ndim), SAMPLES)
     generator, full = torch.Generator().manual_seed(0), list(args)
     for number in numbers:
@@ -134,5 +134,5 @@ def _tensors(arg: Any) -> list[torch.Tensor]:
 
 def _pattern(f: Callable[..., Any], arguments: Arguments, pruned: bool) -> Pattern:
     module, x = module_and_batch(f, arguments)
-    floats = [tensor for tensor in arguments.others if tensor.is_floating_point()]
+    floats = [tensor for tensor in arguments.others if holds_numbers(tensor)]
     return chain_for_all(module, x, pruned=pruned, varying=floats).pattern

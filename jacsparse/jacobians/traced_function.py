@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..patterns import Pattern, gradient_of
+from ..patterns import Pattern, gradient_of, holds_numbers
 from ..stages import Chain, pulled_by_autograd
 from ..tracing import Graph, Node, Scalar, Trace, Values, name_of
 
@@ -79,9 +79,7 @@ class TracedFunction:
 
     def is_differentiable(self, value: int) -> bool:
         """Whether a value may have a derivative."""
-        tensor = self.trace.tensor(value)
-        # Complex numbers there are only with a pattern of one's own: rules refuse them.
-        return tensor.is_floating_point() or tensor.is_complex()
+        return holds_numbers(self.trace.tensor(value))
 
     def _is_sparse(self, value: int) -> bool:
         return self.trace.tensor(value).layout != torch.strided

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree
 
 from ..decompositions import indices_of, is_sparse
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, holds_numbers
 from ..stages import chain_of, refuse_hooks
 from ..tracing import (
     BackwardPass,
@@ -92,13 +92,13 @@ def traced_program(f: Callable[..., Any], arguments: Arguments, options: Options
     contents = {
         value: contents_of(tensor).clone()
         for value, tensor in read.items()
-        if not tensor.is_floating_point() or tensor.layout != torch.strided
+        if not holds_numbers(tensor) or tensor.layout != torch.strided
     }
     _check_indices(trace)
     if options.create_graph:
         _check_gradients(trace)
     returned_values = [leaf.number for leaf in _pytree.tree_leaves(returned.aux) if isinstance(leaf, Value)]
-    floats = [tensor for tensor in read.values() if tensor.is_floating_point()]
+    floats = [tensor for tensor in read.values() if holds_numbers(tensor)]
     varying = [tensor for tensor in floats if not options.pruned or id(tensor) in places]
     watched = [tensor for tensor in floats if options.pruned and id(tensor) not in places]
     with without_autocast(trace.input.device):
@@ -244,7 +244,7 @@ def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.
     graph = trace.graph
     varies = {0, *graph.captures}
     # Other captures are constants.
-    floats = {n for n in graph.captures if (t := trace.tensor(n)).is_floating_point() and t.layout == torch.strided}
+    floats = {n for n in graph.captures if holds_numbers(t := trace.tensor(n)) and t.layout == torch.strided}
     for node in graph.nodes:
         values = [value for _, value in node.tensors]
         memories = {value: memory_of(trace.tensor(value)) for value in values}
@@ -285,7 +285,7 @@ def _check_indices(trace: Trace) -> None:
     graph = trace.graph
     captures = {value: trace.tensor(value) for value in graph.captures}
     # The indices of sparse ones are parts of the program.
-    floats = {n for n, tensor in captures.items() if tensor.is_floating_point() and tensor.layout == torch.strided}
+    floats = {n for n, tensor in captures.items() if holds_numbers(tensor) and tensor.layout == torch.strided}
     for node in graph.differentiated:
         for name in node.contents if any(operand.active for operand in node.operands) else ():
             value = node.arguments[name].number

@@ -75,7 +75,8 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     if type(x) not in PLAIN:
         raise TypeError(f"{name} is {a_type(x)}; expected a plain tensor: {name}.as_subclass(torch.Tensor)")
     if x.dtype not in (torch.float32, torch.float64):
-        remedy = "give real and imaginary parts" if x.is_complex() else "convert it with .float()"
+        by_parts = f"give torch.view_as_real({name}), and take torch.view_as_complex of it within"
+        remedy = by_parts if x.is_complex() else "convert it with .float()"
         if not x.is_floating_point() and not x.is_complex():
             remedy += ", or give, in the place of indices, what their embedding makes of them"
         raise TypeError(f"{name} is {x.dtype}; expected float32 or float64: {remedy}")

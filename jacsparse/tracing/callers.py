@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, holds_numbers
 from .modules import name_of
 from .operators import operator_name, tensors_in
 
@@ -175,7 +175,7 @@ class Callers:
                 return ValueError(f"{where} is on {tensor.device}; this runs on CPUs and CUDA: move it with .cpu()")
             if tensor.device != x.device:
                 return ValueError(f"{where} is on {tensor.device}, its input on {x.device}; move one of them")
-            if (tensor.is_floating_point() or tensor.is_complex()) and tensor.dtype != x.dtype:
+            if holds_numbers(tensor) and tensor.real.dtype != x.dtype:
                 return TypeError(f"{where} is {tensor.dtype}, its input {x.dtype}; convert one of them")
         arguments = getattr(module, "arguments", None)
         call = f"an input of shape {tuple(x.shape[1:])}" if arguments is None else f"a call with {arguments}"

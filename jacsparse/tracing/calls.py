@@ -16,7 +16,7 @@ from torch import fx, nn
 from torch.utils._pytree import tree_map
 
 from ..runtime import DispatchMode
-from .operators import RUNNING, WITHOUT_MEMORY, is_written, tensors_in
+from .operators import RUNNING, WITHOUT_MEMORY, is_lazily_changed, is_written, tensors_in
 from .storages import memory_of
 
 aten = torch.ops.aten
@@ -67,6 +67,7 @@ class _Calls:
         """Take a node for what computes a tensor."""
         self.nodes[id(tensor)] = node
         self.alive.append((tensor, node))
+        node.meta["lazy"] = is_lazily_changed(tensor)
         if tensor.layout == torch.strided:
             form = tensor.shape, tensor.stride()
             node.meta["val"] = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
@@ -253,4 +254,5 @@ def _takes_constants(node: fx.Node) -> bool:
 
 def _form(node: fx.Node) -> tuple[Any, ...] | None:
     value = node.meta["val"]
-    return (value.shape, value.stride(), value.dtype) if value.layout == torch.strided else None
+    form = value.shape, value.stride(), value.dtype, node.meta.get("lazy", False)
+    return form if value.layout == torch.strided else None

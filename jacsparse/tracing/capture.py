@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, holds_numbers
 from ..runtime import DispatchMode, a_type
 from .autograd_nodes import (
     NO_CONTEXT,
@@ -41,15 +41,15 @@ from .operators import (
     BackwardPass,
     Facts,
     facts_of,
+    is_lazily_changed,
     named_tensors,
-    number_types,
     shows,
     tensors_in,
     with_written,
     written_tensors,
 )
-from .storages import Storages, are_alike, extent_of, memory_of, replaces
-from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
+from .storages import Storages, extent_of, memory_of, replaces
+from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, free_numbers
 from .writes import begin_write, current, end_write
 
 aten = torch.ops.aten
@@ -114,6 +114,8 @@ class Recorder:
         self.functions: dict[tuple[Any, int], tuple[int, dict[int, int]]] = {}
         #: Tensors without a gradient, by their ids, whose values others have that may have one.
         self._detached = set[int]()
+        #: Copies of lazy conjugates and negatives, by their ids: PyTorch makes some below autograd, for an operator.
+        self._resolved = set[int]()
         # Of the call that is recorded: its operands, and the class of autograd's node of each.
         self._operands: list[int] = []
         self.kinds: list[type | None] = []
@@ -150,10 +152,11 @@ class Recorder:
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
-            if viewed is not None and self.storages.get(viewed) is not None:
+            storage = None if viewed is None else self.storages.get(viewed)
+            if storage is not None:
                 result = overload(*args, **kwargs)
                 views = tensors_in(result)
-                if all(are_alike(view, viewed) for view in views):
+                if all(map(storage.has_elements_of, views)):
                     # Where they are read, they are what the storage holds then.
                     self.alive += views
                     self.masks.leave([] if overload is aten.view.default else [self.numbers.get(id(viewed))])
@@ -252,7 +255,7 @@ class Recorder:
         kind: type | None = None
         if self.in_parts:
             passes = self.flags[number] & DIFFERENTIABLE and not self._apart and id(tensor) not in self._detached
-            kind = Recorder if passes and (tensor.is_floating_point() or tensor.is_complex()) else None
+            kind = Recorder if passes and holds_numbers(tensor) else None
         elif tensor.requires_grad:
             node = node_of(tensor)
             kind = type(node)
@@ -269,6 +272,8 @@ class Recorder:
                 edges = self.run.gradient_edges
                 if number not in edges and self.run.tensors[number] is tensor:
                     edges[number] = node, tensor.output_nr
+        elif id(tensor) in self._resolved:
+            kind = Recorder
         flags = self.flags[number]
         self._flags |= flags & DEPENDENT if kind is None else flags & ~ACTIVE if kind is _NONE else flags
         self.kinds.append(kind)
@@ -341,7 +346,7 @@ class Recorder:
         scalars: tuple[tuple[str, Scalar], ...] = ()
         if self._has_floats or (self._has_integers and facts.of_numbers):
             if not (self.in_parts or (depends and facts.bakes)):
-                scalars = self._free_numbers(facts, args, kwargs, keys)
+                scalars = free_numbers(facts, args, kwargs, keys, self.run.scalars)
             self._has_floats = False
         self._has_integers = False
         written = written_tensors(facts, args, kwargs) if facts.written else ()
@@ -357,6 +362,8 @@ class Recorder:
             number = self.bind(tensor, flags)
             if written and any(tensor is each for each in written):
                 end_write(self, tensor, number, seen=seen, sized=id(tensor) not in of_masks)
+        if overload is _CLONE and seen and is_lazily_changed(args[0]):
+            self._resolved.add(id(result))
         if facts.keeps:
             self.irreplaceable.update(range(first, first + count))
         kinds = tuple(self.kinds)
@@ -409,22 +416,6 @@ class Recorder:
                 keys.append((kind, repr(value)) if kind in (bool, float, complex) else value)
         return keys
 
-    def _free_numbers(
-        self, facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable]
-    ) -> tuple[tuple[str, Scalar], ...]:
-        """Take the numbers out of a key that its runs may have others for; return them by their arguments' names."""
-        scalars: list[tuple[str, Scalar]] = []
-        named = [*zip(facts.names, args, strict=False), *kwargs.items()]
-        for number, (name, value) in enumerate(named):
-            if type(value) in (float, int):
-                types = number_types(facts, name, args[0] if args else None)
-                if type(value) in types:
-                    scalar = _scalar(len(self.run.scalars), types, value if value in (0, 1) else None)
-                    scalars.append((name, scalar))
-                    keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
-                    self.run.scalars.append(value)
-        return tuple(scalars)
-
     def _check_reads(self, overload: Any) -> None:
         """Raise where a call shows elements that depend on the input, or its sizes do."""
         tensors = [self.run.tensors[value] for value in self._operands if self.flags[value] & DEPENDENT]
@@ -436,9 +427,7 @@ class Recorder:
         self.problem = self.problem or self.callers.unsupported(what, remedy)
 
 
-#: A reference to a number, of which there are few.
-_scalar = functools.lru_cache(maxsize=1024)(Scalar)
-_COPY, _DETACH, _ZEROS = aten.copy_.default, aten.detach.default, aten.zeros.default
+_CLONE, _COPY, _DETACH, _ZEROS = aten.clone.default, aten.copy_.default, aten.detach.default, aten.zeros.default
 #: The class of a leaf's node.
 _NONE = type(None)
 #: Arguments that are what a key has of them.

@@ -21,13 +21,6 @@ def check_derivatives(trace: Trace) -> None:
         Where one is not that of the operator which made the value.
     """
     infos = trace.graph.infos
-    for node in trace.graph.differentiated:
-        for operand in node.operands:
-            maker = infos[operand.value].maker
-            # An operator copies a lazy negative, without autograd.
-            if maker is not None and not operand.active and _copies_negative(trace, maker):
-                what = "a negative is not computed before an operator works on it, as a conjugate's imaginary part"
-                raise _unsupported(maker, what, "take real and imaginary parts before the conjugate")
     for value, edge in trace.gradient_edges.items():
         maker = infos[value].maker
         if maker is None or not infos[value].dependent:
@@ -36,12 +29,6 @@ def check_derivatives(trace: Trace) -> None:
             maker.hooked = True
         elif not isinstance(edge[0], BackwardCFunction):
             _examine(trace, edge[0], maker)
-
-
-def _copies_negative(trace: Trace, maker: Node) -> bool:
-    if maker.name != "aten.clone":
-        return False
-    return any(operand.active and trace.tensor(operand.value).is_neg() for operand in maker.operands)
 
 
 def _examine(trace: Trace, node: Any, maker: Node) -> None:

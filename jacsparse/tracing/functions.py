@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from ..patterns import CONSTANT, UnsupportedOperatorError, gradients_of
+from ..patterns import CONSTANT, UnsupportedOperatorError, gradients_of, holds_numbers
 from .autograd_nodes import apply_function, is_of_hooks, is_of_operator, zeros_for
 from .callers import Unreadable
 from .graph import Graph, Node, Values
@@ -130,7 +130,7 @@ def _recorded(recorder: Recorder, node: Any, operands: Sequence[int]) -> Recorde
             fresh.update(call.results)
         if facts.of_shape or of_gradients.isdisjoint(call.operands):
             continue
-        if facts.name in CONSTANT or facts.random or not all(_is_of_numbers(run.tensors[n]) for n in call.results):
+        if facts.name in CONSTANT or facts.random or not all(holds_numbers(run.tensors[n]) for n in call.results):
             return RecordedBackward(operands=operands, problem=_problem(function))
         others |= dict.fromkeys(value for value in call.operands if value not in of_gradients)
         of_gradients.update(call.results)
@@ -143,10 +143,6 @@ def _recorded(recorder: Recorder, node: Any, operands: Sequence[int]) -> Recorde
         )
     known = [(result, n) for result, (_, n) in zip(results, tensors, strict=True) if result in of_gradients]
     return RecordedBackward(gradients, [r for r, _ in known], [n for _, n in known], list(others))
-
-
-def _is_of_numbers(tensor: torch.Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _problem(function: type, what: str = "is not linear in the gradient, so that there is no Jacobian") -> str:

@@ -195,6 +195,8 @@ class Graph:
     captures: dict[int, tuple[Form, bool]] = field(default_factory=dict)
     #: The values of those that have a gradient: mostly parameters.
     externals: list[int] = field(default_factory=list)
+    #: The values of the real and the imaginary part of each complex one through which a derivative passes.
+    complex_parts: dict[int, tuple[int, int]] = field(default_factory=dict)
     #: The tensors that the parts of calls read beside their operands: they are the same in each run.
     constants: dict[int, torch.Tensor] = field(default_factory=dict)
     #: The value here of each of a run's values.

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..decompositions import MadeMatrix, is_sparse, operator_on_elements, selection
-from ..patterns import REGISTERED, UnsupportedOperatorError
+from ..decompositions import ComplexParts, MadeMatrix, is_sparse, operator_on_elements, operator_on_parts, selection
+from ..patterns import REGISTERED, UnsupportedOperatorError, holds_numbers
 from ..runtime import DispatchMode, without_compiling
 from .callers import Callers, Unreadable
 from .capture import Recorder, capture
@@ -26,7 +26,7 @@ from .functions import is_linear, products
 from .graph import Graph, Info, Node, Operand, Value
 from .masks import with_mask
 from .modules import check_outside_transforms, without_autocast
-from .operators import BackwardPass, draws, facts_of, operand_names, tensors_in
+from .operators import BackwardPass, Gather, Rewrite, draws, facts_of, operand_names, tensors_in
 from .storages import memory_of
 from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, Trace
 
@@ -234,7 +234,7 @@ class _Analysis:
             node.contents = {
                 name: trace.elements(value).detach().clone()
                 for name, value in node.tensors
-                if not (trace.tensor(value).is_floating_point() or infos[name].fixed or infos[name].dependent)
+                if not (holds_numbers(trace.tensor(value)) or infos[name].fixed or infos[name].dependent)
             }
         if facts.random:
             node.draws = draws(call.overload, {name: trace.read(argument) for name, argument in arguments.items()})
@@ -260,18 +260,26 @@ class _Analysis:
         # What makes a dense result of a sparse one has the parts of both.
         has_parts = dependent and not all(map(is_sparse, made))
         parts = by_mask = run.by_mask.get(call.first, (None, None))[0]
-        if parts is None and has_parts and (in_parts or any(operand.active for operand in node.operands)):
-            # Complex results are refused under the operator's own name.
-            parts = None if any(tensor.is_complex() for tensor in made) else self._parts_of(node)
+        is_complex = self._is_complex(node, made)
+        if is_complex:
+            parts = self._on_parts(node, by_mask=parts is not None)
+        elif parts is None and has_parts and (in_parts or any(operand.active for operand in node.operands)):
+            parts = self._parts_of(node)
         if parts is not None:
             known, dependent = self._decomposed(node, parts, in_parts=in_parts), False
-            node.by_parts |= by_mask is not None
+            node.by_parts |= is_complex or by_mask is not None
             if isinstance(node.overload, BackwardPass) and not is_linear(node, graph, known):
                 known, dependent = [], True
-        results = list[int]()
-        for place, number in enumerate(call.results):
-            value = known[place] if place < len(known) else -1
-            if value < 0 or not graph.infos[value].dependent:
+        results, values = list[int](), iter(known)
+        for number in call.results:
+            value = next(values, -1)
+            if is_complex and run.tensors[number].is_complex():
+                of_parts = value, next(values, -1)
+                value = self._new_value(self._info(node, True), run, number)
+                if min(of_parts) >= 0:
+                    graph.complex_parts[value] = of_parts
+                    self.trace.place_parts(value, range(begin, value))
+            elif value < 0 or not graph.infos[value].dependent:
                 value = self._new_value(self._info(node, dependent), run, number)
             elif value >= begin:
                 graph.infos[value].whole = node
@@ -297,11 +305,30 @@ class _Analysis:
             return None if node.overload.problem else products(node, self.graph, self.trace.scalars)
         if any(map(is_sparse, tensors.values())):
             return operator_on_elements(node.overload, [self._given(each) for each in node.args])
-        if facts.contents and any(not tensors[operand.name].is_floating_point() for operand in node.operands):
+        if facts.contents and any(not holds_numbers(tensors[operand.name]) for operand in node.operands):
             return selection(node.overload, node.args)
         if facts.weighted is not None and any(o.active and o.name in ("weight", "bias") for o in node.operands):
             return facts.weighted
         return facts.parts
+
+    def _is_complex(self, node: Node, made: Sequence[torch.Tensor]) -> bool:
+        """Whether a derivative passes through a call by complex numbers."""
+        active = [operand.value for operand in node.operands if operand.active]
+        if not self.graph.complex_parts.keys().isdisjoint(active):
+            return any(map(holds_numbers, made))
+        return bool(active) and any(tensor.is_complex() for tensor in made)
+
+    def _on_parts(self, node: Node, *, by_mask: bool) -> Callable[..., Any]:
+        """Operators on the parts of complex numbers that take a call's place."""
+        parts = None if by_mask else operator_on_parts(node.overload, node.name)
+        if parts is None:
+            raise self._without_parts(node)
+        return parts
+
+    def _without_parts(self, node: Node) -> UnsupportedOperatorError:
+        name = node.overload.function.__name__ if isinstance(node.overload, BackwardPass) else node.name
+        what = f"{name} has no rule for these complex numbers{node.source}"
+        return UnsupportedOperatorError(f"{node.path}: {what}; work on real and imaginary parts")
 
     def _given(self, argument: Any) -> Any:
         """What an argument of a call was."""
@@ -345,12 +372,24 @@ class _Analysis:
             flags = ACTIVE * active.get(name, False) | DIFFERENTIABLE * differentiable[name]
             if info.dependent and is_sparse(self.trace.tensor(argument.number)):
                 return made_matrix(argument, flags)
+            if argument.number in graph.complex_parts:
+                return ComplexParts(*(begun(Value(each), flags) for each in graph.complex_parts[argument.number]))
+            if active.get(name) and self.trace.tensor(argument.number).is_complex():
+                raise self._without_parts(node)
             return begun(argument, flags, node.writes_to(name))
 
         args, kwargs = [given(each) for each in node.args], {name: given(each) for name, each in node.kwargs.items()}
         with DispatchMode(recorder.call):
             results = tensors_in(parts(*args, **kwargs))
-        returned, inner, made = recorder.values_of(results), recorder.run, list[Node]()
+        is_complex = any(value in graph.complex_parts for _, value in node.tensors)
+        if is_complex and type(node.overload) in (Gather, Rewrite):
+            halves = results[::2], results[1::2]
+            returned = [
+                recorder.append(node.overload, recorder.values_of(half), node.overload(*half)) for half in halves
+            ]
+        else:
+            returned = recorder.values_of(results)
+        inner, made = recorder.run, list[Node]()
         for call in inner.calls:
             self._take_constants(inner, numbers, call.results.start)
             part = self._node(call, inner, numbers, in_parts=True)

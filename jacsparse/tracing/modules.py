@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from ..patterns import holds_numbers
 from ..runtime import a_type, has_tangent, is_transformed, transform_under_way, without_compiling
 from .autograd_nodes import NO_CONTEXT, noted, unchanged
 
@@ -260,7 +261,7 @@ SAMPLES = 3
 
 def samples_of(module: nn.Module, shape: tuple[int, ...], like: torch.Tensor | None = None) -> torch.Tensor:
     """Random samples with the dtype and device of the module, or of `like` where the module has no tensors."""
-    tensors = (tensor for tensor in tensors_of(module) if tensor.is_floating_point())
+    tensors = (tensor.real for tensor in tensors_of(module) if holds_numbers(tensor))
     like = next(tensors, torch.empty(0, device="cpu") if like is None else like)
     return random_tensor((SAMPLES, *shape), like, torch.Generator().manual_seed(0))
 

@@ -239,6 +239,11 @@ def is_written(parameter: Any) -> bool:
     return parameter.alias_info is not None and parameter.alias_info.is_write
 
 
+def is_lazily_changed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements are conjugates or negatives of what is in its memory."""
+    return tensor.is_conj() or tensor.is_neg()
+
+
 def _as_strided_scatter(
     x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> torch.Tensor:
@@ -302,10 +307,13 @@ def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -
     return [t for name, t in tensors if name.partition(".")[0] in facts.written and t.layout == torch.strided]
 
 
-def number_types(facts: Facts, name: str, first: Any) -> tuple[type, ...]:
+def number_types(facts: Facts, name: str, args: Sequence[Any]) -> tuple[type, ...]:
     """What a number among the arguments of a call may be in other runs; empty where it is none that may change."""
+    if any(isinstance(each, complex) or (isinstance(each, torch.Tensor) and each.is_complex()) for each in args):
+        # Operators on the parts take the place of the call, with these numbers.
+        return ()
     if facts.of_numbers and name == "other":
-        floats = isinstance(first, torch.Tensor) and first.is_floating_point()
+        floats = isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
         return (int, float) if floats else (int,)
     return (float,)
 

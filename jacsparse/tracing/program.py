@@ -146,6 +146,12 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
     whose first axis has their number.
     """
     x, graph = trace.input, trace.graph
+    last = graph.infos[graph.last.value].maker
+    if last is not None and trace.tensor(graph.last.value).is_complex():
+        raise UnsupportedOperatorError(
+            f"{last.path}: {last.name} gives complex numbers, which are returned{last.source}; return "
+            "torch.view_as_real of them"
+        )
     program = Program(x.shape[0], graph.last.value)
     program.layouts[0] = WHOLE if program.batch == 1 else Layout(0)
     program.shapes[0] = program.layouts[0].shape_of_sample(x.shape)
@@ -158,11 +164,6 @@ def program_of(trace: Trace, *, couples: bool = False) -> Program:
         node = graph.infos[value].maker
         assert node is not None
         result = trace.tensor(value)
-        if result.is_complex():
-            raise UnsupportedOperatorError(
-                f"{node.path}: {node.name} gives complex numbers{node.source}; Jacobians are of real ones: "
-                "work on real and imaginary parts"
-            )
         operation = _operation(program, trace, node, value, operands, couples, known)
         if operation.layout is None and value in passed and result.shape[:1] == x.shape[:1]:
             operation = replace(operation, layout=program.layouts[0])
@@ -231,9 +232,7 @@ def _needed(trace: Trace) -> dict[int, list[Operand]]:
     # A tensor may have a gradient only because of weights: it is not reached from the input.
     reached = {0}
     for node in graph.differentiated:
-        # The sign of a complex number is its direction, which has a derivative.
-        passes = node.name not in CONSTANT or any(trace.tensor(result).is_complex() for result in node.results)
-        if passes and any(operand.active and operand.value in reached for operand in node.operands):
+        if node.name not in CONSTANT and any(operand.active and operand.value in reached for operand in node.operands):
             reached.update(node.results)
     needed: dict[int, list[Operand]] = {}
     waiting = [graph.last.value] if graph.last.active else []

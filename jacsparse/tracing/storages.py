@@ -149,8 +149,8 @@ class WrittenStorage:
 
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
-        self.itemsize = tensor.element_size()
-        self.contents = Contents(tensor.untyped_storage().nbytes() // self.itemsize)
+        self.dtype = tensor.dtype
+        self.contents = Contents(tensor.untyped_storage().nbytes() // tensor.element_size())
         #: Where it was written to, by tensors of which families.
         self.writes: list[tuple[Extent, int]] = []
         #: The numbers of families of tensors, each of views of one tensor to autograd; those of the last write.
@@ -185,7 +185,14 @@ class WrittenStorage:
     def leaves(self, tensor: torch.Tensor, since: int) -> bool:
         """Whether no write since a number of them was to elements of a tensor, or to one of its family."""
         family, extent = self.family(tensor), extent_of(tensor)
+        if not self.has_elements_of(tensor):
+            return False
         return all(other != family and _are_apart(each, extent) for each, other in self.writes[since:])
+
+    def has_elements_of(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's elements are the storage's, and no parts, conjugates or negatives of these."""
+        is_changed = tensor.is_conj() or tensor.is_neg()
+        return tensor.layout == torch.strided and tensor.dtype == self.dtype and not is_changed
 
     def family(self, tensor: torch.Tensor) -> int:
         """The number of the tensors that autograd takes for views of the same one."""
@@ -234,7 +241,7 @@ class Storages:
         # The last values of whole tensors are enough: others are views of these.
         for value in self.values_on(tensor):
             known = self._tensors[value]
-            if known._base is None and known.element_size() == storage.itemsize:
+            if known._base is None and known.dtype == storage.dtype:
                 storage.begin(known, value)
         return storage
 
@@ -268,14 +275,4 @@ def replaces(tensor: torch.Tensor, other: Any) -> bool:
         and tensor.layout == other.layout == torch.strided
         and (tensor.shape, tensor.dtype, tensor.device) == (other.shape, other.dtype, other.device)
         and not (tensor.is_conj() or tensor.is_neg() or other.is_conj() or other.is_neg())
-    )
-
-
-def are_alike(view: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether a view has elements of a tensor as they are."""
-    return (
-        view.layout == torch.strided
-        and view.dtype == tensor.dtype
-        and view.is_conj() == tensor.is_conj()
-        and view.is_neg() == tensor.is_neg()
     )

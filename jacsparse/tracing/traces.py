@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge
 from .autograd_nodes import version_of, versions_of
 from .callers import Place, hooks_so_far
 from .graph import Form, Graph, Node, Scalar, Value, referred
+from .operators import Facts, number_types
 from .storages import memory_of
 
 #: A value that depends on the input; one through which its derivative passes; and one through which any passes.
@@ -107,6 +108,30 @@ class CapturedRun:
         return False
 
 
+def free_numbers(
+    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable], numbers: list[Any]
+) -> tuple[tuple[str, Scalar], ...]:
+    """Take the numbers of a call out of a key that its runs may have others for, and add them to those of the run.
+
+    It returns references to them by their arguments' names.
+    """
+    scalars: list[tuple[str, Scalar]] = []
+    named = [*zip(facts.names, args, strict=False), *kwargs.items()]
+    for number, (name, value) in enumerate(named):
+        if type(value) in (float, int):
+            types = number_types(facts, name, args)
+            if type(value) in types:
+                scalar = _scalar(len(numbers), types, value if value in (0, 1) else None)
+                scalars.append((name, scalar))
+                keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
+                numbers.append(value)
+    return tuple(scalars)
+
+
+#: A reference to a number, of which there are few.
+_scalar = functools.lru_cache(maxsize=1024)(Scalar)
+
+
 class Trace:
     """One run of a function on a copy of the caller's input: its graph, tensors, numbers and nodes of autograd.
 
@@ -150,6 +175,8 @@ class Trace:
             trace.copies |= graph.constants
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
         trace.calls, trace.output = run.calls, run.tensors[run.output]
+        for value in graph.complex_parts:
+            trace.place_parts(value)
         return trace
 
     def place(self, pairs: Iterable[tuple[int, int]], run: CapturedRun) -> None:
@@ -163,6 +190,15 @@ class Trace:
                 self.copies[value] = run.copies[number]
             if number in run.gradient_edges:
                 self.gradient_edges[value] = run.gradient_edges[number]
+
+    def place_parts(self, value: int, new: Collection[int] = ()) -> None:
+        """Take the parts of a run's complex tensor for their values, if these are new ones or have no tensors."""
+        tensor = self.tensors[value]
+        if tensor is not None:
+            views = tensor.detach().real, tensor.detach().imag.resolve_neg()
+            for part, view in zip(self.graph.complex_parts[value], views, strict=True):
+                if part in new or self.tensors[part] is None:
+                    self.tensors[part], self.versions[part] = view, self.versions[value]
 
     @classmethod
     def replayed(

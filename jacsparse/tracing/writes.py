@@ -21,7 +21,7 @@ def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int
         return recorder.from_elsewhere(tensor) if number is None else number
     if number is not None and recorder.storages.is_noted(tensor, storage):
         return number
-    if tensor.element_size() != storage.itemsize or tensor.is_conj() or tensor.is_neg():
+    if not storage.has_elements_of(tensor):
         raise recorder.callers.unsupported("a tensor is written to as numbers of another kind", "compute new ones")
     number, derivatives = _held(recorder, tensor, storage.contents), storage.derivatives(tensor)
     edge = recorder.run.gradient_edges.get(number)

@@ -14,6 +14,8 @@ from jacsparse.patterns import Full, Pattern
 from torch import nn
 
 from jacsparse import prepare_jacobian
+from jacsparse.jacobians.choice import _cost_of_colors
+from jacsparse.jacobians.colorings import coloring
 from jacsparse.jacobians.compressed import Compressed
 from jacsparse.jacobians.evaluator import Evaluator
 from jacsparse.jacobians.products import ChainProducts, FoldedProducts, GroupedProducts
@@ -127,3 +129,84 @@ def test_loops_over_time_fold_into_work_for_each_step(f: Callable[..., torch.Ten
         flop.append(int(printed_flop[1].replace(",", "")))
     # After the first steps, whose rows have fewer entries, each takes the same: twice as many, and not four times.
     assert flop[3] - flop[2] <= 2.5 * (flop[2] - flop[1])
+
+
+#: Edges of a graph with 12 nodes; and observations of 12 points by 4 cameras.
+EDGES = torch.randint(0, 12, (2, 40), generator=torch.Generator().manual_seed(0))
+OBSERVATIONS = EDGES // torch.tensor([[3], [1]])
+
+
+def graph_laplacian(u: torch.Tensor) -> torch.Tensor:
+    i, j = EDGES
+    flow = (1 + (u[j] - u[i]) ** 2) * (u[j] - u[i])
+    return torch.zeros_like(u).index_add(0, i, flow).index_add(0, j, -flow) + u.sin()
+
+
+def bundle_adjustment(x: torch.Tensor) -> torch.Tensor:
+    """Reprojections: points are turned by a vector's angle, moved, divided by depth and distorted."""
+    camera, point = x[:36].reshape(4, 9)[OBSERVATIONS[0]], x[36:].reshape(12, 3)[OBSERVATIONS[1]]
+    turn = camera[:, :3]
+    angle = turn.square().sum(1, keepdim=True).sqrt()
+    axis = turn / angle
+    along = axis * (axis * point).sum(1, keepdim=True) * (1 - angle.cos())
+    seen = point * angle.cos() + torch.linalg.cross(axis, point) * angle.sin() + along + camera[:, 3:6]
+    seen = seen[:, :2] / (3 + seen[:, 2:])
+    distance = seen.square().sum(1, keepdim=True)
+    return (camera[:, 6:7] * (1 + camera[:, 7:8] * distance + camera[:, 8:] * distance**2) * seen).reshape(-1)
+
+
+def finite_elements(u: torch.Tensor) -> torch.Tensor:
+    nodes = torch.arange(len(u) - 2)[:, None] + torch.arange(3)
+    gradients = torch.linspace(-1, 2, 18 * len(nodes), dtype=u.dtype).reshape(-1, 3, 6)
+    strain = torch.einsum("eni,en->ei", gradients, u[nodes])
+    stress = strain * (1 + strain.square().sum(1, keepdim=True)).sqrt()
+    forces = torch.einsum("eni,ei->en", gradients, stress)
+    return torch.zeros_like(u).index_add(0, nodes.reshape(-1), forces.reshape(-1))
+
+
+def kernel_by_pairs(x: torch.Tensor) -> torch.Tensor:
+    points = x.reshape(-1, 2)
+    return torch.exp(-(points[:, None] - points).square().sum(-1)).sum(1)
+
+
+@pytest.mark.parametrize(
+    ("f", "size"), [(graph_laplacian, 12), (bundle_adjustment, 72), (finite_elements, 9), (kernel_by_pairs, 10)]
+)
+def test_compiled_ways_of_unstructured_functions(f: Callable[[torch.Tensor], torch.Tensor], size: int) -> None:
+    x = drawn(size)
+    prepared = prepare_jacobian(f, x + 0.1, compile=True)
+    assert_equal(prepared(x), dense(f, x, batched=False))
+    assert "compiled: nothing" not in repr(prepared)
+
+
+@pytest.mark.parametrize(
+    ("network", "shape", "compiled"),
+    [
+        (perceptron(4, 4, 4), (16, 4), r"all but \d+ calls of PyTorch's"),
+        (convolutions(1, 4, 2), (256, 1, 8, 8), "nothing, since products of operators' matrices cannot be compiled"),
+        (autoencoder(torch.float64), (17, 1, 16, 16), "nothing, since its kernel is machine code as it is"),
+        (nn.ConstantPad1d(1, 0.0), (2, 3), "nothing, since its values are constants"),
+        (nn.Sequential(nn.Tanh(), nn.ReLU()), (2, 3), "the whole call"),
+    ],
+)
+def test_what_is_compiled_is_told(network: nn.Module, shape: tuple[int, ...], compiled: str) -> None:
+    x = drawn(*shape)
+    text = repr(prepare_jacobian(network, x, compile=True))
+    assert re.search(rf"\n  compiled: {compiled}\n", text), text
+    assert "compiled" not in repr(prepare_jacobian(network, x))
+
+
+def test_a_method_that_is_asked_for_compiles_or_says_why_not() -> None:
+    network, x = perceptron(64, 64, 32), drawn(256, 64)
+    with pytest.raises(ValueError, match=r"compile is True, and products of operators' .* pass method='compressed'"):
+        prepare_jacobian(network, x, method="products", compile=True)
+
+
+def test_what_pytorch_reads_is_no_loop() -> None:
+    def cost(f: Callable[[torch.Tensor], torch.Tensor], *, compile: bool) -> float:
+        function = prepare_jacobian(f, drawn(6))._first.traced.function
+        return _cost_of_colors(function, coloring(function.pattern), compile=compile)
+
+    # What is computed of a sorted tensor is a loop; what PyTorch sorts is PyTorch's.
+    of_sorted, sorted_last = lambda x: x.sort()[0].sin().exp(), lambda x: x.sin().exp().sort()[0]
+    assert cost(of_sorted, compile=True) < cost(sorted_last, compile=True) < cost(sorted_last, compile=False)

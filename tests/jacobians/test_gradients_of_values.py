@@ -341,16 +341,6 @@ def test_within_a_checkpoint() -> None:
         assert all(map(torch.equal, actual, expected))
 
 
-def test_complex_numbers_are_refused() -> None:
-    for f in (
-        lambda x: torch.complex(x, 2 * x + 1).abs().sum(),
-        lambda x: torch.fft.rfft(x**2).abs().sum(),
-    ):
-        for options in ({}, {"create_graph": True}):
-            with pytest.raises(UnsupportedOperatorError, match="complex numbers"):
-                hessian(f, drawn(5), **options)
-
-
 def test_prepared_of_some_of_the_tensors_that_had_gradients() -> None:
     x, t = drawn(4).requires_grad_(), drawn(4, seed=1)
     expected = by_autograd(lambda x: (x * t).sin(), x[None], torch.ones(1, 4, 4, dtype=FLOAT))[0][0]

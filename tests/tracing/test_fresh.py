@@ -895,9 +895,6 @@ class Rounded(torch.autograd.Function):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda self, x: x + torch.fft.hfft(x)[:, :4], "FftC2RBackward0 works on what depends on the input"),
-        (lambda self, x: torch.complex(x, x.sin()).abs(), "aten.complex gives complex numbers"),
-        (lambda self, x: x + torch.polar(x.abs(), x).real, "aten.polar gives complex numbers"),
         (lambda self, x: torch.normal(x, 0.1), "aten.normal has no rule"),
         (
             lambda self, x: x + jacsparse.linear_recurrence(Diagonal(x.new_ones(4, 1, 1)), x.T[:, :, None])[:, :, 0].T,
@@ -1086,10 +1083,6 @@ def test_what_is_no_plain_tensor() -> None:
         ),
         (nn.BatchNorm1d(4, track_running_stats=False).double().eval(), "without running .* track_running_stats=True"),
         (nn.BatchNorm1d(4).double(), r"in training mode .* call .eval\(\)"),
-        (
-            Net(lambda self, x: torch.complex(x, x * x).conj().imag * x),
-            "a conjugate's imaginary part .*; take real and imaginary parts before the conjugate",
-        ),
     ],
 )
 def test_remedies(module: nn.Module, remedy: str) -> None:
