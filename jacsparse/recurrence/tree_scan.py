@@ -6,14 +6,16 @@ thesis (section 3.1): the schedules that order the products of a chain order the
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import itertools
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from ..affine import AffineMaps
 from ..runtime import frozen
-from ..schedule import Schedule
+from ..schedule import Algebra, Schedule, Step, by_level, run
 from .sequences import index
 
 
@@ -42,63 +44,66 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
     >>> scan_states(blelloch(4), maps, torch.ones(1, 1)).flatten().tolist()
     [1.0, 3.0, 7.0, 15.0]
     """
-    axis = maps.axis
     assert maps.offsets is not None
-    groups, final = _compiled(schedule)
-    banks = [maps]
-    states, filled = torch.cat([state.unsqueeze(axis), torch.empty_like(maps.offsets)], axis), 1
-    for group in groups:
-        later = banks[group.left_bank].take(_on(group.left, state))
-        if group.right_bank is not None:
-            banks.append(later.after(banks[group.right_bank].take(_on(group.right, state))))
-        else:
-            after = slice(filled, filled := filled + group.size)
-            before = _take(states, _on(group.right, state), axis)
-            states[(*_everything(axis), after)] = later.apply(before)
-    return _take(states, _on(final, state), axis)
+    groups, final = _grouped(schedule)
+    states = torch.cat([state.unsqueeze(maps.axis), torch.empty_like(maps.offsets)], maps.axis)
+    run(groups, _Banks(), {0: states, 1: maps}, kept=())
+    return _take(states, final, maps.axis)
 
 
-class _Group(NamedTuple):
-    """Products of one level whose factors are each in one bank: the maps that an earlier group has made, in order.
+@dataclass(frozen=True, kw_only=True)
+class _Group(Step):
+    """Products of one level whose factors are each in one bank: a step over banks, by places in these.
 
-    Vectors are in one bank of their own, and `right_bank` is None.
+    Bank 0 has the states, bank 1 the maps of the steps, and each other one the maps that a group has made, in order.
     """
 
-    size: int
-    left_bank: int
-    left: slice | np.ndarray
-    right_bank: int | None
-    right: slice | np.ndarray
+    lefts: slice | np.ndarray
+    rights: slice | np.ndarray
+    outs: slice
 
 
-def _compiled(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
-    """The groups of a schedule's products, and where the vectors of its result are; made once."""
-    if "_scan_groups" not in schedule.__dict__:
-        schedule.__dict__["_scan_groups"] = _grouped(schedule)
-    groups: tuple[list[_Group], slice | np.ndarray] = schedule.__dict__["_scan_groups"]
-    return groups
+class _Banks(Algebra):
+    """Values are banks; states that a group makes go into the bank that those before them are in."""
+
+    def multiply(self, step: Step, left: AffineMaps, right: AffineMaps) -> AffineMaps:
+        assert isinstance(step, _Group)
+        like = left.tensors[0]
+        return left.take(_on(step.lefts, like)).after(right.take(_on(step.rights, like)))
+
+    def apply(self, step: Step, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
+        assert isinstance(step, _Group)
+        before = _take(right, step.rights, left.axis)
+        right[(*_everything(left.axis), step.outs)] = left.take(_on(step.lefts, right)).apply(before)
+        return right
 
 
+@functools.lru_cache(maxsize=16)
 def _grouped(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
-    values = schedule.n + 1 + len(schedule.products)
-    bank, place = np.zeros(values, dtype=np.int64), np.arange(values) - 1
-    place[0], vectors, banks, groups = 0, 1, 1, []
-    for kind, *numbers in schedule.batches:
-        out, left, right = (np.array(each) for each in numbers)
-        keys = np.stack([bank[left], bank[right] if kind == "mm" else 0 * right])
-        order = np.lexsort(keys)
-        cuts = np.flatnonzero((np.diff(keys[:, order]) != 0).any(axis=0)) + 1
-        for members in np.split(order, cuts):
-            left_bank, right_bank = (int(key) for key in keys[:, members[0]])
-            factors = (_places(place[left[members]]), _places(place[right[members]]))
-            groups.append(_Group(len(members), left_bank, factors[0], right_bank if kind == "mm" else None, factors[1]))
-            place[out[members]] = np.arange(len(members))
-            if kind == "mm":
-                bank[out[members]], banks = banks, banks + 1
-            else:
-                place[out[members]] += vectors
-                vectors += len(members)
-    return groups, _places(place[list(schedule.gradients)])
+    """The groups of a schedule's products, and where the states of its result are."""
+    bank, place, filled = {0: 0}, {0: 0}, {0: 1}
+    for value in range(1, schedule.n + 1):
+        bank[value], place[value] = 1, value - 1
+
+    def banks(step: Step) -> tuple[int, int]:
+        return bank[step.left], bank[step.right]
+
+    groups = list[_Group]()
+    for steps in by_level(schedule.live_steps()):
+        for (left, right), group in itertools.groupby(sorted(steps, key=banks), banks):
+            members = list(group)
+            first, out = members[0], 2 + len(groups) if right else 0
+            begin = filled.get(out, 0)
+            filled[out] = begin + len(members)
+            lefts, rights = (_places(np.array([place[each] for each in values])) for values in
+                             zip(*((step.left, step.right) for step in members), strict=True))  # fmt: skip
+            groups.append(
+                _Group(out, left, right, first.kind, first.level, first.phase,
+                       lefts=lefts, rights=rights, outs=slice(begin, filled[out]))
+            )  # fmt: skip
+            for number, step in enumerate(members, begin):
+                bank[step.out], place[step.out] = out, number
+    return groups, _places(np.array([place[value] for value in schedule.gradients]))
 
 
 def _places(numbers: np.ndarray) -> slice | np.ndarray:
@@ -113,8 +118,8 @@ def _on(places: slice | np.ndarray, like: torch.Tensor) -> slice | torch.Tensor:
     return places if isinstance(places, slice) else index(places, like)
 
 
-def _take(tensor: torch.Tensor, places: slice | torch.Tensor, axis: int) -> torch.Tensor:
-    return tensor[(*_everything(axis), places)]
+def _take(tensor: torch.Tensor, places: slice | np.ndarray, axis: int) -> torch.Tensor:
+    return tensor[(*_everything(axis), _on(places, tensor))]
 
 
 def _everything(axes: int) -> tuple[slice, ...]:

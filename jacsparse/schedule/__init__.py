@@ -16,6 +16,7 @@ from .cost import Assignment, Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
 from .rounds import EXCHANGES, Message, check_exchange, exchanges
+from .running import Algebra, by_level, run
 from .scans import blelloch, cyclic_reduction, linear
 from .schedules import Schedule
 from .steps import Step
@@ -25,6 +26,7 @@ __all__ = [
     "COUNTED",
     "EXCHANGES",
     "SURELY",
+    "Algebra",
     "Assignment",
     "Complexity",
     "Cuttable",
@@ -37,6 +39,7 @@ __all__ = [
     "between",
     "blelloch",
     "blocked",
+    "by_level",
     "check_exchange",
     "check_workers",
     "chunked",
@@ -46,4 +49,5 @@ __all__ = [
     "linear",
     "parse",
     "resolve",
+    "run",
 ]

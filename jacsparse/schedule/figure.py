@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..figures import BLUE, ORANGE, new_figure, save_figure
+from .running import by_level
 
 _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
     "mm": ("matrix × matrix", {"facecolor": BLUE, "edgecolor": "black"}),
@@ -18,7 +18,7 @@ _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     """Draw the products of a `jacsparse.schedule.Schedule`, as `Schedule.plot` says."""
-    levels = list(_levels(schedule))
+    levels = [(_label(steps[0]), steps) for steps in by_level(schedule.products)]
     lanes = [(label, lane) for label, steps in levels for label, lane in _lanes(label, steps, schedule.spans)]
     width, height = max(6.5, min(12.0, 1.8 + 0.55 * schedule.n)), max(2.6, min(14.0, 1.7 + 0.42 * len(lanes)))
     figure, axes = new_figure(width, height)
@@ -46,14 +46,8 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     save_figure(figure, path)
 
 
-def _levels(schedule: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The name and the products of each round: of a level at the same time, of the middle one by one."""
-    products = sorted(schedule.products, key=lambda step: step.level)
-    for (level, phase), steps in itertools.groupby(products, lambda step: (step.level, step.phase)):
-        members = list(steps)
-        parts: Iterable[list[Any]] = ([step] for step in members) if phase == "middle" else [members]
-        for part in parts:
-            yield (phase if phase == "middle" else f"{phase}, level {level}"), part
+def _label(step: Any) -> str:
+    return "middle" if step.phase == "middle" else f"{step.phase}, level {step.level}"
 
 
 def _lanes(label: str, steps: list[Any], spans: dict[int, tuple[int, int]]) -> Iterator[tuple[str, list[Any]]]:

@@ -53,22 +53,14 @@ class Schedule:
             lines.append(f"  level {level}, {phase}: {', '.join(map(str, steps))}")
         return "\n".join(lines)
 
+    def __hash__(self) -> int:
+        # All steps would take longer to hash than what caches keep of a schedule to find.
+        return hash((self.name, self.n, len(self.steps)))
+
     @property
     def products(self) -> tuple[Step, ...]:
         """The steps that multiply, including dead ones."""
         return tuple(step for step in self.steps if step.kind != "move")
-
-    @functools.cached_property
-    def batches(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
-        """The live products in batches that do not depend on each other: their kind, values, left and right factors."""
-        batches = []
-        for (_, phase, kind), steps in itertools.groupby(self.live_steps(), lambda s: (s.level, s.phase, s.kind)):
-            members = list(steps)
-            size = 1 if phase == "middle" else len(members)
-            for begin in range(0, len(members), size):
-                part = members[begin : begin + size]
-                batches.append((kind, *zip(*((step.out, step.left, step.right) for step in part), strict=True)))
-        return tuple(batches)
 
     @functools.cached_property
     def spans(self) -> dict[int, tuple[int, int]]:

@@ -1,0 +1,82 @@
+"""Schedules run: one loop over products, whatever their values are."""
+
+from __future__ import annotations
+
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+from .steps import Step
+
+
+class Algebra(ABC):
+    """What the values of a schedule are, and what their products are: numbers, patterns, counts or seconds."""
+
+    def element(self, value: int) -> Any:
+        """A value that no step computes, when a step first reads it."""
+        raise KeyError(value)
+
+    @abstractmethod
+    def multiply(self, step: Step, left: Any, right: Any) -> Any:
+        """The product of two matrices."""
+
+    def apply(self, step: Step, left: Any, right: Any) -> Any:
+        """The product of a matrix and a vector, which by default is a matrix like others."""
+        return self.multiply(step, left, right)
+
+
+def run(
+    steps: Sequence[Step], algebra: Algebra, values: dict[int, Any] | None = None, kept: Collection[int] | None = None
+) -> dict[int, Any]:
+    """Compute products, one after the other.
+
+    Parameters
+    ----------
+    steps : sequence of Step
+        The products; each comes after those that compute its factors.
+    algebra : Algebra
+        What computes them.
+    values : dict of int to object, optional
+        Values that are there before, by their numbers; the others are added to it.
+    kept : collection of int, optional
+        The values that stay after their last use; by default, all.
+
+    Returns
+    -------
+    dict of int to object
+        `values`, or a new dict.
+
+    Examples
+    --------
+    >>> from jacsparse.schedule import blelloch
+    >>> class Names(Algebra):
+    ...     def element(self, value):
+    ...         return f"J{value}" if value else "g"
+    ...     def multiply(self, step, left, right):
+    ...         return f"({left} {right})"
+    >>> schedule = blelloch(4)
+    >>> values = run(schedule.live_steps(), Names(), kept=schedule.gradients)
+    >>> [values[value] for value in schedule.gradients[1:]]
+    ['(J1 g)', '(J2 (J1 g))', '((J3 J2) (J1 g))']
+    """
+    values = {} if values is None else values
+    last = {value: number for number, step in enumerate(steps) for value in (step.out, step.left, step.right)}
+    for number, step in enumerate(steps):
+        for factor in (step.left, step.right):
+            if factor not in values:
+                values[factor] = algebra.element(factor)
+        compute = algebra.apply if step.kind == "mv" else algebra.multiply
+        values[step.out] = compute(step, values[step.left], values[step.right])
+        if kept is not None:
+            for value in (step.out, step.left, step.right):
+                if last[value] == number and value not in kept:
+                    values.pop(value, None)
+    return values
+
+
+def by_level(steps: Iterable[Step]) -> Iterator[list[Step]]:
+    """Products that do not depend on each other, together: those of a level, and each of the linear middle."""
+    ordered = sorted(steps, key=lambda step: step.level)
+    for (_, phase), members in itertools.groupby(ordered, lambda step: (step.level, step.phase)):
+        yield from ([step] for step in members) if phase == "middle" else [list(members)]
