@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import functools
 import itertools
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from ..affine import AffineMaps
 from ..runtime import frozen
-from ..schedule import Algebra, Schedule, Step, by_level, run
+from ..schedule import Algebra, Schedule, run
 from .sequences import index
 
 
@@ -45,65 +45,63 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
     [1.0, 3.0, 7.0, 15.0]
     """
     assert maps.offsets is not None
-    groups, final = _grouped(schedule)
+    (groups, final), banks = _grouped(schedule), _Banks(maps.axis)
     states = torch.cat([state.unsqueeze(maps.axis), torch.empty_like(maps.offsets)], maps.axis)
-    run(groups, _Banks(), {0: states, 1: maps}, kept=())
-    return _take(states, final, maps.axis)
+    run(groups, banks, {0: states, 1: maps})
+    return states[(*banks.axes, _on(final, state))]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Group(Step):
+class _Group(NamedTuple):
     """Products of one level whose factors are each in one bank: a step over banks, by places in these.
 
     Bank 0 has the states, bank 1 the maps of the steps, and each other one the maps that a group has made, in order.
     """
 
+    out: int
+    left: int
+    right: int
+    kind: str
+    outs: slice
     lefts: slice | np.ndarray
     rights: slice | np.ndarray
-    outs: slice
 
 
 class _Banks(Algebra):
     """Values are banks; states that a group makes go into the bank that those before them are in."""
 
-    def multiply(self, step: Step, left: AffineMaps, right: AffineMaps) -> AffineMaps:
-        assert isinstance(step, _Group)
+    def __init__(self, axis: int) -> None:
+        self.axes = (slice(None),) * axis
+
+    def multiply(self, step: _Group, left: AffineMaps, right: AffineMaps) -> AffineMaps:
         like = left.tensors[0]
         return left.take(_on(step.lefts, like)).after(right.take(_on(step.rights, like)))
 
-    def apply(self, step: Step, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
-        assert isinstance(step, _Group)
-        before = _take(right, step.rights, left.axis)
-        right[(*_everything(left.axis), step.outs)] = left.take(_on(step.lefts, right)).apply(before)
+    def apply(self, step: _Group, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
+        before = right[(*self.axes, _on(step.rights, right))]
+        right[(*self.axes, step.outs)] = left.take(_on(step.lefts, right)).apply(before)
         return right
 
 
 @functools.lru_cache(maxsize=16)
 def _grouped(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
     """The groups of a schedule's products, and where the states of its result are."""
-    bank, place, filled = {0: 0}, {0: 0}, {0: 1}
-    for value in range(1, schedule.n + 1):
-        bank[value], place[value] = 1, value - 1
+    #: The bank of each value, and its place there; and how many values a bank has.
+    at = {0: (0, 0)} | {value: (1, value - 1) for value in range(1, schedule.n + 1)}
+    filled, groups = {0: 1}, list[_Group]()
 
-    def banks(step: Step) -> tuple[int, int]:
-        return bank[step.left], bank[step.right]
+    def banks(product: tuple[int, int, int]) -> tuple[int, int]:
+        return at[product[1]][0], at[product[2]][0]
 
-    groups = list[_Group]()
-    for steps in by_level(schedule.live_steps()):
-        for (left, right), group in itertools.groupby(sorted(steps, key=banks), banks):
-            members = list(group)
-            first, out = members[0], 2 + len(groups) if right else 0
+    for kind, *numbers in schedule.batches:
+        for (left, right), members in itertools.groupby(sorted(zip(*numbers, strict=True), key=banks), banks):
+            outs, *factors = zip(*members, strict=True)
+            out = 0 if kind == "mv" else 2 + len(groups)
             begin = filled.get(out, 0)
-            filled[out] = begin + len(members)
-            lefts, rights = (_places(np.array([place[each] for each in values])) for values in
-                             zip(*((step.left, step.right) for step in members), strict=True))  # fmt: skip
-            groups.append(
-                _Group(out, left, right, first.kind, first.level, first.phase,
-                       lefts=lefts, rights=rights, outs=slice(begin, filled[out]))
-            )  # fmt: skip
-            for number, step in enumerate(members, begin):
-                bank[step.out], place[step.out] = out, number
-    return groups, _places(np.array([place[value] for value in schedule.gradients]))
+            end = filled[out] = begin + len(outs)
+            places = (_places(np.array([at[value][1] for value in values])) for values in factors)
+            groups.append(_Group(out, left, right, kind, slice(begin, end), *places))
+            at |= {value: (out, place) for place, value in enumerate(outs, begin)}
+    return groups, _places(np.array([at[value][1] for value in schedule.gradients]))
 
 
 def _places(numbers: np.ndarray) -> slice | np.ndarray:
@@ -116,11 +114,3 @@ def _places(numbers: np.ndarray) -> slice | np.ndarray:
 
 def _on(places: slice | np.ndarray, like: torch.Tensor) -> slice | torch.Tensor:
     return places if isinstance(places, slice) else index(places, like)
-
-
-def _take(tensor: torch.Tensor, places: slice | np.ndarray, axis: int) -> torch.Tensor:
-    return tensor[(*_everything(axis), _on(places, tensor))]
-
-
-def _everything(axes: int) -> tuple[slice, ...]:
-    return (slice(None),) * axes

@@ -15,7 +15,7 @@ from .blockwise import Cuttable, balanced, between, blocked, chunked
 from .cost import Assignment, Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
-from .rounds import EXCHANGES, Message, check_exchange, exchanges
+from .rounds import EXCHANGES, Message, check_exchange, exchanges, taken_in
 from .running import Algebra, by_level, run
 from .scans import blelloch, cyclic_reduction, linear
 from .schedules import Schedule
@@ -50,4 +50,5 @@ __all__ = [
     "parse",
     "resolve",
     "run",
+    "taken_in",
 ]

@@ -18,23 +18,23 @@ class Algebra(ABC):
         raise KeyError(value)
 
     @abstractmethod
-    def multiply(self, step: Step, left: Any, right: Any) -> Any:
+    def multiply(self, step: Any, left: Any, right: Any) -> Any:
         """The product of two matrices."""
 
-    def apply(self, step: Step, left: Any, right: Any) -> Any:
+    def apply(self, step: Any, left: Any, right: Any) -> Any:
         """The product of a matrix and a vector, which by default is a matrix like others."""
         return self.multiply(step, left, right)
 
 
 def run(
-    steps: Sequence[Step], algebra: Algebra, values: dict[int, Any] | None = None, kept: Collection[int] | None = None
+    steps: Sequence[Any], algebra: Algebra, values: dict[int, Any] | None = None, kept: Collection[int] | None = None
 ) -> dict[int, Any]:
     """Compute products, one after the other.
 
     Parameters
     ----------
     steps : sequence of Step
-        The products; each comes after those that compute its factors.
+        The products, or others with `out`, `left`, `right` and `kind`; each comes after those that compute its factors.
     algebra : Algebra
         What computes them.
     values : dict of int to object, optional
@@ -60,16 +60,19 @@ def run(
     >>> [values[value] for value in schedule.gradients[1:]]
     ['(J1 g)', '(J2 (J1 g))', '((J3 J2) (J1 g))']
     """
-    values = {} if values is None else values
-    last = {value: number for number, step in enumerate(steps) for value in (step.out, step.left, step.right)}
+    values, last = {} if values is None else values, dict[int, int]()
+    if kept is not None:
+        last = {value: number for number, step in enumerate(steps) for value in (step.out, step.left, step.right)}
     for number, step in enumerate(steps):
-        for factor in (step.left, step.right):
-            if factor not in values:
-                values[factor] = algebra.element(factor)
+        left, right = step.left, step.right
+        if left not in values:
+            values[left] = algebra.element(left)
+        if right not in values:
+            values[right] = algebra.element(right)
         compute = algebra.apply if step.kind == "mv" else algebra.multiply
-        values[step.out] = compute(step, values[step.left], values[step.right])
+        values[step.out] = compute(step, values[left], values[right])
         if kept is not None:
-            for value in (step.out, step.left, step.right):
+            for value in (step.out, left, right):
                 if last[value] == number and value not in kept:
                     values.pop(value, None)
     return values
@@ -78,5 +81,6 @@ def run(
 def by_level(steps: Iterable[Step]) -> Iterator[list[Step]]:
     """Products that do not depend on each other, together: those of a level, and each of the linear middle."""
     ordered = sorted(steps, key=lambda step: step.level)
-    for (_, phase), members in itertools.groupby(ordered, lambda step: (step.level, step.phase)):
-        yield from ([step] for step in members) if phase == "middle" else [list(members)]
+    for (_, phase), group in itertools.groupby(ordered, lambda step: (step.level, step.phase)):
+        members = list(group)
+        yield from ([step] for step in members) if phase == "middle" else [members]

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from .cost import Assignment, Complexity, simulate
 from .figure import schedule_figure
+from .running import by_level
 from .steps import Step
 
 
@@ -61,6 +62,15 @@ class Schedule:
     def products(self) -> tuple[Step, ...]:
         """The steps that multiply, including dead ones."""
         return tuple(step for step in self.steps if step.kind != "move")
+
+    @functools.cached_property
+    def batches(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """The live products in batches that do not depend on each other: their kind, values, left and right factors."""
+        return tuple(
+            (kind, *zip(*((step.out, step.left, step.right) for step in members), strict=True))
+            for steps in by_level(self.live_steps())
+            for kind, members in itertools.groupby(steps, lambda step: step.kind)
+        )
 
     @functools.cached_property
     def spans(self) -> dict[int, tuple[int, int]]:
