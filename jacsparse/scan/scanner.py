@@ -13,7 +13,7 @@ import torch
 from ..patterns import Pattern, batch_last
 from ..recurrence import ASKED, Report
 from ..runtime import allocated, announced_where_long
-from ..schedule import Schedule, parse, resolve
+from ..schedule import Algebra, Schedule, Step, parse, resolve, run
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
@@ -71,23 +71,9 @@ class Scanner:
         with announced_where_long(
             f"planning the products of {self.chain.name} by {self.schedule.name}, which are kept"
         ):
-            return self._planned()
-
-    def _planned(self) -> dict[int, ProductPlan]:
-        patterns: dict[int, Pattern] = {}
-        plans: dict[int, ProductPlan] = {}
-        limit = self.memory_limit
-        for step in self._executed.steps:
-            if step.kind != "mm":
-                continue
-            left, right = (
-                patterns[value] if value in patterns else self.chain.stages[-value].transposed_pattern
-                for value in (step.left, step.right)
-            )
-            plan = plan_product(left, right, memory_limit=limit, winners=True)
-            plans[step.out], patterns[step.out] = plan, plan.pattern
-            limit = max(0, limit - plan.nbytes)
-        return plans
+            planning = _Planning(self.chain, self.memory_limit)
+            run([step for step in self._executed.steps if step.kind == "mm"], planning)
+        return planning.plans
 
     def pull_back(
         self,
@@ -188,6 +174,22 @@ class Scanner:
         return plan
 
 
+class _Planning(Algebra):
+    """Plans of products of two matrices, which are their patterns."""
+
+    def __init__(self, chain: Chain, memory_limit: int) -> None:
+        self.plans: dict[int, ProductPlan] = {}
+        self._chain, self._memory_limit = chain, memory_limit
+
+    def element(self, value: int) -> Pattern:
+        return self._chain.stages[-value].transposed_pattern
+
+    def multiply(self, step: Step, left: Pattern, right: Pattern) -> Pattern:
+        plan = self.plans[step.out] = plan_product(left, right, memory_limit=self._memory_limit, winners=True)
+        self._memory_limit = max(0, self._memory_limit - plan.nbytes)
+        return plan.pattern
+
+
 class _Execution:
     """One execution of a plan on a batch."""
 
@@ -204,7 +206,7 @@ class _Execution:
         self.vectors = {0: gradient}
         # Products have the input's dtype, although operators may have others.
         self.like = records[0].trace.input.detach()
-        self.memory: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, torch.Tensor] = {}
         self.external_gradients: dict[int, torch.Tensor] = {}
         self.input_gradient: torch.Tensor | None = None
 
@@ -244,52 +246,16 @@ class _Execution:
 
     def _run_slice(self, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]) -> None:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""
-        matrices: dict[int, SparseJacobian] = {}
-        vectors: dict[int, torch.Tensor] = {}
-        whole = samples == slice(0, self.batch)
+        run(slices.steps, _Slice(self, slices, samples, shared), kept=())
 
-        def matrix(value: int) -> SparseJacobian:
-            if value not in shared and value not in matrices:
-                record = self.records[-value]
-                (shared if record.stage.shared else matrices)[value] = record.transposed_jacobian(samples)
-            return shared[value] if value in shared else matrices[value]
-
-        def operand(value: int, selects: bool) -> torch.Tensor:
-            if selects:
-                winners = self.records[-value].winners(samples)
-                assert winners is not None
-                return winners
-            return matrix(value).values
-
-        for each in slices.steps:
-            step, plan = each.step, each.plan
-            if plan is not None:
-                left, right = operand(step.left, plan.selects_left), operand(step.right, plan.selects_right)
-                out = None if whole else self._memory(step.out, plan.pattern, max(left.shape[1], right.shape[1]))
-                values = plan.multiply(left, right, out=out)
-                matrices[step.out] = unchecked_jacobian(plan.pattern, values, None, None)
-            else:
-                if step.right not in vectors:
-                    vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
-                if each.through:
-                    vectors[step.out] = _through(self.records[-step.left], vectors[step.right], samples)
-                else:
-                    left_matrix = matrix(step.left)
-                    vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
-                if step.out in slices.kept:
-                    self.vectors[step.out][samples] = vectors[step.out].T
-            for value in each.last_reads:
-                matrices.pop(value, None)
-                vectors.pop(value, None)
-
-    def _memory(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
+    def memory_for(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
         """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
         shape = (pattern.nnz, batch)
-        if value not in self.memory:
+        if value not in self._memory:
             like, (m, n) = self.like, pattern.shape
             what = f"values of a {m:,} × {n:,} product"
-            self.memory[value] = allocated(what, shape, like.dtype, like.device, batch).view(-1)
-        return self.memory[value][: math.prod(shape)].view(shape)
+            self._memory[value] = allocated(what, shape, like.dtype, like.device, batch).view(-1)
+        return self._memory[value][: math.prod(shape)].view(shape)
 
     def _slice_size(self, slices: Slices) -> int:
         """The number of samples whose matrices fit the memory limit together."""
@@ -297,6 +263,51 @@ class _Execution:
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, nbytes)))
         # Multiples of 16 or 4 samples fill the kernels' vectors.
         return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
+
+
+class _Slice(Algebra):
+    """Products for some samples of an execution: matrices with values, and vectors ``(elements, samples)``."""
+
+    def __init__(
+        self, execution: _Execution, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]
+    ) -> None:
+        self._execution, self._slices, self._samples, self._shared = execution, slices, samples, shared
+
+    def element(self, value: int) -> SparseJacobian | torch.Tensor | None:
+        execution, shared = self._execution, self._shared
+        if value in execution.vectors:
+            return batch_last(execution.vectors[value][self._samples].to(execution.like.dtype))
+        if value not in self._slices.formed or value in shared:
+            return shared.get(value)
+        record = execution.records[-value]
+        matrix = record.transposed_jacobian(self._samples)
+        if record.stage.shared:
+            shared[value] = matrix
+        return matrix
+
+    def multiply(self, step: Step, left: SparseJacobian | None, right: SparseJacobian | None) -> SparseJacobian:
+        plan = self._slices.plans[step.out]
+        a = self._operand(step.left, left, plan.selects_left)
+        b = self._operand(step.right, right, plan.selects_right)
+        whole, batch = self._samples == slice(0, self._execution.batch), max(a.shape[1], b.shape[1])
+        out = None if whole else self._execution.memory_for(step.out, plan.pattern, batch)
+        return unchecked_jacobian(plan.pattern, plan.multiply(a, b, out=out), None, None)
+
+    def apply(self, step: Step, left: SparseJacobian | None, right: torch.Tensor) -> torch.Tensor:
+        if left is None:
+            vectors = _through(self._execution.records[-step.left], right, self._samples)
+        else:
+            vectors = matvec(left.pattern, left.values, right)
+        if step.out in self._slices.kept:
+            self._execution.vectors[step.out][self._samples] = vectors.T
+        return vectors
+
+    def _operand(self, value: int, matrix: SparseJacobian | None, selects: bool) -> torch.Tensor:
+        """The values of a matrix, or the elements that it selects."""
+        of_matrix = None if matrix is None else matrix.values
+        operand = self._execution.records[-value].winners(self._samples) if selects else of_matrix
+        assert operand is not None
+        return operand
 
 
 def _through(record: Record, vectors: torch.Tensor, samples: slice) -> torch.Tensor:

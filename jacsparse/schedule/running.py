@@ -62,7 +62,7 @@ def run(
     """
     values, last = {} if values is None else values, dict[int, int]()
     if kept is not None:
-        last = {value: number for number, step in enumerate(steps) for value in (step.out, step.left, step.right)}
+        last = {factor: number for number, step in enumerate(steps) for factor in (step.left, step.right)}
     for number, step in enumerate(steps):
         left, right = step.left, step.right
         if left not in values:
@@ -72,9 +72,9 @@ def run(
         compute = algebra.apply if step.kind == "mv" else algebra.multiply
         values[step.out] = compute(step, values[left], values[right])
         if kept is not None:
-            for value in (step.out, left, right):
-                if last[value] == number and value not in kept:
-                    values.pop(value, None)
+            for factor in (left, right):
+                if last[factor] == number and factor not in kept:
+                    values.pop(factor, None)
     return values
 
 
