@@ -33,8 +33,8 @@ INTERNAL = {
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",
     "schedule": """
-        COUNTED Algebra Cuttable EXCHANGES Names SURELY between blocked by_level check_exchange check_workers
-        fastest_on run taken_in""",
+        COUNTED Cuttable EXCHANGES Names SURELY between blocked by_level check_exchange check_workers fastest_on run
+        taken_in""",
     "simulation": "AcrossRanks Bppsa GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """

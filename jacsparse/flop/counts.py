@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..patterns import Pattern
-from ..schedule import Algebra, Schedule, Step, run
+from ..schedule import Schedule, Step, run
 from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
 from ..stages import Region, is_light, matrix_of
 from .estimate import applied_once
@@ -45,7 +45,7 @@ def input_step(plan: Schedule) -> Step:
     return Step(INPUT, plan.n, plan.gradients[-1], "mv", level, "down")
 
 
-class Counts(Algebra):
+class Counts:
     """The counts of all products of a schedule; values are patterns of matrices, and masks of the vectors' entries.
 
     The pattern of a product that only one vector multiplies is not computed; the vector passes through both factors.
@@ -63,13 +63,13 @@ class Counts(Algebra):
         """Count all products, including dead ones, and the gradient of the network's input."""
         self._after_product = after_product
         last = [input_step(self.schedule)] if self.schedule.n else []
-        run([*self.schedule.products, *last], self, kept=())
+        run([*self.schedule.products, *last], self._multiply, self._apply, self._element, kept=())
         return self
 
-    def element(self, value: int) -> Pattern | Region | np.ndarray:
+    def _element(self, value: int) -> Pattern | Region | np.ndarray:
         return self.factors[self.schedule.n - value] if value else full_mask(self.factors)
 
-    def multiply(self, step: Step, left: Pattern | Region, right: Pattern | Region) -> Pattern | _Uncomputed:
+    def _multiply(self, step: Step, left: Pattern | Region, right: Pattern | Region) -> Pattern | _Uncomputed:
         left, right = matrix_of(left), matrix_of(right)
         regions = [self._unused.pop(value) for value in (step.left, step.right) if value in self._unused]
         pairs = multiply_adds(left, right) + sum(region.multiply_adds for region in regions)
@@ -82,7 +82,7 @@ class Counts(Algebra):
         self._add(step, count)
         return product
 
-    def apply(self, step: Step, left: Pattern | Region | _Uncomputed, right: np.ndarray) -> np.ndarray:
+    def _apply(self, step: Step, left: Pattern | Region | _Uncomputed, right: np.ndarray) -> np.ndarray:
         if isinstance(left, _Uncomputed):
             left.counted.nnz, pairs = product_meeting(left.left, left.right, right)
             nnz, total, reached = left.counted.nnz, int(pairs.sum()), pairs > 0

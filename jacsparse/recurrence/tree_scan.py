@@ -15,7 +15,7 @@ import torch
 
 from ..affine import AffineMaps
 from ..runtime import frozen
-from ..schedule import Algebra, Schedule, run
+from ..schedule import Schedule, run
 from .sequences import index
 
 
@@ -45,16 +45,25 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
     [1.0, 3.0, 7.0, 15.0]
     """
     assert maps.offsets is not None
-    (groups, final), banks = _grouped(schedule), _Banks(maps.axis)
+    (groups, final), axes = _grouped(schedule), (slice(None),) * maps.axis
     states = torch.cat([state.unsqueeze(maps.axis), torch.empty_like(maps.offsets)], maps.axis)
-    run(groups, banks, {0: states, 1: maps})
-    return states[(*banks.axes, _on(final, state))]
+
+    def multiply(group: _Group, left: AffineMaps, right: AffineMaps) -> AffineMaps:
+        return left.take(_on(group.lefts, state)).after(right.take(_on(group.rights, state)))
+
+    def apply(group: _Group, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
+        before = right[(*axes, _on(group.rights, state))]
+        right[(*axes, group.outs)] = left.take(_on(group.lefts, state)).apply(before)
+        return right
+
+    run(groups, multiply, apply, values={0: states, 1: maps})
+    return states[(*axes, _on(final, state))]
 
 
 class _Group(NamedTuple):
     """Products of one level whose factors are each in one bank: a step over banks, by places in these.
 
-    Bank 0 has the states, bank 1 the maps of the steps, and each other one the maps that a group has made, in order.
+    Bank 0 has all states, bank 1 the maps of the steps, and each other one the maps that a group has made, in order.
     """
 
     out: int
@@ -64,22 +73,6 @@ class _Group(NamedTuple):
     outs: slice
     lefts: slice | np.ndarray
     rights: slice | np.ndarray
-
-
-class _Banks(Algebra):
-    """Values are banks; states that a group makes go into the bank that those before them are in."""
-
-    def __init__(self, axis: int) -> None:
-        self.axes = (slice(None),) * axis
-
-    def multiply(self, step: _Group, left: AffineMaps, right: AffineMaps) -> AffineMaps:
-        like = left.tensors[0]
-        return left.take(_on(step.lefts, like)).after(right.take(_on(step.rights, like)))
-
-    def apply(self, step: _Group, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
-        before = right[(*self.axes, _on(step.rights, right))]
-        right[(*self.axes, step.outs)] = left.take(_on(step.lefts, right)).apply(before)
-        return right
 
 
 @functools.lru_cache(maxsize=16)

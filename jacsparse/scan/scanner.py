@@ -13,7 +13,7 @@ import torch
 from ..patterns import Pattern, batch_last
 from ..recurrence import ASKED, Report
 from ..runtime import allocated, announced_where_long
-from ..schedule import Algebra, Schedule, Step, parse, resolve, run
+from ..schedule import Schedule, Step, parse, resolve, run
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
@@ -68,12 +68,20 @@ class Scanner:
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
         """The plan of each product of two matrices, by the product's value."""
+        plans, limit = dict[int, ProductPlan](), self.memory_limit
+
+        def multiply(step: Step, left: Pattern, right: Pattern) -> Pattern:
+            nonlocal limit
+            plan = plans[step.out] = plan_product(left, right, memory_limit=limit, winners=True)
+            limit = max(0, limit - plan.nbytes)
+            return plan.pattern
+
         with announced_where_long(
             f"planning the products of {self.chain.name} by {self.schedule.name}, which are kept"
         ):
-            planning = _Planning(self.chain, self.memory_limit)
-            run([step for step in self._executed.steps if step.kind == "mm"], planning)
-        return planning.plans
+            products = [step for step in self._executed.steps if step.kind == "mm"]
+            run(products, multiply, element=lambda value: self.chain.stages[-value].transposed_pattern)
+        return plans
 
     def pull_back(
         self,
@@ -174,22 +182,6 @@ class Scanner:
         return plan
 
 
-class _Planning(Algebra):
-    """Plans of products of two matrices, which are their patterns."""
-
-    def __init__(self, chain: Chain, memory_limit: int) -> None:
-        self.plans: dict[int, ProductPlan] = {}
-        self._chain, self._memory_limit = chain, memory_limit
-
-    def element(self, value: int) -> Pattern:
-        return self._chain.stages[-value].transposed_pattern
-
-    def multiply(self, step: Step, left: Pattern, right: Pattern) -> Pattern:
-        plan = self.plans[step.out] = plan_product(left, right, memory_limit=self._memory_limit, winners=True)
-        self._memory_limit = max(0, self._memory_limit - plan.nbytes)
-        return plan.pattern
-
-
 class _Execution:
     """One execution of a plan on a batch."""
 
@@ -246,7 +238,8 @@ class _Execution:
 
     def _run_slice(self, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]) -> None:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""
-        run(slices.steps, _Slice(self, slices, samples, shared), kept=())
+        part = _Slice(self, slices, samples, shared)
+        run(slices.steps, part.multiply, part.apply, part.element, kept=())
 
     def memory_for(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
         """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
@@ -265,7 +258,7 @@ class _Execution:
         return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
 
 
-class _Slice(Algebra):
+class _Slice:
     """Products for some samples of an execution: matrices with values, and vectors ``(elements, samples)``."""
 
     def __init__(
@@ -274,6 +267,7 @@ class _Slice(Algebra):
         self._execution, self._slices, self._samples, self._shared = execution, slices, samples, shared
 
     def element(self, value: int) -> SparseJacobian | torch.Tensor | None:
+        """A matrix of a stage, None where no product reads it; or a vector that was computed before."""
         execution, shared = self._execution, self._shared
         if value in execution.vectors:
             return batch_last(execution.vectors[value][self._samples].to(execution.like.dtype))
@@ -286,6 +280,7 @@ class _Slice(Algebra):
         return matrix
 
     def multiply(self, step: Step, left: SparseJacobian | None, right: SparseJacobian | None) -> SparseJacobian:
+        """The product of two matrices."""
         plan = self._slices.plans[step.out]
         a = self._operand(step.left, left, plan.selects_left)
         b = self._operand(step.right, right, plan.selects_right)
@@ -294,6 +289,7 @@ class _Slice(Algebra):
         return unchecked_jacobian(plan.pattern, plan.multiply(a, b, out=out), None, None)
 
     def apply(self, step: Step, left: SparseJacobian | None, right: torch.Tensor) -> torch.Tensor:
+        """The product of a matrix and a vector."""
         if left is None:
             vectors = _through(self._execution.records[-step.left], right, self._samples)
         else:

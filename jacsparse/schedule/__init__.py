@@ -16,7 +16,7 @@ from .cost import Assignment, Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
 from .rounds import EXCHANGES, Message, check_exchange, exchanges, taken_in
-from .running import Algebra, by_level, run
+from .running import by_level, run
 from .scans import blelloch, cyclic_reduction, linear
 from .schedules import Schedule
 from .steps import Step
@@ -26,7 +26,6 @@ __all__ = [
     "COUNTED",
     "EXCHANGES",
     "SURELY",
-    "Algebra",
     "Assignment",
     "Complexity",
     "Cuttable",

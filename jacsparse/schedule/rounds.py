@@ -93,16 +93,7 @@ def taken_in(
 ) -> tuple[Any, Any]:
     """What comes before a rank, None where nothing does, and its block, after the messages that it gets in a round.
 
-    Parameters
-    ----------
-    received : sequence of Message
-        The messages, all from lower ranks or all from higher ones.
-    others : sequence of object
-        What they hold.
-    before, block : object
-        What the rank has held.
-    combine : callable
-        ``combine(earlier, later)`` of two blocks.
+    They are all from lower ranks, or all from higher ones, and hold `others`; ``combine(earlier, later)`` joins blocks.
     """
     if not received:
         return before, block

@@ -3,40 +3,31 @@
 from __future__ import annotations
 
 import itertools
-from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from .steps import Step
 
 
-class Algebra(ABC):
-    """What the values of a schedule are, and what their products are: numbers, patterns, counts or seconds."""
-
-    def element(self, value: int) -> Any:
-        """A value that no step computes, when a step first reads it."""
-        raise KeyError(value)
-
-    @abstractmethod
-    def multiply(self, step: Any, left: Any, right: Any) -> Any:
-        """The product of two matrices."""
-
-    def apply(self, step: Any, left: Any, right: Any) -> Any:
-        """The product of a matrix and a vector, which by default is a matrix like others."""
-        return self.multiply(step, left, right)
-
-
 def run(
-    steps: Sequence[Any], algebra: Algebra, values: dict[int, Any] | None = None, kept: Collection[int] | None = None
+    steps: Sequence[Any],
+    multiply: Callable[[Any, Any, Any], Any],
+    apply: Callable[[Any, Any, Any], Any] | None = None,
+    element: Callable[[int], Any] | None = None,
+    *,
+    values: dict[int, Any] | None = None,
+    kept: Collection[int] | None = None,
 ) -> dict[int, Any]:
-    """Compute products, one after the other.
+    """Compute products one after the other, in any algebra: of numbers, patterns, counts or seconds.
 
     Parameters
     ----------
     steps : sequence of Step
         The products, or others with `out`, `left`, `right` and `kind`; each comes after those that compute its factors.
-    algebra : Algebra
-        What computes them.
+    multiply, apply : callable
+        ``multiply(step, left, right)``: the product of two matrices; and of a matrix and a vector, by default the same.
+    element : callable, optional
+        Gives a value that no step computes, when one first reads it.
     values : dict of int to object, optional
         Values that are there before, by their numbers; the others are added to it.
     kept : collection of int, optional
@@ -50,31 +41,23 @@ def run(
     Examples
     --------
     >>> from jacsparse.schedule import blelloch
-    >>> class Names(Algebra):
-    ...     def element(self, value):
-    ...         return f"J{value}" if value else "g"
-    ...     def multiply(self, step, left, right):
-    ...         return f"({left} {right})"
-    >>> schedule = blelloch(4)
-    >>> values = run(schedule.live_steps(), Names(), kept=schedule.gradients)
-    >>> [values[value] for value in schedule.gradients[1:]]
-    ['(J1 g)', '(J2 (J1 g))', '((J3 J2) (J1 g))']
+    >>> schedule, names = blelloch(4), {0: "g", 1: "A", 2: "B", 3: "C"}
+    >>> values = run(schedule.live_steps(), lambda step, left, right: f"({left} {right})", values=names)
+    >>> [values[value] for value in schedule.gradients]
+    ['g', '(A g)', '(B (A g))', '((C B) (A g))']
     """
-    values, last = {} if values is None else values, dict[int, int]()
+    values, apply, last = {} if values is None else values, apply or multiply, dict[int, int]()
     if kept is not None:
         last = {factor: number for number, step in enumerate(steps) for factor in (step.left, step.right)}
     for number, step in enumerate(steps):
         left, right = step.left, step.right
-        if left not in values:
-            values[left] = algebra.element(left)
-        if right not in values:
-            values[right] = algebra.element(right)
-        compute = algebra.apply if step.kind == "mv" else algebra.multiply
-        values[step.out] = compute(step, values[left], values[right])
-        if kept is not None:
-            for factor in (left, right):
-                if last[factor] == number and factor not in kept:
-                    values.pop(factor, None)
+        for factor in (left, right):
+            if element is not None and factor not in values:
+                values[factor] = element(factor)
+        values[step.out] = (apply if step.kind == "mv" else multiply)(step, values[left], values[right])
+        for factor in (left, right):
+            if kept is not None and last[factor] == number and factor not in kept:
+                values.pop(factor, None)
     return values
 
 

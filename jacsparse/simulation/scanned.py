@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..schedule import Algebra, Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve, run
+from ..schedule import Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve, run
 from .timetable import Job, Outcome, Timetable
 from .training_method import Prediction, TrainingMethod, forward_through, sum_shared_gradients
 from .workload import Workload
@@ -116,64 +116,51 @@ class ReducedBackward(ScannedBackward):
 
 def scanned(workload: Workload, schedule: Schedule, workers: int) -> Timetable:
     """The timetable of a backward pass by a schedule."""
-    n, jobs = len(workload), _Jobs(workload, schedule, workers)
-    timetable, forward = jobs.timetable, jobs.forward
-    values = run(jobs.steps, jobs, {0: forward[n], **jobs.of_matrices()})
+    n, stages, cost = len(workload), workload.stages, workload.scan(schedule)
+    assignment = schedule.assignment(cost.seconds, workers, cost.entries)
+    homes = assignment.homes[::-1]
+    coupling = {n - stage: homes[stage] for stage in workload.coupling}
+    # A stage that couples samples has no matrix to send: its own worker takes gradients through it.
+    coupling = {n - stage: homes[stage] for stage in workload.coupling}
+    workers_of = {step.out: coupling.get(step.left, worker) for step, worker in assignment.steps}
+    seconds = {step.out: time for step, time in zip(schedule.live_steps(), cost.seconds, strict=True)}
+
+    def through_stage(step: Step) -> bool:
+        """Whether a step takes a gradient through a stage by the operators' own backward pass."""
+        return step.kind == "mv" and step.left <= n and homes[n - step.left] == workers_of[step.out]
+
+    count = 1 + max((*homes, *workers_of.values()), default=0)
+    blocks = [[stage for stage in range(n) if homes[stage] == worker] for worker in range(count)]
+    timetable = Timetable([2 * workload.weights(block) for block in blocks])
+    forward = forward_through(timetable, workload, homes)
+    steps = [step for step, _ in assignment.steps]
+    read = {factor for step in steps if not through_stage(step) for factor in (step.left, step.right)}
+    #: By value of the schedule, the job that computes it.
+    jobs = {0: forward[n]}
+    for place in sorted(read.intersection(range(1, n + 1)), reverse=True):
+        stage, nbytes = n - place, cost.nbytes[place]
+        passes = (forward[stage], forward[stage + 1])
+        jobs[place] = timetable.add(Job(homes[stage], stages[stage].jacobian, passes, nbytes, nbytes))
+
+    def add(step: Step, time: float, reads: tuple[int, ...], nbytes: float) -> int:
+        return timetable.add(Job(workers_of[step.out], time, reads, nbytes, nbytes))
+
+    def multiply(step: Step, left: int, right: int) -> int:
+        return add(step, seconds[step.out], (right, left), cost.nbytes[step.out])
+
+    def apply(step: Step, left: int, right: int) -> int:
+        stage = n - schedule.spans[step.left][1]
+        if through_stage(step):
+            reads = (right, forward[stage], forward[stage + 1])
+            return add(step, seconds[step.out], reads, workload.before(stage))
+        return add(step, workload.vector_seconds(cost.nbytes[step.left]), (right, left), workload.before(stage))
+
+    # No job computes the matrix of a stage that gradients only go through.
+    run(steps, multiply, apply, lambda _: None, values=jobs)
     for place, value in enumerate(schedule.gradients):
         stage = n - 1 - place
-        if workload.stages[stage].gradients:
+        if stages[stage].gradients:
             passes = (forward[stage], forward[stage + 1])
-            timetable.add(Job(jobs.homes[stage], workload.stages[stage].gradients, (values[value], *passes)))
+            timetable.add(Job(homes[stage], stages[stage].gradients, (jobs[value], *passes)))
     sum_shared_gradients(timetable, workload)
     return timetable
-
-
-class _Jobs(Algebra):
-    """Products as jobs of the workers to which `Schedule.assignment` gives them; values are the numbers of jobs."""
-
-    def __init__(self, workload: Workload, schedule: Schedule, workers: int) -> None:
-        n, cost = len(workload), workload.scan(schedule)
-        assignment = schedule.assignment(cost.seconds, workers, cost.entries)
-        self._workload, self._nbytes, self._spans = workload, cost.nbytes, schedule.spans
-        self._seconds = {step.out: time for step, time in zip(schedule.live_steps(), cost.seconds, strict=True)}
-        self.steps, self.homes = [step for step, _ in assignment.steps], assignment.homes[::-1]
-        # A stage that couples samples has no matrix to send: its own worker takes gradients through it.
-        coupling = {n - stage: self.homes[stage] for stage in workload.coupling}
-        self._worker_of = {step.out: coupling.get(step.left, worker) for step, worker in assignment.steps}
-        count = 1 + max((*self.homes, *self._worker_of.values()), default=0)
-        blocks = [[stage for stage in range(n) if self.homes[stage] == worker] for worker in range(count)]
-        self.timetable = Timetable([2 * workload.weights(block) for block in blocks])
-        self.forward = forward_through(self.timetable, workload, self.homes)
-
-    def of_matrices(self) -> dict[int, int]:
-        """The jobs of the stages' matrices that products read, by place."""
-        n, stages = len(self._workload), self._workload.stages
-        factors = {factor for step in self.steps if not self._goes_through(step) for factor in (step.left, step.right)}
-        jobs = {}
-        for place in sorted(factors.intersection(range(1, n + 1)), reverse=True):
-            stage, nbytes = n - place, self._nbytes[place]
-            passes = (self.forward[stage], self.forward[stage + 1])
-            jobs[place] = self.timetable.add(Job(self.homes[stage], stages[stage].jacobian, passes, nbytes, nbytes))
-        return jobs
-
-    def element(self, value: int) -> None:
-        """No job computes the matrix of a stage that gradients only go through."""
-
-    def multiply(self, step: Step, left: int, right: int) -> int:
-        return self._add(step, self._seconds[step.out], (right, left), self._nbytes[step.out])
-
-    def apply(self, step: Step, left: int, right: int) -> int:
-        stage = len(self._workload) - self._spans[step.left][1]
-        nbytes = self._workload.before(stage)
-        if self._goes_through(step):
-            reads = (right, self.forward[stage], self.forward[stage + 1])
-            return self._add(step, self._seconds[step.out], reads, nbytes)
-        return self._add(step, self._workload.vector_seconds(self._nbytes[step.left]), (right, left), nbytes)
-
-    def _goes_through(self, step: Step) -> bool:
-        """Whether a step takes a gradient through a stage by the operators' own backward pass."""
-        n = len(self._workload)
-        return step.kind == "mv" and step.left <= n and self.homes[n - step.left] == self._worker_of[step.out]
-
-    def _add(self, step: Step, seconds: float, reads: tuple[int, ...], nbytes: float) -> int:
-        return self.timetable.add(Job(self._worker_of[step.out], seconds, reads, nbytes, nbytes))

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..flop import CountEstimate, estimate_products
 from ..patterns import Full, Pattern
-from ..schedule import Algebra, Schedule, Step, between, run
+from ..schedule import Schedule, Step, between, run
 from ..spgemm import multiply_adds, product_pattern
 from ..stages import Region, boundaries, matrix_of
 
@@ -211,13 +211,28 @@ class Workload:
         return self._scans[schedule]
 
     def _scan(self, schedule: Schedule) -> ScanCost:
-        costs = _Costs(self)
-        run(schedule.live_steps(), costs, {0: None}, kept=())
-        matrices = {len(self) - number: (stage.factor.nnz, stage.shared) for number, stage in enumerate(self.stages)}
-        matrices |= {value: (each.matrix.nnz, each.shared) for value, each in costs.multiplied.items()}
+        multiplied: dict[int, StageCost | _Product] = {}
+        seconds, pairs_of_products = list[float](), list[int]()
+
+        def multiply(step: Step, left: StageCost | _Product, right: StageCost | _Product) -> _Product:
+            (matrix, pairs), shared = self.product(left.matrix, right.matrix), left.shared and right.shared
+            product = _Product(matrix, shared, self.vector_seconds(self.nbytes(matrix.nnz, shared)))
+            multiplied.update({step.left: left, step.right: right, step.out: product})
+            seconds.append(self.product_seconds(pairs, shared))
+            pairs_of_products.append(pairs)
+            return product
+
+        def apply(step: Step, left: StageCost | _Product, right: None) -> None:
+            seconds.append(left.errors)
+
+        run(schedule.live_steps(), multiply, apply, lambda value: self.stages[-value], kept=())
+        n = len(self)
+        matrices = {n - number: (stage.factor.nnz, stage.shared) for number, stage in enumerate(self.stages)}
+        matrices |= {value: (each.matrix.nnz, each.shared) for value, each in multiplied.items()}
         entries = {value: nnz for value, (nnz, _) in matrices.items()}
         nbytes = {value: self.nbytes(*each) for value, each in matrices.items()}
-        return ScanCost(costs.seconds, entries, nbytes, costs.largest, costs.bounded)
+        largest = max((nnz for value, nnz in entries.items() if value > n), default=0)
+        return ScanCost(seconds, entries, nbytes, largest, sum(pairs > MOST for pairs in pairs_of_products))
 
     def nbytes(self, entries: int, shared: bool) -> int:
         """Bytes of the values of a matrix, which all samples may share."""
@@ -250,31 +265,6 @@ class _Product(NamedTuple):
     matrix: Pattern
     shared: bool
     errors: float
-
-
-class _Costs(Algebra):
-    """What each product takes; matrices are their patterns, and vectors nothing."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self.seconds, self.largest, self.bounded = list[float](), 0, 0
-        #: The factors and results of products of two matrices.
-        self.multiplied: dict[int, StageCost | _Product] = {}
-
-    def element(self, value: int) -> StageCost:
-        return self._workload.stages[-value]
-
-    def multiply(self, step: Step, left: StageCost | _Product, right: StageCost | _Product) -> _Product:
-        load, shared = self._workload, left.shared and right.shared
-        matrix, pairs = load.product(left.matrix, right.matrix)
-        product = _Product(matrix, shared, load.vector_seconds(load.nbytes(matrix.nnz, shared)))
-        self.multiplied |= {step.left: left, step.right: right, step.out: product}
-        self.seconds.append(load.product_seconds(pairs, shared))
-        self.bounded, self.largest = self.bounded + (pairs > MOST), max(self.largest, matrix.nnz)
-        return product
-
-    def apply(self, step: Step, left: StageCost | _Product, right: None) -> None:
-        self.seconds.append(left.errors)
 
 
 def _cuts(ends: np.ndarray, limit: float) -> list[int]:

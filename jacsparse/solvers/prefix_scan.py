@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..schedule import Algebra, Schedule, Step, by_level, parse, resolve, run
+from ..schedule import Schedule, Step, by_level, parse, resolve, run
 from .blocks import Block, Vector, Work
 from .solver import TriangularSolver
 from .systems import BlockTriangular
@@ -20,21 +20,6 @@ class _Map(NamedTuple):
 
     matrix: Block
     offset: torch.Tensor
-
-
-class _Composition(Algebra):
-    """Maps, and the states that they are applied to, which stay in `states`."""
-
-    def __init__(self, work: Work, states: Vector) -> None:
-        self._work, self._states = work, states
-
-    def multiply(self, step: Step, left: _Map, right: _Map) -> _Map:
-        offset = self._work.apply((left.matrix, right.offset)) + left.offset
-        return _Map(self._work.product((left.matrix, right.matrix)), offset)
-
-    def apply(self, step: Step, left: _Map, right: torch.Tensor) -> torch.Tensor:
-        state = self._states[step.out] = self._work.apply((left.matrix, right)) + left.offset
-        return state
 
 
 @dataclass(frozen=True)
@@ -102,9 +87,18 @@ class PrefixScan(TriangularSolver):
         last_read = {
             value: number for number, steps in enumerate(levels) for step in steps for value in (step.left, step.right)
         }
+
+        def multiply(_: Step, left: _Map, right: _Map) -> _Map:
+            offset = work.apply((left.matrix, right.offset)) + left.offset
+            return _Map(work.product((left.matrix, right.matrix)), offset)
+
+        def apply(step: Step, left: _Map, right: torch.Tensor) -> torch.Tensor:
+            states[step.out] = work.apply((left.matrix, right)) + left.offset
+            return states[step.out]
+
         for number, steps in enumerate(levels):
             with work.level() as level:
-                run(steps, _Composition(work, states), values)
+                run(steps, multiply, apply, values=values)
                 values = {value: each for value, each in values.items() if last_read.get(value, -1) > number}
                 level.store((each.matrix for each in values.values() if isinstance(each, _Map)), system.blocks)
         return dict(zip(chain, (states[value] for value in schedule.gradients), strict=True))
