@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 
 from ..patterns import Pattern
-from ..schedule import COUNTED, Schedule, Step, balanced, check_workers, linear, resolve
+from ..schedule import COUNTED, Schedule, Step, balanced, by_level, check_workers, linear, resolve
 from ..stages import Region, check_input
 from .counts import Counts, full_mask, input_step, multiply_mask
 from .estimate import ENOUGH, CountEstimate, estimate_count
@@ -321,14 +320,9 @@ def _pays_from(plan: Schedule, flop: Sequence[float], linear: BackPropagation) -
 
 
 def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:
-    """The steps, with those of the critical path marked."""
-    levels = defaultdict(list)
-    for number, step in enumerate(steps):
-        if step.live:
-            levels[step.level].append(number)
-    largest = {max(numbers, key=lambda number: steps[number].flop) for numbers in levels.values()}
-    for number, step in enumerate(steps):
-        yield replace(step, critical=step.live and (number in largest or step.phase == "middle"))
+    """The steps, with those of the critical path marked: the largest of those that do not wait for each other."""
+    largest = {id(max(group, key=lambda step: step.flop)) for group in by_level(step for step in steps if step.live)}
+    return (replace(step, critical=id(step) in largest) for step in steps)
 
 
 def _name(plan: Schedule, value: int) -> str:

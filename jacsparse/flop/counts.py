@@ -6,7 +6,6 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -29,14 +28,6 @@ class Count:
     nnz: int
     left_nnz: int
     right_nnz: int
-
-
-class _Uncomputed(NamedTuple):
-    """A product whose pattern is not computed: its factors, and what is counted of it."""
-
-    left: Pattern
-    right: Pattern
-    counted: Count
 
 
 def input_step(plan: Schedule) -> Step:
@@ -69,23 +60,21 @@ class Counts:
     def _element(self, value: int) -> Pattern | Region | np.ndarray:
         return self.factors[self.schedule.n - value] if value else full_mask(self.factors)
 
-    def _multiply(self, step: Step, left: Pattern | Region, right: Pattern | Region) -> Pattern | _Uncomputed:
+    def _multiply(
+        self, step: Step, left: Pattern | Region, right: Pattern | Region
+    ) -> Pattern | tuple[Pattern, Pattern]:
         left, right = matrix_of(left), matrix_of(right)
         regions = [self._unused.pop(value) for value in (step.left, step.right) if value in self._unused]
         pairs = multiply_adds(left, right) + sum(region.multiply_adds for region in regions)
-        count = Count(pairs, pairs, 0, left.nnz, right.nnz)
-        if step.out in self._applied_once:
-            self._add(step, count)
-            return _Uncomputed(left, right, count)
-        product = product_pattern(left, right)
-        count.nnz = product.nnz
-        self._add(step, count)
+        # Where the pattern is not computed, the factors stand for it.
+        product = (left, right) if step.out in self._applied_once else product_pattern(left, right)
+        self._add(step, Count(pairs, pairs, 0 if isinstance(product, tuple) else product.nnz, left.nnz, right.nnz))
         return product
 
-    def _apply(self, step: Step, left: Pattern | Region | _Uncomputed, right: np.ndarray) -> np.ndarray:
-        if isinstance(left, _Uncomputed):
-            left.counted.nnz, pairs = product_meeting(left.left, left.right, right)
-            nnz, total, reached = left.counted.nnz, int(pairs.sum()), pairs > 0
+    def _apply(self, step: Step, left: Pattern | Region | tuple[Pattern, Pattern], right: np.ndarray) -> np.ndarray:
+        if isinstance(left, tuple):
+            nnz, pairs = product_meeting(*left, right)
+            self.steps[step.left].nnz, total, reached = nnz, int(pairs.sum()), pairs > 0
         else:
             # A vector passes through a region operator by operator, as in back-propagation.
             pairs_of_edges, reached = multiply_mask(left, right)

@@ -238,10 +238,43 @@ class _Execution:
 
     def _run_slice(self, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]) -> None:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""
-        part = _Slice(self, slices, samples, shared)
-        run(slices.steps, part.multiply, part.apply, part.element, kept=())
+        whole = samples == slice(0, self.batch)
 
-    def memory_for(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
+        def element(value: int) -> SparseJacobian | torch.Tensor | None:
+            if value in self.vectors:
+                return batch_last(self.vectors[value][samples].to(self.like.dtype))
+            if value not in slices.formed or value in shared:
+                return shared.get(value)
+            record = self.records[-value]
+            matrix = record.transposed_jacobian(samples)
+            if record.stage.shared:
+                shared[value] = matrix
+            return matrix
+
+        def operand(value: int, matrix: SparseJacobian | None, selects: bool) -> torch.Tensor:
+            values = None if matrix is None else matrix.values
+            selected = self.records[-value].winners(samples) if selects else values
+            assert selected is not None
+            return selected
+
+        def multiply(step: Step, left: SparseJacobian | None, right: SparseJacobian | None) -> SparseJacobian:
+            plan = slices.plans[step.out]
+            a, b = operand(step.left, left, plan.selects_left), operand(step.right, right, plan.selects_right)
+            out = None if whole else self._memory_for(step.out, plan.pattern, max(a.shape[1], b.shape[1]))
+            return unchecked_jacobian(plan.pattern, plan.multiply(a, b, out=out), None, None)
+
+        def apply(step: Step, left: SparseJacobian | None, right: torch.Tensor) -> torch.Tensor:
+            if left is None:
+                vectors = _through(self.records[-step.left], right, samples)
+            else:
+                vectors = matvec(left.pattern, left.values, right)
+            if step.out in slices.kept:
+                self.vectors[step.out][samples] = vectors.T
+            return vectors
+
+        run(slices.steps, multiply, apply, element, kept=())
+
+    def _memory_for(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
         """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
         shape = (pattern.nnz, batch)
         if value not in self._memory:
@@ -256,54 +289,6 @@ class _Execution:
         size = max(1, min(self.batch, self.scanner.memory_limit // max(1, nbytes)))
         # Multiples of 16 or 4 samples fill the kernels' vectors.
         return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
-
-
-class _Slice:
-    """Products for some samples of an execution: matrices with values, and vectors ``(elements, samples)``."""
-
-    def __init__(
-        self, execution: _Execution, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]
-    ) -> None:
-        self._execution, self._slices, self._samples, self._shared = execution, slices, samples, shared
-
-    def element(self, value: int) -> SparseJacobian | torch.Tensor | None:
-        """A matrix of a stage, None where no product reads it; or a vector that was computed before."""
-        execution, shared = self._execution, self._shared
-        if value in execution.vectors:
-            return batch_last(execution.vectors[value][self._samples].to(execution.like.dtype))
-        if value not in self._slices.formed or value in shared:
-            return shared.get(value)
-        record = execution.records[-value]
-        matrix = record.transposed_jacobian(self._samples)
-        if record.stage.shared:
-            shared[value] = matrix
-        return matrix
-
-    def multiply(self, step: Step, left: SparseJacobian | None, right: SparseJacobian | None) -> SparseJacobian:
-        """The product of two matrices."""
-        plan = self._slices.plans[step.out]
-        a = self._operand(step.left, left, plan.selects_left)
-        b = self._operand(step.right, right, plan.selects_right)
-        whole, batch = self._samples == slice(0, self._execution.batch), max(a.shape[1], b.shape[1])
-        out = None if whole else self._execution.memory_for(step.out, plan.pattern, batch)
-        return unchecked_jacobian(plan.pattern, plan.multiply(a, b, out=out), None, None)
-
-    def apply(self, step: Step, left: SparseJacobian | None, right: torch.Tensor) -> torch.Tensor:
-        """The product of a matrix and a vector."""
-        if left is None:
-            vectors = _through(self._execution.records[-step.left], right, self._samples)
-        else:
-            vectors = matvec(left.pattern, left.values, right)
-        if step.out in self._slices.kept:
-            self._execution.vectors[step.out][self._samples] = vectors.T
-        return vectors
-
-    def _operand(self, value: int, matrix: SparseJacobian | None, selects: bool) -> torch.Tensor:
-        """The values of a matrix, or the elements that it selects."""
-        of_matrix = None if matrix is None else matrix.values
-        operand = self._execution.records[-value].winners(self._samples) if selects else of_matrix
-        assert operand is not None
-        return operand
 
 
 def _through(record: Record, vectors: torch.Tensor, samples: slice) -> torch.Tensor:

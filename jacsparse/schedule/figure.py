@@ -18,8 +18,8 @@ _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     """Draw the products of a `jacsparse.schedule.Schedule`, as `Schedule.plot` says."""
-    levels = [(_label(steps[0]), steps) for steps in by_level(schedule.products)]
-    lanes = [(label, lane) for label, steps in levels for label, lane in _lanes(label, steps, schedule.spans)]
+    levels = list(by_level(schedule.products))
+    lanes = [(label, lane) for steps in levels for label, lane in _lanes(steps, schedule.spans)]
     width, height = max(6.5, min(12.0, 1.8 + 0.55 * schedule.n)), max(2.6, min(14.0, 1.7 + 0.42 * len(lanes)))
     figure, axes = new_figure(width, height)
     shown = {}
@@ -37,7 +37,7 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     axes.set_xlabel("places of the array: gradient of the output, transposed Jacobians")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    depth = sum(any(step.live for step in steps) for _, steps in levels)
+    depth = sum(any(step.live for step in steps) for steps in levels)
     products = f"{len(schedule.live_steps())} products in {depth} rounds"
     axes.set_title(f"{schedule.name}, {schedule.n} stages: {products}", fontsize=10)
     handles = [shown[look] for look in _LOOKS if look in shown]
@@ -46,13 +46,10 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     save_figure(figure, path)
 
 
-def _label(step: Any) -> str:
-    return "middle" if step.phase == "middle" else f"{step.phase}, level {step.level}"
-
-
-def _lanes(label: str, steps: list[Any], spans: dict[int, tuple[int, int]]) -> Iterator[tuple[str, list[Any]]]:
+def _lanes(steps: list[Any], spans: dict[int, tuple[int, int]]) -> Iterator[tuple[str, list[Any]]]:
     """The products of a level in lines of bars that do not overlap; the first line has the level's name."""
     lanes: list[tuple[int, list[Any]]] = []
+    label = "middle" if steps[0].phase == "middle" else f"{steps[0].phase}, level {steps[0].level}"
     for step in sorted(steps, key=lambda step: _extent(step, spans)):
         first, last = _extent(step, spans)
         number = next((number for number, (end, _) in enumerate(lanes) if end < first), len(lanes))

@@ -6,8 +6,6 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
-from .steps import Step
-
 
 def run(
     steps: Sequence[Any],
@@ -18,7 +16,7 @@ def run(
     values: dict[int, Any] | None = None,
     kept: Collection[int] | None = None,
 ) -> dict[int, Any]:
-    """Compute products one after the other, in any algebra: of numbers, patterns, counts or seconds.
+    """All values, once products are computed one after the other, in any algebra: of numbers, patterns or seconds.
 
     Parameters
     ----------
@@ -32,11 +30,6 @@ def run(
         Values that are there before, by their numbers; the others are added to it.
     kept : collection of int, optional
         The values that stay after their last use; by default, all.
-
-    Returns
-    -------
-    dict of int to object
-        `values`, or a new dict.
 
     Examples
     --------
@@ -61,7 +54,7 @@ def run(
     return values
 
 
-def by_level(steps: Iterable[Step]) -> Iterator[list[Step]]:
+def by_level(steps: Iterable[Any]) -> Iterator[list[Any]]:
     """Products that do not depend on each other, together: those of a level, and each of the linear middle."""
     ordered = sorted(steps, key=lambda step: step.level)
     for (_, phase), group in itertools.groupby(ordered, lambda step: (step.level, step.phase)):
