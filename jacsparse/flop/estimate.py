@@ -157,8 +157,8 @@ def estimate_products(
             if step.kind != "mm":
                 continue
             # The stages that each factor spans, from 0.
-            middle, first, last, start = (
-                plan.n - place for value in (step.left, step.right) for place in plan.spans[value]
+            (first, middle), (start, last) = (
+                [plan.n - place for place in reversed(plan.spans[value])] for value in (step.left, step.right)
             )
             if alike:
                 # The steps of a sequence share one pattern.

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedule import Schedule, Step
+from ..schedule import Schedule, Step, run
 from ..spgemm import ProductPlan
 from ..stages import Chain
 
@@ -215,15 +215,12 @@ def _split(steps: Sequence[Step]) -> tuple[list[Step], list[Step], list[Step]]:
     """The steps before all products of matrices, those in or between such products, and the steps after them."""
     products = {step.out for step in steps if step.kind == "mm"}
     touches = {step.out for step in steps if step.kind == "mm" or step.left in products}
-    depends: set[int] = set()
-    for step in steps:
-        if step.out in touches or step.right in depends or step.left in depends:
-            depends.add(step.out)
+    depends = run(steps, lambda step, left, right: step.out in touches or left or right, element=lambda _: False)
     leads: set[int] = set()
     for step in reversed(steps):
         if step.out in touches or step.out in leads:
             leads.update((step.left, step.right))
-    between = {step.out for step in steps if step.out in touches or (step.out in depends and step.out in leads)}
-    before = [step for step in steps if step.out not in between and step.out not in depends]
-    after = [step for step in steps if step.out not in between and step.out in depends]
+    between = {step.out for step in steps if step.out in touches or (depends[step.out] and step.out in leads)}
+    before = [step for step in steps if step.out not in between and not depends[step.out]]
+    after = [step for step in steps if step.out not in between and depends[step.out]]
     return before, [step for step in steps if step.out in between], after

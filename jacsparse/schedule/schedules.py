@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from .cost import Assignment, Complexity, simulate
 from .figure import schedule_figure
-from .running import by_level
+from .running import by_level, run
 from .steps import Step
 
 
@@ -75,10 +75,8 @@ class Schedule:
     @functools.cached_property
     def spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last place of the array whose product each value is, by the value's number."""
-        spans = {place: (place, place) for place in range(self.n + 1)}
-        for step in self.products:
-            spans[step.out] = (spans[step.right][0], spans[step.left][1])
-        return spans
+        places = {place: (place, place) for place in range(self.n + 1)}
+        return run(self.products, lambda _, left, right: (right[0], left[1]), values=places)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the products level by level, each over the places of the array that it takes in.
