@@ -32,7 +32,9 @@ INTERNAL = {
     "recurrence": """
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",
-    "schedule": "COUNTED Cuttable EXCHANGES Names SURELY between blocked check_exchange check_workers fastest_on",
+    "schedule": """
+        COUNTED Cuttable EXCHANGES Names SURELY between blocked by_level check_exchange check_workers fastest_on run
+        taken_in""",
     "simulation": "AcrossRanks Bppsa GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """

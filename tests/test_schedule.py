@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,10 +19,13 @@ from jacsparse.schedule import (
     balanced,
     blelloch,
     blocked,
+    by_level,
+    chunked,
     cyclic_reduction,
     exchanges,
     linear,
     resolve,
+    run,
 )
 from jacsparse.stages import Region
 
@@ -302,3 +306,34 @@ def test_exchanges_give_each_rank_what_comes_before(ranks: int, way: str) -> Non
 def test_exchanges_refuse(ranks: int, way: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         exchanges(ranks, way)
+
+
+@pytest.mark.parametrize("make", [linear, blelloch, cyclic_reduction, lambda n: chunked(n, 3)])
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 21, 64])
+def test_values_are_made_when_first_read_and_dropped_after_their_last_use(
+    make: Callable[[int], Schedule], n: int
+) -> None:
+    rng = np.random.default_rng(n)
+    matrices, vector, read = [rng.normal(size=(3, 3)) / 2 for _ in range(n)], rng.normal(size=3), list[int]()
+    schedule = make(n)
+
+    def element(value: int) -> np.ndarray:
+        read.append(value)
+        return matrices[value - 1] if value else vector
+
+    def multiply(_: object, left: np.ndarray, right: np.ndarray) -> np.ndarray:
+        return left @ right
+
+    values = run(schedule.live_steps(), multiply, element=element, kept=schedule.gradients)
+    assert len(read) == len(set(read)) and values.keys() == set(schedule.gradients) - ({0} if n == 1 else set())
+    for value, expected in zip(schedule.gradients, gradients(schedule, matrices, vector), strict=True):
+        np.testing.assert_allclose(values.get(value, vector), expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("n", [5, 21, 64])
+def test_levels_are_as_many_as_the_steps_on_enough_workers(n: int) -> None:
+    for schedule in (linear(n), blelloch(n), chunked(n, 1), chunked(n, 4), cyclic_reduction(n)):
+        levels = list(by_level(schedule.live_steps()))
+        assert all(not {step.out for step in level} & {f for s in level for f in (s.left, s.right)} for level in levels)
+        assert sorted(str(step) for level in levels for step in level) == sorted(map(str, schedule.live_steps()))
+    assert len(list(by_level(chunked(n, 4).live_steps()))) == chunked(n, 4).complexity(n).steps

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from ..affine import AffineMaps
 from ..patterns import requiring_gradient
-from ..schedule import Message, check_exchange, exchanges
+from ..schedule import Message, check_exchange, exchanges, taken_in
 from .elements import ElementMessages, kind_of, tensors_of, with_tensors
 from .ranks import Ranks, described, ranks_of
 
@@ -154,15 +153,7 @@ class RankScan:
         for number, messages in enumerate(self._rounds):
             received = [message for message in messages if message.target == self._place]
             others, block = self._exchanged(number, messages, [source for source, *_ in received], block)
-            if not others:
-                continue
-            other = functools.reduce(self.combined, others)
-            if received[0].source > self._place:
-                block = self.combined(block, other)
-                continue
-            if received[0].joined:
-                block = self.combined(other, block)
-            before = other if before is None else self.combined(other, before)
+            before, block = taken_in(received, others, before, block, self.combined)
         self._ranks.flush()
         return _tied(first if before is None else before, block)
 

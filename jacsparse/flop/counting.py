@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 
 from ..patterns import Pattern
-from ..schedule import COUNTED, Schedule, Step, balanced, check_workers, linear, resolve
-from ..spgemm import meeting, multiply_adds, product_meeting, product_pattern
-from ..stages import Region, check_input, is_light, matrix_of
+from ..schedule import COUNTED, Schedule, Step, balanced, by_level, check_workers, linear, resolve
+from ..stages import Region, check_input
+from .counts import Counts, full_mask, input_step, multiply_mask
 from .estimate import ENOUGH, CountEstimate, estimate_count
 from .layer_flop import OperatorWork, StepFlop
 from .layers import layer_records
@@ -126,11 +124,11 @@ def count_flop(
         raise ValueError(
             "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
         )
-    guaranteed = None if observed_only else _Counts(plan, subject.factors).run(count_product)
+    guaranteed = None if observed_only else Counts(plan, subject.factors).run(count_product)
     samples = [guaranteed] if guaranteed is not None and inputs is None else []
     observed = []
     for factors, operands in () if inputs is None else subject.observe(inputs):
-        samples.append(_Counts(plan, factors).run(count_product))
+        samples.append(Counts(plan, factors).run(count_product))
         observed.append(_backpropagated(subject, "observed", factors, operands)[:2])
     if executed is None:
         executed = structure == "guaranteed"
@@ -140,7 +138,7 @@ def count_flop(
 
 
 def _choices(
-    subject: Subject, plan: Schedule, counts: _Counts | None, workers: Sequence[int]
+    subject: Subject, plan: Schedule, counts: Counts | None, workers: Sequence[int]
 ) -> tuple[ScheduleChoice, ...]:
     """The schedule that is done first, for each number of workers."""
     if not workers:
@@ -153,7 +151,7 @@ def _choices(
         schedules = {"linear": linear(plan.n), plan.name: plan, f"balanced:{number}": balanced(subject, number)}
         for name, schedule in schedules.items():
             if name not in costs:
-                count = _Counts(schedule, subject.factors).run()
+                count = Counts(schedule, subject.factors).run()
                 costs[name] = count.over_full_vectors(), count.sizes()
         times = {name: schedule.makespan(costs[name][0], number) for name, schedule in schedules.items()}
         work = {name: math.fsum(costs[name][0]) for name in schedules}
@@ -163,140 +161,6 @@ def _choices(
         return ScheduleChoice(number, best, times, work, space)
 
     return tuple(map(choice, workers))
-
-
-@dataclass
-class _Count:
-    """The counted multiply-adds of one step, those over full vectors, and entries of its result and its factors."""
-
-    pairs: int
-    executed: int
-    nnz: int
-    left_nnz: int
-    right_nnz: int
-
-
-def _input_step(plan: Schedule) -> Step:
-    """The product that gives the gradient of the network's input, after all steps of a schedule."""
-    level = max((step.level for step in plan.steps), default=-1) + 1
-    # No other value has the number -2.
-    return Step(-2, plan.n, plan.gradients[-1], "mv", level, "down")
-
-
-class _Counts:
-    """A run of a schedule over patterns of matrices, and over masks of the vectors' entries.
-
-    The pattern of a product that only one vector multiplies is not computed; the vector passes through both factors.
-    """
-
-    def __init__(self, schedule: Schedule, factors: Sequence[Pattern | Region]) -> None:
-        self.schedule, self.factors = schedule, factors
-        self.matrices: dict[int, Pattern | Region] = {
-            schedule.n - stage: factor for stage, factor in enumerate(factors)
-        }
-        #: The regions whose matrices no product has used yet.
-        self.unused_regions = {value: factor for value, factor in self.matrices.items() if isinstance(factor, Region)}
-        #: The factors and the counts of products whose patterns are not computed.
-        self.uncomputed: dict[int, tuple[Pattern, Pattern, _Count]] = {}
-        self.masks = {0: _full_mask(factors)}
-        users = Counter(value for step in schedule.products for value in (step.left, step.right))
-        self.used_once = {step.left for step in schedule.products if step.kind == "mv" and users[step.left] == 1}
-        #: The counts of all products, and then of the gradient of the network's input.
-        self.steps: list[_Count] = []
-
-    def run(self, after_product: Callable[[], None] = lambda: None) -> _Counts:
-        """Count all products, including dead ones, and the gradient of the network's input."""
-        for step in self.schedule.products:
-            self.steps.append(self._product(step) if step.kind == "mm" else self._apply(step))
-            after_product()
-        if self.schedule.n:
-            self.steps.append(self._apply(_input_step(self.schedule)))
-        # The products of the next run need their memory.
-        self.matrices.clear()
-        return self
-
-    def over_full_vectors(self) -> list[float]:
-        """FLOP of the live steps over full vectors, each step as the schedule has it."""
-        steps = zip(self.schedule.products, self.steps, strict=False)
-        return [2.0 * count.executed for step, count in steps if step.live]
-
-    @functools.cached_property
-    def executed(self) -> dict[int, float]:
-        """FLOP of each live step, by its value, as the scan executes it: light matrices wait for a vector."""
-        values = {self.schedule.n - stage: factor for stage, factor in enumerate(self.factors)}
-        light = {value for value, factor in values.items() if isinstance(factor, Pattern) and is_light(factor)}
-        schedule, products = self.schedule.deferred(light)
-        flop = dict(
-            zip(
-                (step.out for step in schedule.steps),
-                _Counts(schedule, self.factors).run().over_full_vectors(),
-                strict=True,
-            )
-        )
-        return {value: math.fsum(flop[step.out] for step in steps) for value, steps in products.items()}
-
-    def sizes(self) -> dict[int, int]:
-        """Entries of each matrix, by value."""
-        products = zip(self.schedule.products, self.steps, strict=False)
-        return {self.schedule.n - stage: factor.nnz for stage, factor in enumerate(self.factors)} | {
-            step.out: count.nnz for step, count in products if step.kind == "mm"
-        }
-
-    def _product(self, step: Step) -> _Count:
-        left, right = (matrix_of(self.matrices[value]) for value in (step.left, step.right))
-        pairs = multiply_adds(left, right)
-        for value in (step.left, step.right):
-            if value in self.unused_regions:
-                pairs += self.unused_regions.pop(value).multiply_adds
-        count = _Count(pairs, pairs, 0, left.nnz, right.nnz)
-        if step.out in self.used_once:
-            self.uncomputed[step.out] = (left, right, count)
-        else:
-            product = self.matrices[step.out] = product_pattern(left, right)
-            count.nnz = product.nnz
-        return count
-
-    def _apply(self, step: Step) -> _Count:
-        mask = self.masks[step.right]
-        if step.left in self.uncomputed:
-            left, right, product = self.uncomputed.pop(step.left)
-            product.nnz, pairs = product_meeting(left, right, mask)
-            nnz, total, reached = product.nnz, int(pairs.sum()), pairs > 0
-        else:
-            factor = self.matrices[step.left]
-            # A vector passes through a region operator by operator, as in back-propagation.
-            pairs_of_edges, reached = _multiply_mask(factor, mask)
-            nnz, total = factor.nnz, sum(int(pairs.sum()) for pairs in pairs_of_edges.values())
-        self.masks[step.out] = reached
-        return _Count(total, nnz, int(reached.sum()), nnz, int(mask.sum()))
-
-
-def _full_mask(factors: Sequence[Pattern | Region]) -> np.ndarray:
-    """The mask of a full gradient of the last factor's output."""
-    return np.ones(factors[-1].shape[1] if factors else 0, dtype=np.bool_)
-
-
-def _multiply_mask(
-    factor: Pattern | Region, mask: np.ndarray, read: dict[int, int] | None = None
-) -> tuple[dict[int, np.ndarray], np.ndarray]:
-    """The pairs of entries that meet in each row of each edge, and the mask of the product with a masked vector.
-
-    The elements of the vectors that each edge reads go into `read`.
-    """
-    if not isinstance(factor, Region):
-        factor = Region(factor.shape, [(0, 1, factor)], 0, 1)
-    reached, pairs = {factor.stop: mask}, dict[int, np.ndarray]()
-    for number in reversed(range(len(factor.edges))):
-        source, target, pattern = factor.edges[number]
-        if target in reached:
-            if read is not None:
-                read[number] = int(np.count_nonzero(reached[target]))
-            rows = pairs[number] = meeting(pattern, reached[target])
-            reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
-            if number in factor.coupling and rows.any():
-                each, more = divmod(factor.coupling[number], len(rows))
-                pairs[number] = each + (np.arange(len(rows)) < more)
-    return pairs, reached.get(factor.start, np.zeros(factor.shape[0], dtype=np.bool_))
 
 
 def _backpropagated(
@@ -309,11 +173,11 @@ def _backpropagated(
 
     Last, whether the gradient of the input has an entry. Without `operands`, operands are full.
     """
-    mask = _full_mask(factors)
+    mask = full_mask(factors)
     weight_pairs, edge_pairs, work = 0, [], list[StepFlop]()
     for number in reversed(range(len(factors))):
         operator, read = subject.operators[number], dict[int, int]()
-        pairs, mask = _multiply_mask(factors[number], mask, read)
+        pairs, mask = multiply_mask(factors[number], mask, read)
         sums = {edge: int(rows.sum()) for edge, rows in pairs.items()}
         edge_pairs.append(sum(sums.values()))
         trained = dict.fromkeys(operator.entrywise, 0)
@@ -382,41 +246,32 @@ def _mean(samples: Sequence[BackPropagation]) -> BackPropagation:
 def _report(
     plan: Schedule,
     subject: Subject,
-    samples: Sequence[_Counts],
-    guaranteed: _Counts | None,
+    samples: Sequence[Counts],
+    guaranteed: Counts | None,
     observed: Sequence[tuple[BackPropagation, list[StepFlop]]],
 ) -> FlopReport:
     """The report of the counts of all samples; `guaranteed` has the counts of what the scan executes."""
-    names = _names(plan)
-    shapes = {plan.n - stage: factor.shape for stage, factor in enumerate(samples[0].factors)}
-    for step in plan.products:
-        if step.kind == "mm":
-            shapes[step.out] = (shapes[step.left][0], shapes[step.right][1])
+    factors = samples[0].factors
 
-    def executed(number: int, step: Step) -> float | None:
-        if guaranteed is None:
-            return None
-        of_input = 2.0 * guaranteed.steps[number].executed if number == len(plan.products) else 0.0
-        return guaranteed.executed.get(step.out, of_input)
-
-    def flop_step(number: int, step: Step, phase: str) -> FlopStep:
-        counts = [sample.steps[number] for sample in samples]
+    def flop_step(step: Step, phase: str) -> FlopStep:
+        counts = [sample.steps[step.out] for sample in samples]
 
         def mean(field: str) -> float:
             return float(np.mean([getattr(count, field) for count in counts]))
 
-        (m, k), n = shapes[step.left], 1 if step.kind == "mv" else shapes[step.right][1]
+        # The stages whose matrices the factors begin and end with.
+        m, k, n = (plan.n - place for place in (*plan.spans[step.left][::-1], plan.spans[step.right][0]))
         return FlopStep(
             level=step.level,
             phase=phase,
             kind=step.kind,
-            left=names[step.left],
-            right=names[step.right],
-            m=m,
-            k=k,
-            n=n,
+            left=_name(plan, step.left),
+            right=_name(plan, step.right),
+            m=factors[m].shape[0],
+            k=factors[k].shape[1],
+            n=1 if step.kind == "mv" else factors[n].shape[1],
             flop=2.0 * mean("pairs"),
-            executed=executed(number, step),
+            executed=guaranteed.executed.get(step.out, 0.0) if guaranteed else None,
             nnz=mean("nnz"),
             live=step.live,
             left_nnz=mean("left_nnz"),
@@ -424,8 +279,8 @@ def _report(
             couples=plan.n - step.left in subject.coupling,
         )
 
-    steps = [flop_step(number, step, step.phase) for number, step in enumerate(plan.products)]
-    last = flop_step(len(steps), _input_step(plan), "input") if plan.n else None
+    steps = [flop_step(step, step.phase) for step in plan.products]
+    last = flop_step(input_step(plan), "input") if plan.n else None
     pruned, pruned_work, reaches_input = _backpropagated(subject, "pruned", subject.factors)
     backpropagation = [_dense(subject), pruned]
     operators = [each for operator in reversed(subject.operators) for each in reversed(operator.work)]
@@ -465,28 +320,18 @@ def _pays_from(plan: Schedule, flop: Sequence[float], linear: BackPropagation) -
 
 
 def _critical(steps: Sequence[FlopStep]) -> Iterable[FlopStep]:
-    """The steps, with those of the critical path marked."""
-    levels = defaultdict(list)
-    for number, step in enumerate(steps):
-        if step.live:
-            levels[step.level].append(number)
-    largest = {max(numbers, key=lambda number: steps[number].flop) for numbers in levels.values()}
-    for number, step in enumerate(steps):
-        yield replace(step, critical=step.live and (number in largest or step.phase == "middle"))
+    """The steps, with those of the critical path marked: the largest of those that do not wait for each other."""
+    largest = {id(max(group, key=lambda step: step.flop)) for group in by_level(step for step in steps if step.live)}
+    return (replace(step, critical=id(step) in largest) for step in steps)
 
 
-def _names(plan: Schedule) -> dict[int, str]:
-    """The name of each value: for a matrix, the stages that it spans, from 1; for a vector, the gradient of x_i."""
-    names = {0: f"∇x{plan.n}"}
-    spans = {place: (plan.n + 1 - place, plan.n + 1 - place) for place in range(1, plan.n + 1)}
-    for step in plan.products:
-        if step.kind == "mm":
-            spans[step.out] = (spans[step.left][0], spans[step.right][1])
-        else:
-            names[step.out] = f"∇x{spans[step.left][0] - 1}"
-    for value, (low, high) in spans.items():
-        names[value] = f"J{low}ᵀ" if low == high else f"J{low}-{high}ᵀ"
-    return names
+def _name(plan: Schedule, value: int) -> str:
+    """The name of a value: for a matrix, the stages that it spans, from 1; for a vector, the gradient of x_i."""
+    first, last = plan.spans[value]
+    low, high = plan.n + 1 - last, plan.n + 1 - first
+    if first == 0:
+        return f"∇x{low - 1}"
+    return f"J{low}ᵀ" if low == high else f"J{low}-{high}ᵀ"
 
 
 def _baseline(subject: Subject, observed: Sequence[Sequence[Pattern | Region]]) -> Iterable[BaselineStep]:

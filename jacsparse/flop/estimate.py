@@ -104,10 +104,14 @@ def estimate_count(
     enough : float
         Pairs beyond which no further product is estimated.
     """
-    users = Counter(value for step in plan.products for value in (step.left, step.right))
-    once = {step.left for step in plan.products if step.kind == "mv" and users[step.left] == 1}
-    estimate = estimate_products([plan], factors, enough=enough / runs, uncomputed=once, live=False)
+    estimate = estimate_products([plan], factors, enough=enough / runs, uncomputed=applied_once(plan), live=False)
     return replace(estimate, pairs=runs * estimate.pairs, work=runs * estimate.work)
+
+
+def applied_once(plan: Schedule) -> set[int]:
+    """The matrices that one vector alone is multiplied by, and nothing else."""
+    users = Counter(value for step in plan.products for value in (step.left, step.right))
+    return {step.left for step in plan.products if step.kind == "mv" and users[step.left] == 1}
 
 
 def estimate_products(
@@ -149,16 +153,16 @@ def estimate_products(
     #: The stages whose indices exist, and the matrices, by the stages that they span; whether each is full.
     made, full = set[int](), dict[tuple[int, int], bool]()
     for plan in plans:
-        # The stages that each matrix spans, from 0.
-        spans = {plan.n - stage: (stage, stage) for stage in range(plan.n)}
         for step in plan.live_steps() if live else plan.products:
             if step.kind != "mm":
                 continue
-            (first, middle), (start, last) = spans[step.left], spans[step.right]
+            # The stages that each factor spans, from 0.
+            (first, middle), (start, last) = (
+                [plan.n - place for place in reversed(plan.spans[value])] for value in (step.left, step.right)
+            )
             if alike:
                 # The steps of a sequence share one pattern.
                 first, middle, start, last = 0, middle - first, middle - first + 1, middle - first + 1 + last - start
-            spans[step.out] = (first, last)
             if (first, last) in full:
                 continue
             if pairs > enough or size > ENOUGH_BYTES or left_to_look_at < 0:

@@ -67,8 +67,9 @@ class Levels:
     states: int
 
 
+@functools.lru_cache(maxsize=16)
 def levels_of(schedule: Schedule) -> Levels:
-    """The live products of a schedule, each in the first level in which its factors are there; made once.
+    """The live products of a schedule, each in the first level in which its factors are there.
 
     Examples
     --------
@@ -78,13 +79,6 @@ def levels_of(schedule: Schedule) -> Levels:
     >>> len(levels_of(linear(8)).levels)
     7
     """
-    if "_device_levels" not in schedule.__dict__:
-        schedule.__dict__["_device_levels"] = _levels(schedule)
-    levels: Levels = schedule.__dict__["_device_levels"]
-    return levels
-
-
-def _levels(schedule: Schedule) -> Levels:
     places = {value: place for place, value in enumerate(schedule.gradients)}
     # What the kernels call each value, and the level that makes it.
     names = {0: 0} | {value: -value for value in range(1, schedule.n + 1)}

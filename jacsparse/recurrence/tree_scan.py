@@ -6,6 +6,8 @@ thesis (section 3.1): the schedules that order the products of a chain order the
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 
 from ..affine import AffineMaps
 from ..runtime import frozen
-from ..schedule import Schedule
+from ..schedule import Schedule, run
 from .sequences import index
 
 
@@ -42,63 +44,57 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
     >>> scan_states(blelloch(4), maps, torch.ones(1, 1)).flatten().tolist()
     [1.0, 3.0, 7.0, 15.0]
     """
-    axis = maps.axis
     assert maps.offsets is not None
-    groups, final = _compiled(schedule)
-    banks = [maps]
-    states, filled = torch.cat([state.unsqueeze(axis), torch.empty_like(maps.offsets)], axis), 1
-    for group in groups:
-        later = banks[group.left_bank].take(_on(group.left, state))
-        if group.right_bank is not None:
-            banks.append(later.after(banks[group.right_bank].take(_on(group.right, state))))
-        else:
-            after = slice(filled, filled := filled + group.size)
-            before = _take(states, _on(group.right, state), axis)
-            states[(*_everything(axis), after)] = later.apply(before)
-    return _take(states, _on(final, state), axis)
+    (groups, final), axes = _grouped(schedule), (slice(None),) * maps.axis
+    states = torch.cat([state.unsqueeze(maps.axis), torch.empty_like(maps.offsets)], maps.axis)
+
+    def multiply(group: _Group, left: AffineMaps, right: AffineMaps) -> AffineMaps:
+        return left.take(_on(group.lefts, state)).after(right.take(_on(group.rights, state)))
+
+    def apply(group: _Group, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
+        before = right[(*axes, _on(group.rights, state))]
+        right[(*axes, group.outs)] = left.take(_on(group.lefts, state)).apply(before)
+        return right
+
+    run(groups, multiply, apply, values={0: states, 1: maps})
+    return states[(*axes, _on(final, state))]
 
 
 class _Group(NamedTuple):
-    """Products of one level whose factors are each in one bank: the maps that an earlier group has made, in order.
+    """Products of one level whose factors are each in one bank: a step over banks, by places in these.
 
-    Vectors are in one bank of their own, and `right_bank` is None.
+    Bank 0 has all states, bank 1 the maps of the steps, and each other one the maps that a group has made, in order.
     """
 
-    size: int
-    left_bank: int
-    left: slice | np.ndarray
-    right_bank: int | None
-    right: slice | np.ndarray
+    out: int
+    left: int
+    right: int
+    kind: str
+    outs: slice
+    lefts: slice | np.ndarray
+    rights: slice | np.ndarray
 
 
-def _compiled(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
-    """The groups of a schedule's products, and where the vectors of its result are; made once."""
-    if "_scan_groups" not in schedule.__dict__:
-        schedule.__dict__["_scan_groups"] = _grouped(schedule)
-    groups: tuple[list[_Group], slice | np.ndarray] = schedule.__dict__["_scan_groups"]
-    return groups
-
-
+@functools.lru_cache(maxsize=16)
 def _grouped(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
-    values = schedule.n + 1 + len(schedule.products)
-    bank, place = np.zeros(values, dtype=np.int64), np.arange(values) - 1
-    place[0], vectors, banks, groups = 0, 1, 1, []
+    """The groups of a schedule's products, and where the states of its result are."""
+    #: The bank of each value, and its place there; and how many values a bank has.
+    at = {0: (0, 0)} | {value: (1, value - 1) for value in range(1, schedule.n + 1)}
+    filled, groups = {0: 1}, list[_Group]()
+
+    def banks(product: tuple[int, int, int]) -> tuple[int, int]:
+        return at[product[1]][0], at[product[2]][0]
+
     for kind, *numbers in schedule.batches:
-        out, left, right = (np.array(each) for each in numbers)
-        keys = np.stack([bank[left], bank[right] if kind == "mm" else 0 * right])
-        order = np.lexsort(keys)
-        cuts = np.flatnonzero((np.diff(keys[:, order]) != 0).any(axis=0)) + 1
-        for members in np.split(order, cuts):
-            left_bank, right_bank = (int(key) for key in keys[:, members[0]])
-            factors = (_places(place[left[members]]), _places(place[right[members]]))
-            groups.append(_Group(len(members), left_bank, factors[0], right_bank if kind == "mm" else None, factors[1]))
-            place[out[members]] = np.arange(len(members))
-            if kind == "mm":
-                bank[out[members]], banks = banks, banks + 1
-            else:
-                place[out[members]] += vectors
-                vectors += len(members)
-    return groups, _places(place[list(schedule.gradients)])
+        for (left, right), members in itertools.groupby(sorted(zip(*numbers, strict=True), key=banks), banks):
+            outs, *factors = zip(*members, strict=True)
+            out = 0 if kind == "mv" else 2 + len(groups)
+            begin = filled.get(out, 0)
+            end = filled[out] = begin + len(outs)
+            places = (_places(np.array([at[value][1] for value in values])) for values in factors)
+            groups.append(_Group(out, left, right, kind, slice(begin, end), *places))
+            at |= {value: (out, place) for place, value in enumerate(outs, begin)}
+    return groups, _places(np.array([at[value][1] for value in schedule.gradients]))
 
 
 def _places(numbers: np.ndarray) -> slice | np.ndarray:
@@ -111,11 +107,3 @@ def _places(numbers: np.ndarray) -> slice | np.ndarray:
 
 def _on(places: slice | np.ndarray, like: torch.Tensor) -> slice | torch.Tensor:
     return places if isinstance(places, slice) else index(places, like)
-
-
-def _take(tensor: torch.Tensor, places: slice | torch.Tensor, axis: int) -> torch.Tensor:
-    return tensor[(*_everything(axis), places)]
-
-
-def _everything(axes: int) -> tuple[slice, ...]:
-    return (slice(None),) * axes

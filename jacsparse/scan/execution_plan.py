@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..schedule import Schedule, Step
+from ..schedule import Schedule, Step, run
 from ..spgemm import ProductPlan
 from ..stages import Chain
 
@@ -60,42 +60,27 @@ class AutogradPass:
 
 
 @dataclass(frozen=True)
-class SlicedStep:
-    """A product that is computed for some samples at a time.
-
-    Attributes
-    ----------
-    step : Step
-        The product.
-    plan : ProductPlan or None
-        Of a product of two matrices; None where the right factor is a vector.
-    through : bool
-        Whether a vector goes through the stage's operators one by one, so that the stage's matrix is not computed.
-    last_reads : tuple of int
-        The values that no later product reads.
-    """
-
-    step: Step
-    plan: ProductPlan | None
-    through: bool
-    last_reads: tuple[int, ...]
-
-
-@dataclass(frozen=True)
 class Slices:
     """Products that are computed for some samples at a time.
 
     Attributes
     ----------
-    steps : tuple of SlicedStep
+    steps : tuple of Step
         The products.
+    plans : mapping of int to ProductPlan
+        Those of products of two matrices, by value.
+    formed : frozenset of int
+        The matrices that products read, by value; the operators of other stages are gone through one by one, or say
+        which elements they select.
     kept : dict of int to int
         The vectors that leave the slices, by value, and their numbers of elements.
     entries : int
         Entries of all matrices of a sample.
     """
 
-    steps: tuple[SlicedStep, ...]
+    steps: tuple[Step, ...]
+    plans: Mapping[int, ProductPlan]
+    formed: frozenset[int]
     kept: Mapping[int, int]
     entries: int
 
@@ -152,7 +137,12 @@ class ExecutionPlan:
         self.apart = frozenset(place for place, count in readers.items() if count > 1)
 
     def _slices(self, steps: Sequence[Step], plans: Mapping[int, ProductPlan], used: set[int]) -> Slices:
-        stages, sliced = self._chain.stages, self._sliced(steps, plans)
+        stages, products = self._chain.stages, [(step, plans[step.out]) for step in steps if step.kind == "mm"]
+        multiplied, applied = _operands(step for step, _ in products), {s.left for s in steps if s.kind == "mv"}
+        # Vectors go through the operators of a stage of several where nothing else needs its matrix.
+        through = {at for at in applied - multiplied if at <= len(stages) and stages[-at].operator is None}
+        lefts = {step.left for step, plan in products if not plan.selects_left}
+        rights = {step.right for step, plan in products if not plan.selects_right}
         # The rows without the pattern of a stage, which may be slow to compute.
         kept = {
             step.out: plans[step.left].pattern.shape[0]
@@ -161,32 +151,12 @@ class ExecutionPlan:
             for step in steps
             if step.kind == "mv" and step.out in used
         }
-        through = {each.step.left for each in sliced if each.through}
-        factors = ((step.left, step.right, step.out) if step.kind == "mm" else (step.left,) for step in steps)
         patterns = [
             plans[value].pattern if value in plans else stages[-value].transposed_pattern
-            for value in set[int]().union(*factors) - through
+            for value in multiplied.union(applied, (step.out for step, _ in products)) - through
         ]
-        return Slices(sliced, kept, sum(pattern.nnz for pattern in patterns))
-
-    def _sliced(self, steps: Sequence[Step], plans: Mapping[int, ProductPlan]) -> tuple[SlicedStep, ...]:
-        stages, matrices = self._chain.stages, _operands(step for step in steps if step.kind == "mm")
-        # Stages of several operators that are multiplied by vectors only.
-        through = {
-            step.left
-            for step in steps
-            if step.left <= len(stages) and step.left not in matrices and stages[-step.left].operator is None
-        }
-        last_use = {value: number for number, step in enumerate(steps) for value in (step.left, step.right)}
-        return tuple(
-            SlicedStep(
-                step,
-                plans[step.out] if step.kind == "mm" else None,
-                step.left in through,
-                tuple(value for value in (step.left, step.right) if last_use[value] == number),
-            )
-            for number, step in enumerate(steps)
-        )
+        formed = frozenset(lefts | rights | applied - through)
+        return Slices(tuple(steps), plans, formed, kept, sum(pattern.nnz for pattern in patterns))
 
     def _passes(self, steps: Sequence[Step], used: set[int]) -> tuple[AutogradPass, ...]:
         """Products of a stage's matrix and a vector, as passes of autograd through successive stages."""
@@ -245,15 +215,12 @@ def _split(steps: Sequence[Step]) -> tuple[list[Step], list[Step], list[Step]]:
     """The steps before all products of matrices, those in or between such products, and the steps after them."""
     products = {step.out for step in steps if step.kind == "mm"}
     touches = {step.out for step in steps if step.kind == "mm" or step.left in products}
-    depends: set[int] = set()
-    for step in steps:
-        if step.out in touches or step.right in depends or step.left in depends:
-            depends.add(step.out)
+    depends = run(steps, lambda step, left, right: step.out in touches or left or right, element=lambda _: False)
     leads: set[int] = set()
     for step in reversed(steps):
         if step.out in touches or step.out in leads:
             leads.update((step.left, step.right))
-    between = {step.out for step in steps if step.out in touches or (step.out in depends and step.out in leads)}
-    before = [step for step in steps if step.out not in between and step.out not in depends]
-    after = [step for step in steps if step.out not in between and step.out in depends]
+    between = {step.out for step in steps if step.out in touches or (depends[step.out] and step.out in leads)}
+    before = [step for step in steps if step.out not in between and not depends[step.out]]
+    after = [step for step in steps if step.out not in between and depends[step.out]]
     return before, [step for step in steps if step.out in between], after

@@ -13,7 +13,7 @@ import torch
 from ..patterns import Pattern, batch_last
 from ..recurrence import ASKED, Report
 from ..runtime import allocated, announced_where_long
-from ..schedule import Schedule, parse, resolve
+from ..schedule import Schedule, Step, parse, resolve, run
 from ..spgemm import ProductPlan, SparseJacobian, check_limit, matvec, plan_product, unchecked_jacobian
 from ..stages import Chain, Record, add_gradients, has_hooks, pull_back
 from ..tracing import without_autocast
@@ -68,25 +68,19 @@ class Scanner:
     @functools.cached_property
     def plans(self) -> dict[int, ProductPlan]:
         """The plan of each product of two matrices, by the product's value."""
+        plans, limit = dict[int, ProductPlan](), self.memory_limit
+
+        def multiply(step: Step, left: Pattern, right: Pattern) -> Pattern:
+            nonlocal limit
+            plan = plans[step.out] = plan_product(left, right, memory_limit=limit, winners=True)
+            limit = max(0, limit - plan.nbytes)
+            return plan.pattern
+
         with announced_where_long(
             f"planning the products of {self.chain.name} by {self.schedule.name}, which are kept"
         ):
-            return self._planned()
-
-    def _planned(self) -> dict[int, ProductPlan]:
-        patterns: dict[int, Pattern] = {}
-        plans: dict[int, ProductPlan] = {}
-        limit = self.memory_limit
-        for step in self._executed.steps:
-            if step.kind != "mm":
-                continue
-            left, right = (
-                patterns[value] if value in patterns else self.chain.stages[-value].transposed_pattern
-                for value in (step.left, step.right)
-            )
-            plan = plan_product(left, right, memory_limit=limit, winners=True)
-            plans[step.out], patterns[step.out] = plan, plan.pattern
-            limit = max(0, limit - plan.nbytes)
+            products = [step for step in self._executed.steps if step.kind == "mm"]
+            run(products, multiply, element=lambda value: self.chain.stages[-value].transposed_pattern)
         return plans
 
     def pull_back(
@@ -204,7 +198,7 @@ class _Execution:
         self.vectors = {0: gradient}
         # Products have the input's dtype, although operators may have others.
         self.like = records[0].trace.input.detach()
-        self.memory: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, torch.Tensor] = {}
         self.external_gradients: dict[int, torch.Tensor] = {}
         self.input_gradient: torch.Tensor | None = None
 
@@ -244,52 +238,50 @@ class _Execution:
 
     def _run_slice(self, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]) -> None:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""
-        matrices: dict[int, SparseJacobian] = {}
-        vectors: dict[int, torch.Tensor] = {}
         whole = samples == slice(0, self.batch)
 
-        def matrix(value: int) -> SparseJacobian:
-            if value not in shared and value not in matrices:
-                record = self.records[-value]
-                (shared if record.stage.shared else matrices)[value] = record.transposed_jacobian(samples)
-            return shared[value] if value in shared else matrices[value]
+        def element(value: int) -> SparseJacobian | torch.Tensor | None:
+            if value in self.vectors:
+                return batch_last(self.vectors[value][samples].to(self.like.dtype))
+            if value not in slices.formed or value in shared:
+                return shared.get(value)
+            record = self.records[-value]
+            matrix = record.transposed_jacobian(samples)
+            if record.stage.shared:
+                shared[value] = matrix
+            return matrix
 
-        def operand(value: int, selects: bool) -> torch.Tensor:
-            if selects:
-                winners = self.records[-value].winners(samples)
-                assert winners is not None
-                return winners
-            return matrix(value).values
+        def operand(value: int, matrix: SparseJacobian | None, selects: bool) -> torch.Tensor:
+            values = None if matrix is None else matrix.values
+            selected = self.records[-value].winners(samples) if selects else values
+            assert selected is not None
+            return selected
 
-        for each in slices.steps:
-            step, plan = each.step, each.plan
-            if plan is not None:
-                left, right = operand(step.left, plan.selects_left), operand(step.right, plan.selects_right)
-                out = None if whole else self._memory(step.out, plan.pattern, max(left.shape[1], right.shape[1]))
-                values = plan.multiply(left, right, out=out)
-                matrices[step.out] = unchecked_jacobian(plan.pattern, values, None, None)
+        def multiply(step: Step, left: SparseJacobian | None, right: SparseJacobian | None) -> SparseJacobian:
+            plan = slices.plans[step.out]
+            a, b = operand(step.left, left, plan.selects_left), operand(step.right, right, plan.selects_right)
+            out = None if whole else self._memory_for(step.out, plan.pattern, max(a.shape[1], b.shape[1]))
+            return unchecked_jacobian(plan.pattern, plan.multiply(a, b, out=out), None, None)
+
+        def apply(step: Step, left: SparseJacobian | None, right: torch.Tensor) -> torch.Tensor:
+            if left is None:
+                vectors = _through(self.records[-step.left], right, samples)
             else:
-                if step.right not in vectors:
-                    vectors[step.right] = batch_last(self.vectors[step.right][samples].to(self.like.dtype))
-                if each.through:
-                    vectors[step.out] = _through(self.records[-step.left], vectors[step.right], samples)
-                else:
-                    left_matrix = matrix(step.left)
-                    vectors[step.out] = matvec(left_matrix.pattern, left_matrix.values, vectors[step.right])
-                if step.out in slices.kept:
-                    self.vectors[step.out][samples] = vectors[step.out].T
-            for value in each.last_reads:
-                matrices.pop(value, None)
-                vectors.pop(value, None)
+                vectors = matvec(left.pattern, left.values, right)
+            if step.out in slices.kept:
+                self.vectors[step.out][samples] = vectors.T
+            return vectors
 
-    def _memory(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
+        run(slices.steps, multiply, apply, element, kept=())
+
+    def _memory_for(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
         """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
         shape = (pattern.nnz, batch)
-        if value not in self.memory:
+        if value not in self._memory:
             like, (m, n) = self.like, pattern.shape
             what = f"values of a {m:,} × {n:,} product"
-            self.memory[value] = allocated(what, shape, like.dtype, like.device, batch).view(-1)
-        return self.memory[value][: math.prod(shape)].view(shape)
+            self._memory[value] = allocated(what, shape, like.dtype, like.device, batch).view(-1)
+        return self._memory[value][: math.prod(shape)].view(shape)
 
     def _slice_size(self, slices: Slices) -> int:
         """The number of samples whose matrices fit the memory limit together."""

@@ -15,7 +15,8 @@ from .blockwise import Cuttable, balanced, between, blocked, chunked
 from .cost import Assignment, Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
-from .rounds import EXCHANGES, Message, check_exchange, exchanges
+from .rounds import EXCHANGES, Message, check_exchange, exchanges, taken_in
+from .running import by_level, run
 from .scans import blelloch, cyclic_reduction, linear
 from .schedules import Schedule
 from .steps import Step
@@ -37,6 +38,7 @@ __all__ = [
     "between",
     "blelloch",
     "blocked",
+    "by_level",
     "check_exchange",
     "check_workers",
     "chunked",
@@ -46,4 +48,6 @@ __all__ = [
     "linear",
     "parse",
     "resolve",
+    "run",
+    "taken_in",
 ]

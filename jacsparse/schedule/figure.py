@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from ..figures import BLUE, ORANGE, new_figure, save_figure
+from .running import by_level
 
 _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
     "mm": ("matrix × matrix", {"facecolor": BLUE, "edgecolor": "black"}),
@@ -18,8 +18,8 @@ _LOOKS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     """Draw the products of a `jacsparse.schedule.Schedule`, as `Schedule.plot` says."""
-    levels = list(_levels(schedule))
-    lanes = [(label, lane) for label, steps in levels for label, lane in _lanes(label, steps, schedule.spans)]
+    levels = list(by_level(schedule.products))
+    lanes = [(label, lane) for steps in levels for label, lane in _lanes(steps, schedule.spans)]
     width, height = max(6.5, min(12.0, 1.8 + 0.55 * schedule.n)), max(2.6, min(14.0, 1.7 + 0.42 * len(lanes)))
     figure, axes = new_figure(width, height)
     shown = {}
@@ -37,7 +37,7 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     axes.set_xlabel("places of the array: gradient of the output, transposed Jacobians")
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
-    depth = sum(any(step.live for step in steps) for _, steps in levels)
+    depth = sum(any(step.live for step in steps) for steps in levels)
     products = f"{len(schedule.live_steps())} products in {depth} rounds"
     axes.set_title(f"{schedule.name}, {schedule.n} stages: {products}", fontsize=10)
     handles = [shown[look] for look in _LOOKS if look in shown]
@@ -46,19 +46,10 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     save_figure(figure, path)
 
 
-def _levels(schedule: Any) -> Iterator[tuple[str, list[Any]]]:
-    """The name and the products of each round: of a level at the same time, of the middle one by one."""
-    products = sorted(schedule.products, key=lambda step: step.level)
-    for (level, phase), steps in itertools.groupby(products, lambda step: (step.level, step.phase)):
-        members = list(steps)
-        parts: Iterable[list[Any]] = ([step] for step in members) if phase == "middle" else [members]
-        for part in parts:
-            yield (phase if phase == "middle" else f"{phase}, level {level}"), part
-
-
-def _lanes(label: str, steps: list[Any], spans: dict[int, tuple[int, int]]) -> Iterator[tuple[str, list[Any]]]:
+def _lanes(steps: list[Any], spans: dict[int, tuple[int, int]]) -> Iterator[tuple[str, list[Any]]]:
     """The products of a level in lines of bars that do not overlap; the first line has the level's name."""
     lanes: list[tuple[int, list[Any]]] = []
+    label = "middle" if steps[0].phase == "middle" else f"{steps[0].phase}, level {steps[0].level}"
     for step in sorted(steps, key=lambda step: _extent(step, spans)):
         first, last = _extent(step, spans)
         number = next((number for number, (end, _) in enumerate(lanes) if end < first), len(lanes))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from .names import Names
 from .steps import natural
@@ -84,3 +86,20 @@ def exchanges(ranks: int, way: str = "scan") -> tuple[tuple[Message, ...], ...]:
         needed.update(message.source for message in messages)
         rounds.append(tuple(sorted(messages)))
     return tuple(reversed(rounds))
+
+
+def taken_in(
+    received: Sequence[Message], others: Sequence[Any], before: Any, block: Any, combine: Callable[[Any, Any], Any]
+) -> tuple[Any, Any]:
+    """What comes before a rank, None where nothing does, and its block, after the messages that it gets in a round.
+
+    They are all from lower ranks, or all from higher ones, and hold `others`; ``combine(earlier, later)`` joins blocks.
+    """
+    if not received:
+        return before, block
+    other = functools.reduce(combine, others)
+    if received[0].source > received[0].target:
+        return before, combine(block, other)
+    if received[0].joined:
+        block = combine(other, block)
+    return (other if before is None else combine(other, before)), block

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from .cost import Assignment, Complexity, simulate
 from .figure import schedule_figure
+from .running import by_level, run
 from .steps import Step
 
 
@@ -53,6 +54,10 @@ class Schedule:
             lines.append(f"  level {level}, {phase}: {', '.join(map(str, steps))}")
         return "\n".join(lines)
 
+    def __hash__(self) -> int:
+        # All steps would take longer to hash than what caches keep of a schedule to find.
+        return hash((self.name, self.n, len(self.steps)))
+
     @property
     def products(self) -> tuple[Step, ...]:
         """The steps that multiply, including dead ones."""
@@ -61,22 +66,17 @@ class Schedule:
     @functools.cached_property
     def batches(self) -> tuple[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
         """The live products in batches that do not depend on each other: their kind, values, left and right factors."""
-        batches = []
-        for (_, phase, kind), steps in itertools.groupby(self.live_steps(), lambda s: (s.level, s.phase, s.kind)):
-            members = list(steps)
-            size = 1 if phase == "middle" else len(members)
-            for begin in range(0, len(members), size):
-                part = members[begin : begin + size]
-                batches.append((kind, *zip(*((step.out, step.left, step.right) for step in part), strict=True)))
-        return tuple(batches)
+        return tuple(
+            (kind, *zip(*((step.out, step.left, step.right) for step in members), strict=True))
+            for steps in by_level(self.live_steps())
+            for kind, members in itertools.groupby(steps, lambda step: step.kind)
+        )
 
     @functools.cached_property
     def spans(self) -> dict[int, tuple[int, int]]:
         """The first and the last place of the array whose product each value is, by the value's number."""
-        spans = {place: (place, place) for place in range(self.n + 1)}
-        for step in self.products:
-            spans[step.out] = (spans[step.right][0], spans[step.left][1])
-        return spans
+        places = {place: (place, place) for place in range(self.n + 1)}
+        return run(self.products, lambda _, left, right: (right[0], left[1]), values=places)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw the products level by level, each over the places of the array that it takes in.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..patterns import Pattern
-from ..schedule import EXCHANGES, Schedule, chunked, exchanges
+from ..schedule import EXCHANGES, Schedule, chunked, exchanges, taken_in
 from .timetable import Job, Timetable
 from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
 from .workload import Workload
@@ -117,16 +117,9 @@ class _Passes:
         for messages in exchanges(count, way):
             sent = list(blocks)
             for place, incoming in itertools.groupby(sorted(messages, key=target), target):
-                received = list(incoming)
-                combine = functools.partial(self._combined, count - 1 - place)
-                other = functools.reduce(combine, [sent[message.source] for message in received])
-                if received[0].source > place:
-                    blocks[place] = combine(blocks[place], other)
-                    continue
-                if received[0].joined:
-                    blocks[place] = combine(other, blocks[place])
-                earlier = before[place]
-                before[place] = other if earlier is None else combine(other, earlier)
+                received, combine = list(incoming), functools.partial(self._combined, count - 1 - place)
+                others = [sent[message.source] for message in received]
+                before[place], blocks[place] = taken_in(received, others, before[place], blocks[place], combine)
         return [each.job for each in before if each is not None]
 
     def _product(self, rank: int) -> _Map:

@@ -8,7 +8,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from ..schedule import Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve
+from ..schedule import Schedule, Step, blelloch, chunked, cyclic_reduction, linear, parse, resolve, run
 from .timetable import Job, Outcome, Timetable
 from .training_method import Prediction, TrainingMethod, forward_through, sum_shared_gradients
 from .workload import Workload
@@ -121,41 +121,42 @@ def scanned(workload: Workload, schedule: Schedule, workers: int) -> Timetable:
     homes = assignment.homes[::-1]
     coupling = {n - stage: homes[stage] for stage in workload.coupling}
     # A stage that couples samples has no matrix to send: its own worker takes gradients through it.
-    placed = [(step, coupling.get(step.left, worker)) for step, worker in assignment.steps]
+    coupling = {n - stage: homes[stage] for stage in workload.coupling}
+    workers_of = {step.out: coupling.get(step.left, worker) for step, worker in assignment.steps}
     seconds = {step.out: time for step, time in zip(schedule.live_steps(), cost.seconds, strict=True)}
 
-    def through_stage(step: Step, worker: int) -> bool:
+    def through_stage(step: Step) -> bool:
         """Whether a step takes a gradient through a stage by the operators' own backward pass."""
-        return step.kind == "mv" and step.left <= n and homes[n - step.left] == worker
+        return step.kind == "mv" and step.left <= n and homes[n - step.left] == workers_of[step.out]
 
-    count = 1 + max((*homes, *(worker for _, worker in placed)), default=0)
+    count = 1 + max((*homes, *workers_of.values()), default=0)
     blocks = [[stage for stage in range(n) if homes[stage] == worker] for worker in range(count)]
     timetable = Timetable([2 * workload.weights(block) for block in blocks])
     forward = forward_through(timetable, workload, homes)
-    read = {
-        factor
-        for step, worker in placed
-        if not through_stage(step, worker)
-        for factor in ((step.left, step.right) if step.kind == "mm" else (step.left,))
-        if factor <= n
-    }
-    # By value of the schedule, the job that computes it, and the first stage that a matrix goes through.
-    jobs, first = {0: forward[n]}, {place: n - place for place in range(1, n + 1)}
-    for place in sorted(read, reverse=True):
+    steps = [step for step, _ in assignment.steps]
+    read = {factor for step in steps if not through_stage(step) for factor in (step.left, step.right)}
+    #: By value of the schedule, the job that computes it.
+    jobs = {0: forward[n]}
+    for place in sorted(read.intersection(range(1, n + 1)), reverse=True):
         stage, nbytes = n - place, cost.nbytes[place]
         passes = (forward[stage], forward[stage + 1])
         jobs[place] = timetable.add(Job(homes[stage], stages[stage].jacobian, passes, nbytes, nbytes))
-    for step, worker in placed:
-        first[step.out] = first[step.left]
-        time = seconds[step.out]
-        if through_stage(step, worker):
-            reads = [jobs[step.right], forward[first[step.left]], forward[first[step.left] + 1]]
-        else:
-            reads = [jobs[step.right], jobs[step.left]]
-            if step.kind == "mv":
-                time = workload.vector_seconds(cost.nbytes[step.left])
-        nbytes = cost.nbytes[step.out] if step.kind == "mm" else workload.before(first[step.out])
-        jobs[step.out] = timetable.add(Job(worker, time, tuple(reads), nbytes, nbytes))
+
+    def add(step: Step, time: float, reads: tuple[int, ...], nbytes: float) -> int:
+        return timetable.add(Job(workers_of[step.out], time, reads, nbytes, nbytes))
+
+    def multiply(step: Step, left: int, right: int) -> int:
+        return add(step, seconds[step.out], (right, left), cost.nbytes[step.out])
+
+    def apply(step: Step, left: int, right: int) -> int:
+        stage = n - schedule.spans[step.left][1]
+        if through_stage(step):
+            reads = (right, forward[stage], forward[stage + 1])
+            return add(step, seconds[step.out], reads, workload.before(stage))
+        return add(step, workload.vector_seconds(cost.nbytes[step.left]), (right, left), workload.before(stage))
+
+    # No job computes the matrix of a stage that gradients only go through.
+    run(steps, multiply, apply, lambda _: None, values=jobs)
     for place, value in enumerate(schedule.gradients):
         stage = n - 1 - place
         if stages[stage].gradients:

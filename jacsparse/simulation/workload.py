@@ -8,12 +8,13 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from ..flop import CountEstimate, estimate_products
 from ..patterns import Full, Pattern
-from ..schedule import Schedule, between
+from ..schedule import Schedule, Step, between, run
 from ..spgemm import multiply_adds, product_pattern
 from ..stages import Region, boundaries, matrix_of
 
@@ -74,7 +75,7 @@ class StageCost:
         """Steps of its backward pass."""
         return (self.errors > 0) + (self.gradients > 0)
 
-    @property
+    @cached_property
     def matrix(self) -> Pattern:
         """The pattern of its matrix; a full one, which bounds it, where a region takes too long."""
         if isinstance(self.factor, Region) and self.factor.estimate > MOST:
@@ -210,29 +211,28 @@ class Workload:
         return self._scans[schedule]
 
     def _scan(self, schedule: Schedule) -> ScanCost:
-        n = len(self.stages)
-        stages = {place: self.stages[n - place] for place in range(1, n + 1)}
-        shared = {place: stage.shared for place, stage in stages.items()}
-        matrices: dict[int, Pattern] = {}
-        seconds, bounded, largest = [], 0, 0
-        for step in schedule.live_steps():
-            if step.kind == "mv" and step.left in stages:
-                seconds.append(stages[step.left].errors)
-                continue
-            if step.kind == "mv":
-                seconds.append(self.vector_seconds(self.nbytes(matrices[step.left].nnz, shared[step.left])))
-                continue
-            for factor in (step.left, step.right):
-                if factor not in matrices:
-                    matrices[factor] = stages[factor].matrix
-            product, pairs = self.product(matrices[step.left], matrices[step.right])
-            matrices[step.out], shared[step.out] = product, shared[step.left] and shared[step.right]
-            seconds.append(self.product_seconds(pairs, shared[step.out]))
-            bounded, largest = bounded + (pairs > MOST), max(largest, product.nnz)
-        entries = {place: stage.factor.nnz for place, stage in stages.items()}
-        entries |= {value: matrix.nnz for value, matrix in matrices.items()}
-        nbytes = {value: self.nbytes(nnz, shared[value]) for value, nnz in entries.items()}
-        return ScanCost(seconds, entries, nbytes, largest, bounded)
+        multiplied: dict[int, StageCost | _Product] = {}
+        seconds, pairs_of_products = list[float](), list[int]()
+
+        def multiply(step: Step, left: StageCost | _Product, right: StageCost | _Product) -> _Product:
+            (matrix, pairs), shared = self.product(left.matrix, right.matrix), left.shared and right.shared
+            product = _Product(matrix, shared, self.vector_seconds(self.nbytes(matrix.nnz, shared)))
+            multiplied.update({step.left: left, step.right: right, step.out: product})
+            seconds.append(self.product_seconds(pairs, shared))
+            pairs_of_products.append(pairs)
+            return product
+
+        def apply(step: Step, left: StageCost | _Product, right: None) -> None:
+            seconds.append(left.errors)
+
+        run(schedule.live_steps(), multiply, apply, lambda value: self.stages[-value], kept=())
+        n = len(self)
+        matrices = {n - number: (stage.factor.nnz, stage.shared) for number, stage in enumerate(self.stages)}
+        matrices |= {value: (each.matrix.nnz, each.shared) for value, each in multiplied.items()}
+        entries = {value: nnz for value, (nnz, _) in matrices.items()}
+        nbytes = {value: self.nbytes(*each) for value, each in matrices.items()}
+        largest = max((nnz for value, nnz in entries.items() if value > n), default=0)
+        return ScanCost(seconds, entries, nbytes, largest, sum(pairs > MOST for pairs in pairs_of_products))
 
     def nbytes(self, entries: int, shared: bool) -> int:
         """Bytes of the values of a matrix, which all samples may share."""
@@ -257,6 +257,14 @@ class Workload:
             middle = (low + high) / 2
             low, high = (low, middle) if len(_cuts(ends, middle)) <= workers else (middle, high)
         return [range(begin, end) for begin, end in itertools.pairwise([0, *_cuts(ends, high)])]
+
+
+class _Product(NamedTuple):
+    """A matrix that a scan computes: whether all samples share it, and seconds of its product with a gradient."""
+
+    matrix: Pattern
+    shared: bool
+    errors: float
 
 
 def _cuts(ends: np.ndarray, limit: float) -> list[int]:

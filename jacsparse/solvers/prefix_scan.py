@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..schedule import Schedule, Step, parse, resolve
+from ..schedule import Schedule, Step, by_level, parse, resolve, run
 from .blocks import Block, Vector, Work
 from .solver import TriangularSolver
 from .systems import BlockTriangular
@@ -81,29 +81,27 @@ class PrefixScan(TriangularSolver):
                 for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
             }
         states = {0: offsets[chain[0]]}
+        values: dict[int, Any] = {**states, **maps}
         schedule = resolve(self.schedule, len(chain))
-        levels = [list(steps) for _, steps in itertools.groupby(schedule.live_steps(), _level_of)]
+        levels = list(by_level(schedule.live_steps()))
         last_read = {
             value: number for number, steps in enumerate(levels) for step in steps for value in (step.left, step.right)
         }
+
+        def multiply(_: Step, left: _Map, right: _Map) -> _Map:
+            offset = work.apply((left.matrix, right.offset)) + left.offset
+            return _Map(work.product((left.matrix, right.matrix)), offset)
+
+        def apply(step: Step, left: _Map, right: torch.Tensor) -> torch.Tensor:
+            states[step.out] = work.apply((left.matrix, right)) + left.offset
+            return states[step.out]
+
         for number, steps in enumerate(levels):
             with work.level() as level:
-                for step in steps:
-                    matrix, offset = maps[step.left]
-                    if step.kind == "mv":
-                        states[step.out] = work.apply((matrix, states[step.right])) + offset
-                    else:
-                        right = maps[step.right]
-                        offset = work.apply((matrix, right.offset)) + offset
-                        maps[step.out] = _Map(work.product((matrix, right.matrix)), offset)
-                maps = {value: each for value, each in maps.items() if last_read.get(value, -1) > number}
-                level.store((each.matrix for each in maps.values()), system.blocks)
+                run(steps, multiply, apply, values=values)
+                values = {value: each for value, each in values.items() if last_read.get(value, -1) > number}
+                level.store((each.matrix for each in values.values() if isinstance(each, _Map)), system.blocks)
         return dict(zip(chain, (states[value] for value in schedule.gradients), strict=True))
-
-
-def _level_of(step: Step) -> tuple[object, ...]:
-    """What steps of one level have in common; in the linear middle each step waits for the one before."""
-    return step.phase, step.level, step.out if step.phase == "middle" else None
 
 
 def _chains(system: BlockTriangular) -> list[list[int]]:

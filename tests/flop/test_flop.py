@@ -707,7 +707,7 @@ def test_pairs_are_estimated_before_they_are_looked_at(monkeypatch: pytest.Monke
         assert told.pop().pairs == 0
     # Before any pattern of a product is made.
     residual = build("resnet8").eval()
-    monkeypatch.setattr(counting._Counts, "_product", lambda *_: pytest.fail("it was counted first"))
+    monkeypatch.setattr(counting.Counts, "_multiply", lambda *_: pytest.fail("it was counted first"))
     declined = count_flop(residual, (3, 16, 16), accept=lambda estimate: estimate.pairs == 0)
     assert declined.schedule == "linear" and declined.summary().scan is None
 
@@ -746,9 +746,9 @@ def estimated_and_counted(
 ) -> tuple[CountEstimate, float]:
     """The estimate, compared with the pairs and the bytes of a count that is not long; and that one's seconds."""
     told, peaks, seconds = [], [], []
-    run = counting._Counts.run
+    run = counting.Counts.run
 
-    def measured(self: counting._Counts, *args: object) -> counting._Counts:
+    def measured(self: counting.Counts, *args: object) -> counting.Counts:
         tracemalloc.start()
         begin = time.perf_counter()
         result = run(self, *args)
@@ -762,7 +762,7 @@ def estimated_and_counted(
         return estimate.complete and estimate.seconds < longest
 
     with monkeypatch.context() as patch:
-        patch.setattr(counting._Counts, "run", measured)
+        patch.setattr(counting.Counts, "run", measured)
         report = count_flop(model, shape, schedule=schedule, accept=accept)
     pairs = sum(step.flop / 2 - pairs_not_looked_at(step) for step in report.steps if step.kind == "mm")
     (estimate,) = told

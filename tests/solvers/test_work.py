@@ -85,7 +85,7 @@ def test_products_that_depend_on_each_other_are_levels(diagonal: torch.Tensor, s
     assert {name: solve(system, method=name).work.steps for name in steps} == steps
 
 
-@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1"])
+@pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "chunked:2"])
 def test_chains_of_one_system_are_scanned_side_by_side(schedule: str) -> None:
     def chains(*starts: int) -> BlockTriangular:
         blocks = {(start + k, start + k + 1): EYE for start in starts for k in range(5)}
@@ -95,6 +95,12 @@ def test_chains_of_one_system_are_scanned_side_by_side(schedule: str) -> None:
     assert two.work.steps == one.work.steps
     assert two.work.multiply_adds == 2 * one.work.multiply_adds and two.work.entries == 2 * one.work.entries
     assert all(map(torch.equal, two.values, one.values * 2))
+
+
+@pytest.mark.parametrize(("length", "steps"), [(1, 63), (3, 25), (8, 21)])
+def test_blocks_of_a_chunked_scan_are_reduced_side_by_side(length: int, steps: int) -> None:
+    system = BlockBidiagonal([EYE] * 63, [ONES] * 64)
+    assert PrefixScan(f"chunked:{length}").solve(system).work.steps == steps
 
 
 def test_samples_that_are_solved_apart_are_solved_side_by_side() -> None:
