@@ -102,7 +102,7 @@ class Scan(_OfChain):
     schedule : Schedule or str
         The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
         Algorithm 1 of the thesis. ``auto`` is autograd's own pass, because no other order is faster on one device:
-        nothing is captured then. Loops over steps are chains of their steps.
+        nothing is captured then. Loops over at least eight steps are chains of their steps.
     pruned : bool
         Whether the Jacobians omit pruned weights.
     memory_limit : int, optional

@@ -11,9 +11,10 @@
     3. `chain_of_trace` has the chain of local Jacobians that the first run of the graph made. Where its patterns leave
        out zeros, each run is asked whether they still are.
     4. The chain's `JacobianPlan` has the way to the values that the first run chose (`choice`): `Evaluator.values`
-       computes them of the trace.
+       computes them of the trace, as ``(nnz, batch)`` in the order of the pattern's entries, which is that of CSR.
 
-    What 2. to 4. find are functions of the key, made once; only what is in the trace goes into values.
+    What 2. to 4. find are functions of the key, made once; only what is in the trace goes into values. A weight's zero
+    that is filled widens the chain's pattern, which stays so.
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
@@ -22,12 +23,14 @@
 ``prepared(x)``
     `PreparedJacobian._evaluated` takes the first of these ways that applies:
 
-    1. `PreparedProgram.values_of_memory`, where one contiguous tensor is differentiated by and all others are tensors
-       or numbers, in no tuple; it is not prepared with ``create_graph``; and 2. would take no trace either.
-    2. `_checked` compares the arguments' form, and `_program` finds the program for the constants among them, or makes
-       one, by a run of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they
-       read arguments and captures alone; no pruned weight has to be looked at; no value was registered; the call has no
-       gradients; and nothing is returned beside the values.
+    1. `PreparedProgram.values_of_memory`, where `Arguments.leaves_of` finds the arguments of the prepared form, one
+       contiguous tensor is differentiated by and all others are tensors or numbers, in no tuple; it is not prepared
+       with ``create_graph``; and 2. would take no trace either.
+    2. `leaves_of`, or else `_checked`, compares the arguments' form, and `_program` finds the program for the constants
+       among them, or makes one, by a run of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has
+       these and they read arguments and captures alone; all pruned weights that have to be looked at are captures
+       themselves (`_hold`), and no others are computed from them; no value was registered; the call has no gradients;
+       and nothing is returned beside the values.
     3. A replay there, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors, which are
        computed then, as does `_check_weights`; the others have the forward pass among their own calls, which begin with
        `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.
@@ -71,7 +74,7 @@ that `f` has made, and ``.data =``, are the caller's: neither looks at them.
 what may differ                         in a run                                        in a prepared call
 ======================================  ==============================================  ================================
 elements that were overwritten          `Trace.elements` computes them anew, or raises  nothing: a replay does not write
-weights and factors that were zero      `Chain.adapted`                                 `PreparedProgram._check_weights`
+weights and factors that were zero      `Chain.adapted`                                 `_hold`, or `_check_weights`
 masks of ``torch.where``                `Chain.adapted`                                 `PreparedProgram._captures`
 other indices, masks and integers       `Graph.contents`                                `PreparedProgram._captures`
 numbers                                 `JacobianPlan._constants`                       they are tensors

@@ -76,7 +76,7 @@ def _pulled_back(
     length = max(1, memory_limit // max(1, loop.matrix_bytes(x)))
     last = x.new_zeros(len(x), loop.size)
     for stop in range(loop.count, 0, -length):
-        steps = _Steps(loop, trace, range(max(0, stop - length), stop))
+        steps = _StepsAgain(loop, trace, range(max(0, stop - length), stop))
         sides = steps.of_outputs(of_outputs)
         states = solve(loop, steps.matrices(), steps.added(sides), last)
         sides = steps.with_states(sides, torch.cat([states[1:], last[None]]))
@@ -88,10 +88,11 @@ def _pulled_back(
     return gradients
 
 
-class _Steps:
+class _StepsAgain:
     """Steps of a loop, run again all at once, with a graph."""
 
     def __init__(self, loop: Loop, trace: Trace, numbers: range) -> None:
+        """Run the steps of these numbers again."""
         self._loop, self._numbers, self._like = loop, numbers, trace.input.detach()
         along = {
             value: torch.stack([trace.elements(column[number]).detach() for number in numbers])
@@ -102,10 +103,10 @@ class _Steps:
         self._inputs = {value: each for value, each in {**along, **shared}.items() if value in loop.differentiable}
         for leaf in self._inputs.values():
             leaf.requires_grad_()
-        scalars = {place: [trace.scalars[column[n]] for n in numbers] for place, column in loop.numbers.items()}
-        constant = {place: each[0] for place, each in scalars.items() if len(set(each)) == 1}
+        of_steps = {place: [trace.scalars[column[n]] for n in numbers] for place, column in loop.numbers.items()}
+        constant = {place: each[0] for place, each in of_steps.items() if len(set(each)) == 1}
         # Numbers that differ from step to step are tensors without axes.
-        varying = {place: self._like.new_tensor(each) for place, each in scalars.items() if place not in constant}
+        varying = {place: self._like.new_tensor(each) for place, each in of_steps.items() if place not in constant}
         values = [*dict.fromkeys([*(slot.after for slot in loop.state), *loop.outputs])]
 
         # What a call writes to is to be of each step, as what is written.
@@ -115,9 +116,9 @@ class _Steps:
             tensors: Sequence[torch.Tensor], floats: Sequence[torch.Tensor], zero: torch.Tensor
         ) -> list[torch.Tensor]:
             known = {**shared, **dict(zip(along, tensors, strict=True))}
-            numbers = {**constant, **dict(zip(varying, floats, strict=True))}
+            scalars = {**constant, **dict(zip(varying, floats, strict=True))}
             for node in loop.calls:
-                known |= node.by_value(_results(node, _arguments(node, known, numbers), zero))
+                known |= node.by_value(_results(node, _arguments(node, known, scalars), zero))
             return [known[value] for value in values]
 
         with torch.enable_grad():

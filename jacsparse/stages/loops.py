@@ -5,6 +5,21 @@ again. It is cut at sets of values instead. The calls of a run are compared by w
 cut once in each period, where the fewest elements are live. What a step reads besides its state is a side input, and
 what later calls read of it a side output, whose gradient enters the step as an addend. So the recurrence of gradients
 is affine, ``g[t - 1] = Jᵀ[t] g[t] + b[t]``, where the state may be several tensors.
+
+Of three steps of ``h = tanh(x[:, t] + h @ W)`` a graph has these values, of which the input is 0, the first state 1 and
+the weight 2:
+
+=====  ===========  =====  ===  ====
+step   ``x[:, t]``  h @ W  sum  tanh
+=====  ===========  =====  ===  ====
+1      3            4      5    6
+2      7            8      9    10
+3      11           12     13   14
+=====  ===========  =====  ===  ====
+
+Values of a `Loop` have the numbers of the last step. So `inputs` are ``{11: (3, 7, 11), 10: (1, 6, 10)}``, the second
+one is the state, ``Slot(before=10, after=14, ...)``; `shared` is ``{2}``, and `outputs` are ``{14: (None, None, 14)}``
+where the last state alone is read. Pieces, as ``x[:, t]``, are no part of a step: `calls` are those of 12, 13 and 14.
 """
 
 from __future__ import annotations
