@@ -194,7 +194,9 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         return SparseModel(_converted(model, paths), report)
     # What is timed takes steps, and so is no copy to give away.
     timed = SparseModel(_converted(model, paths), SparsityReport((), training, None, None, ""))
-    seconds = _least_seconds(*(_pass(each, x, training) for each in (dense, timed)))
+    seconds = _least_seconds(
+        *(_pass(each, x.detach().requires_grad_(x.requires_grad), training) for each in (dense, timed))
+    )
     if seconds[1] <= seconds[0]:
         result, reason = _converted(model, paths), "faster with sparse layers"
     else:
@@ -384,10 +386,16 @@ def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
                 _ = each.blocks
         targets = [result for result in results if result.requires_grad]
         if training and targets:
-            torch.autograd.backward(targets, [torch.ones_like(target) for target in targets])
+            # In a model, layers of blocks get gradients in blocks, and none is added to another one.
+            torch.autograd.backward(targets, [_ones_like(target) for target in targets])
             module.zero_grad()
+            x.grad = None
 
     return run
+
+
+def _ones_like(x: torch.Tensor) -> torch.Tensor:
+    return x.like(torch.ones_like(x.blocks)) if isinstance(x, BlockTensor) else torch.ones_like(x)
 
 
 def _least_seconds(*calls: Callable[[], None]) -> tuple[float, float]:
