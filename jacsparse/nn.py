@@ -194,7 +194,8 @@ class Scan(_OfChain):
             return self._forward_across(self._across, x)
         if parse(self.schedule)[0] != "auto" or are_values_registered():
             return super().forward(x, *arguments)
-        self.reports[:] = [Report("backward", 1, name_of(self.module), ["sequential"], reason=BY_AUTOGRAD)]
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            self.reports[:] = [Report("backward", 1, name_of(self.module), ["sequential"], reason=BY_AUTOGRAD)]
         return self.module(x, *arguments)
 
     @uncompiled
@@ -215,10 +216,11 @@ class Scan(_OfChain):
         return self._scanner(chain)
 
     def _scanner(self, chain: Chain) -> Scanner:
-        scanner = self._scanners.pop(id(chain), None)
+        key = id(chain), self.schedule, self.memory_limit
+        scanner = self._scanners.pop(key, None)
         if scanner is None:
             scanner = Scanner(chain, self.schedule, self.memory_limit, self.reports)
-        self._scanners[id(chain)] = scanner
+        self._scanners[key] = scanner
         # Plans may be large: only the last ones stay.
         while len(self._scanners) > _MOST_SCANNERS:
             self._scanners.popitem(last=False)
@@ -232,7 +234,7 @@ class Scan(_OfChain):
         super().reset()
         self.reports: list[Report] = []
         # By the chain's id: a scanner holds its chain, so that no other chain gets the id.
-        self._scanners: OrderedDict[int, Scanner] = OrderedDict()
+        self._scanners: OrderedDict[tuple[Any, ...], Scanner] = OrderedDict()
 
     def extra_repr(self) -> str:
         """The schedule, and the exchange across ranks."""

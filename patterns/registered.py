@@ -24,7 +24,7 @@ def are_values_registered() -> bool:
 
 
 class _RegisteredRule(Rule):
-    all_results = several = reads_contents = reads_numbers = True
+    all_results = several = reads_contents = reads_numbers = places_by_elements = True
 
     def __init__(
         self, pattern: Callable[[Call], Pattern], values: Values | None, shared: bool, weights: Sequence[str]

@@ -223,6 +223,8 @@ class Rule(ABC):
     reads_contents: bool = False
     #: Whether the pattern depends on floating-point arguments by more than whether they are 0 or 1.
     reads_numbers: bool = False
+    #: Whether `placement` may depend on the elements of any tensor.
+    places_by_elements: bool = False
     #: Whether the operator takes one multiply-add for each entry of the Jacobian, padding aside.
     entrywise: bool = True
     #: Whether a user registered `values`, which may be others than those of PyTorch's derivative.

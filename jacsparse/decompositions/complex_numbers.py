@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..patterns import MOVEMENTS, UnsupportedOperatorError, holds_numbers
@@ -90,6 +91,8 @@ class ComplexParts:
         other = ComplexParts.of(other)
         if other.im is None:
             return self.each(operator.truediv, other.re)
+        if not isinstance(other.im, torch.Tensor) and not isinstance(other.re, torch.Tensor):
+            return self * (1 / complex(other.re or 0, other.im))
         # A square of the absolute value would overflow sooner.
         size = torch.hypot(*other.tensors)
         return self.each(operator.truediv, size) * other.each(operator.truediv, size).conj
@@ -202,9 +205,11 @@ def _power(base: Any, exponent: Any) -> ComplexParts:
             )
         return _exp(ComplexParts.of(exponent) * cmath.log(base))
     base = ComplexParts.of(base)
-    if exponent == 0.5:
+    # The elements of a tensor may be others in another call.
+    is_number = isinstance(exponent, (int, float)) and math.isfinite(exponent)
+    if is_number and exponent == 0.5:
         return _sqrt(base)
-    if isinstance(exponent, (int, float)) and exponent == int(exponent) and exponent:
+    if is_number and exponent == int(exponent) and exponent:
         # Its derivative at zero is a number.
         bits = bin(abs(int(exponent)))[3:]
         power = functools.reduce(lambda known, bit: known * known * base if bit == "1" else known * known, bits, base)
@@ -246,12 +251,15 @@ def _transformed(
 ) -> ComplexParts:
     """The first elements of a transform of lines of a size along an axis, whose last elements may be left out."""
     like = z.tensors[0]
-    # Angles within one turn are exact.
-    turns = torch.arange(like.shape[axis])[:, None] * torch.arange(count) % size
-    angles, scale = turns.double() * (2 * math.pi / size), weights * size ** (0, -0.5, -1)[normalization]
+    # By NumPy, no call of the graph computes them; angles within one turn are exact.
+    turns = np.arange(like.shape[axis])[:, None] * np.arange(count) % size
+    angles, scale = turns * (2 * np.pi / size), weights * size ** (0, -0.5, -1)[normalization]
     # Of quarters of a turn, sine and cosine are 0, 1 or -1.
-    cos, sin = (torch.where(4 * turns % size == 0, wave.round(), wave) for wave in (angles.cos(), angles.sin()))
-    waves = ComplexParts(cos * scale, sin * (sign * scale)).each(torch.Tensor.to, like)
+    cos, sin = (np.where(4 * turns % size == 0, wave.round(), wave) for wave in (np.cos(angles), np.sin(angles)))
+    kind = np.float64 if like.dtype == torch.float64 else np.float32
+    waves = ComplexParts(
+        *(torch.from_numpy(each.astype(kind)).to(like) for each in (cos * scale, sin * (sign * scale)))
+    )
     return _product(torch.matmul, z.each(torch.movedim, axis, -1), waves).each(torch.movedim, -1, axis)
 
 
@@ -273,8 +281,8 @@ def _fft_of_real(x: Any, axes: Sequence[int], normalization: int, onesided: bool
 
 def _fft_to_real(z: Any, axes: Sequence[int], normalization: int, size: int) -> Any:
     """The transform of lines whose second half, as conjugates of the first one, is left out."""
-    z, known = ComplexParts.of(z), torch.arange(size // 2 + 1)[:, None]
-    weights = torch.where((known == 0) | (2 * known == size), 1.0, 2.0).double()
+    z, known = ComplexParts.of(z), np.arange(size // 2 + 1)[:, None]
+    weights = np.where((known == 0) | (2 * known == size), 1.0, 2.0)
     others = _fft(z, axes[:-1], normalization, False)
     transformed = ComplexParts(_transformed(others, axes[-1], size, size, normalization, 1, weights).re, None)
     return _rewritten(aten._fft_c2r(z.constant, axes, normalization, size), transformed).re
@@ -388,6 +396,8 @@ def _on_either(overload: Any, name: str, args: Sequence[Any], kwargs: dict[str, 
     parameters, function = overload._schema.arguments, getattr(aten, name.removeprefix("aten."))
     numeric = {p.name for p in parameters if str(p.type) in ("Tensor", "number")} - {"alpha", "beta"}
     names = [parameter.name for parameter in parameters]
+    if any(isinstance(value, complex) for value in kwargs.values()):
+        raise UnsupportedOperatorError(f"{name}: a complex number scales what is added; multiply that by it before")
 
     def part(value: Any, place: int, name: str = "") -> Any:
         if isinstance(value, (list, tuple)):

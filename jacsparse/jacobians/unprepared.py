@@ -173,7 +173,7 @@ def _returned(y: torch.Tensor, returned: Returned | None, options: Options) -> t
 
 
 def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple[SparseJacobian, Any, Any]:
-    """The same at arguments with samples, by one run of the function."""
+    """The Jacobian at arguments with samples, by one run of the function, and what it returned."""
     create_graph = options.create_graph
     # All is computed before the module's changes to itself are undone: it depends on the module's state in the run.
     with without_saving_hooks():
@@ -190,7 +190,7 @@ def _evaluated(f: Callable[..., Any], arguments: Arguments, options: Options) ->
 def _of_run(
     f: Callable[..., Any], function: nn.Module, x: torch.Tensor, arguments: Arguments, options: Options
 ) -> tuple[SparseJacobian, Any, Any]:
-    """The same of a run of the function's module at a batch."""
+    """The Jacobian of a run of the function's module at a batch, and what it returned."""
     create_graph, trace = options.create_graph, traced(function, x, cached=True)
     # A gradient is made anew by each call, and reads the weights of its function.
     owner = f.f if isinstance(f, Gradient) else f
@@ -253,7 +253,7 @@ class JacobianPlan:
             return way.pattern, way.values(trace)
 
     def _by_new_way(self, trace: Trace, numbers: str) -> tuple[Pattern, torch.Tensor]:
-        """The same by a way that other runs with its numbers take, if there are few ways so far."""
+        """The pattern and the values by a new way, which other runs with these numbers take, if there are few."""
         function = TracedFunction(trace, self.chain)
         is_last = len(self._ways) >= self.MOST_WAYS
         way = ChainProducts(function) if is_last else evaluator_of(function)

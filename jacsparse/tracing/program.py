@@ -353,7 +353,11 @@ def _operation(
 def _key(program: Program, trace: Trace, node: Node, value: int, operands: list[Operand]) -> Hashable:
     """What decides how rules see a call and where it is in the user's code; None where elements of tensors decide."""
     tensors, rule = [trace.tensor(each) for _, each in node.tensors], node.facts.rule
-    if rule is None or (rule.reads_contents and not all(tensor.is_floating_point() for tensor in tensors)):
+    if (
+        rule is None
+        or rule.places_by_elements
+        or (rule.reads_contents and not all(tensor.is_floating_point() for tensor in tensors))
+    ):
         return None
     numbers = (trace.read(each) for each in node.arguments.values() if type(each) is not Value)
     return (

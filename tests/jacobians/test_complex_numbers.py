@@ -332,3 +332,40 @@ def test_complex_arguments_are_refused() -> None:
     for entry in (jacsparse.jacobian, jacsparse.prepare_jacobian):
         with pytest.raises(TypeError, match=r"x is torch.complex128; .* give torch.view_as_real\(x\), and take"):
             entry(torch.abs, constant(3))
+
+
+def test_exponents_that_are_tensors() -> None:
+    def f(x: torch.Tensor, exponent: torch.Tensor) -> torch.Tensor:
+        return torch.view_as_real(torch.complex(x, 0.5 * x) ** exponent)
+
+    x = torch.tensor([0.5, 1.3], dtype=torch.float64)
+    exponents = [torch.tensor(each, dtype=torch.float64) for each in ([0.5], [2.0], 3.0, 0.5, [2.0, 0.5])]
+    for exponent in exponents:
+        expected = torch.func.jacrev(f)(x, exponent).reshape(4, 2)
+        torch.testing.assert_close(jacsparse.jacobian(f, x, exponent).todense().reshape(4, 2), expected)
+    prepared = jacsparse.prepare_jacobian(f, x, exponents[0])
+    expected = torch.func.jacrev(f)(x, exponents[1]).reshape(4, 2)
+    torch.testing.assert_close(prepared(x, exponents[1]).todense().reshape(4, 2), expected)
+    by_itself = lambda x: f(x, x[:1])  # noqa: E731
+    expected = torch.func.jacrev(by_itself)(x).reshape(4, 2)
+    torch.testing.assert_close(jacsparse.jacobian(by_itself, x).todense().reshape(4, 2), expected)
+
+
+@pytest.mark.parametrize("divisor", [2 + 1j, 1j, -0.5j])
+def test_quotients_by_numbers(divisor: complex) -> None:
+    x = torch.tensor([0.5, 1.3], dtype=torch.float64)
+    for f in (
+        lambda x: torch.view_as_real(torch.complex(x, 0.5 * x) / divisor),
+        lambda x: torch.view_as_real(x / divisor),
+    ):
+        expected = torch.func.jacrev(f)(x).reshape(4, 2)
+        torch.testing.assert_close(jacsparse.jacobian(f, x).todense().reshape(4, 2), expected)
+
+
+def test_complex_numbers_that_scale_what_is_added() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        zeros = torch.zeros(2, dtype=torch.complex128)
+        return torch.view_as_real(zeros.index_add(0, torch.tensor([0, 1]), torch.complex(x, x), alpha=2j))
+
+    with pytest.raises(UnsupportedOperatorError, match="index_add: a complex number scales what is added"):
+        jacsparse.jacobian(f, torch.ones(2, dtype=torch.float64))

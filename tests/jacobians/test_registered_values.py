@@ -40,6 +40,21 @@ def register() -> Iterator[Callable[..., None]]:
     RULES.update(before)
 
 
+def test_each_call_shows_that_samples_stay_apart(register: Callable[..., None]) -> None:
+    """By its elements: zeros tell nothing of a call that does the same."""
+    pattern = lambda call: Pattern.of(Diagonal(call.in_size))  # noqa: E731
+    jacsparse.register_rule("aten.roll", pattern=pattern, replace=True)
+
+    def rolled(x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(x - 100)
+        for step in range(6):
+            h = torch.roll(h + (0.0 if step < 3 else 1.0) * x, 1, 0)
+        return h
+
+    with pytest.raises(UnsupportedOperatorError, match="aten.roll mixes the samples of a batch"):
+        jacobian(rolled, drawn(3, 2), batched=True)
+
+
 def test_a_call_is_printed_by_what_rules_read(register: Callable[..., None]) -> None:
     texts = list[str]()
 

@@ -417,6 +417,15 @@ def test_auto_is_autograd() -> None:
     assert [(report.steps, report.methods) for report in scan.reports] == [(3, ["linear"]), (11, ["sequential"])]
 
 
+def test_other_schedules_of_one_scan() -> None:
+    m, x = made(last), drawn(2, 12, INPUTS)
+    scan = Scan(m, schedule="linear")
+    for schedule, method in (("linear", "sequential"), ("blelloch", "blelloch"), ("auto", "sequential")):
+        scan.schedule = schedule
+        compare(scan, m, x)
+        assert scan.reports[-1].methods == [method]
+
+
 def test_later_calls_and_retained_graphs() -> None:
     m, x = made(stacked), drawn(2, 12, INPUTS)
     scan = Scan(m, schedule="blelloch")
