@@ -129,7 +129,7 @@ class _StepsAgain:
         self, gradients: Mapping[int, torch.Tensor], inputs: Sequence[int], *, batched: bool = False
     ) -> list[torch.Tensor | None]:
         """Gradients of inputs from those of outputs, or from many of each."""
-        if not gradients:
+        if not gradients or not inputs:
             return [None] * len(inputs)
         outputs, leaves = [self._outputs[value] for value in gradients], [self._inputs[value] for value in inputs]
         return list(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch._ops import OpOverload
 
-from ..recurrence import Dense, linear_recurrence
+from ..recurrence import Dense, Report, linear_recurrence
 from ..schedule import parse
 from ..stages import Loop, LoopRegion, Record, add_gradients, has_hooks
+from ..tracing import Scalar, Trace
 from .loop_gradients import pull_back_through_loops
 
 if TYPE_CHECKING:
@@ -26,6 +29,10 @@ def obstacle_in(region: LoopRegion, records: Sequence[Record], memory_limit: int
     ends = (value for loop in region.loops for value in loop.ends if value not in trace.graph.captures)
     if any(trace.gradient_edge(value) is None for value in ends):
         return f"{path}: a tensor of a loop was written to after it was read"
+    for loop in region.loops:
+        problem = _number_in_the_way(loop, trace)
+        if problem:
+            return problem
     largest = max(region.loops, key=lambda loop: loop.size)
     if largest.matrix_bytes(trace.input) <= memory_limit:
         return ""
@@ -35,11 +42,31 @@ def obstacle_in(region: LoopRegion, records: Sequence[Record], memory_limit: int
     )
 
 
+def _number_in_the_way(loop: Loop, trace: Trace) -> str:
+    """Why a loop's numbers do not let its steps run at once: one differs between them, and can be no tensor."""
+    for node in loop.calls:
+        if not isinstance(node.overload, OpOverload):
+            continue
+        tensors = {each.name for each in node.overload._schema.arguments if isinstance(each.type, torch.TensorType)}
+        if node.overload is torch.ops.aten.rsub.Scalar:
+            # Is run as rsub.Tensor where its number is a tensor.
+            tensors.add("other")
+        for name, argument in node.arguments.items():
+            if type(argument) is not Scalar or name in tensors:
+                continue
+            if len({trace.scalars[place] for place in loop.numbers[argument.place]}) > 1:
+                return (
+                    f"{loop.path}: a loop of {loop.count} steps{node.source}: {node.name} takes another number as "
+                    f"{name} in each step"
+                )
+    return ""
+
+
 class LoopedChain:
     """The parts of a scanner's chain that are loops, and a scanner for each part between."""
 
     def __init__(self, scanner: Scanner, regions: Sequence[LoopRegion]) -> None:
-        self._schedule, self._memory_limit, self._reports = scanner.asked, scanner.memory_limit, scanner.reports
+        self._schedule, self._memory_limit = scanner.asked, scanner.memory_limit
         loops = {each.first: each.loops for each in regions}
         ends = [0, *(end for each in regions for end in (each.first, each.stop)), len(scanner.chain)]
         self._parts = [
@@ -55,8 +82,11 @@ class LoopedChain:
         externals: Sequence[Sequence[int]],
         *,
         for_input: bool,
-    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor]]:
-        """As `Scanner.pull_back`, with the externals of each stage."""
+    ) -> tuple[torch.Tensor | None, dict[int, torch.Tensor], list[Report]]:
+        """As `Scanner.pull_back`, with the externals of each stage; returns the reports of this pass, too."""
+        # Of this pass alone: other threads may go back through the same chain.
+        reports: list[Report] = []
+        solve = functools.partial(self._solve, reports)
         of_externals: dict[int, torch.Tensor] = {}
         places = [sorted(set().union(*externals[part])) for part, _ in self._parts]
         readers = Counter(itertools.chain(*places))
@@ -67,23 +97,24 @@ class LoopedChain:
             assert of_input is not None
             if isinstance(way, list):
                 of_input, terms = pull_back_through_loops(
-                    way, records[part], of_input, places[number], self._solve, self._memory_limit
+                    way, records[part], of_input, places[number], solve, self._memory_limit
                 )
             else:
                 wanted = for_input or number > 0
                 of_input, terms = way.pull_back(records[part], of_input, places[number], for_input=wanted, apart=apart)
-                self._reports += way.reports
+                reports += way.reports
             add_gradients(of_externals, terms)
-        self._reports.reverse()
-        return of_input if for_input else None, of_externals
+        return of_input if for_input else None, of_externals, reports[::-1]
 
-    def _solve(self, loop: Loop, A: torch.Tensor, b: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
-        """The gradients of a loop's states."""
+    def _solve(
+        self, reports: list[Report], loop: Loop, A: torch.Tensor, b: torch.Tensor, last: torch.Tensor
+    ) -> torch.Tensor:
+        """The gradients of a loop's states; adds its report."""
         name, number = parse(self._schedule)
         schedule = self._schedule
         if name == "balanced" and number is not None:
             # All steps cost the same.
             schedule = f"chunked:{-(-len(b) // number)}"
-        states = linear_recurrence(Dense(A), b, last, reverse=True, schedule=schedule, reports=self._reports)
-        self._reports[-1].recurrence, self._reports[-1].layer = "backward", loop.path
+        states = linear_recurrence(Dense(A), b, last, reverse=True, schedule=schedule, reports=reports)
+        reports[-1].recurrence, reports[-1].layer = "backward", loop.path
         return states

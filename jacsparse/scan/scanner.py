@@ -122,13 +122,16 @@ class Scanner:
             return None, {}
         with without_autocast(gradient.device):
             looped = self._looped_for(records)
-            self.reports.clear()
             if looped is not None:
-                return looped.pull_back(records, gradient, externals_of, for_input=for_input)
+                x_gradient, of_externals, reports = looped.pull_back(
+                    records, gradient, externals_of, for_input=for_input
+                )
+                self.reports[:] = reports
+                return x_gradient, of_externals
             plan = self._plan(records, externals_of, for_input=for_input)
             execution = _Execution(self, plan, records, gradient, plan.apart.union(apart))
             execution.run()
-        self._report(records)
+        self.reports[:] = self._reports_on(records)
         return execution.input_gradient, execution.external_gradients
 
     def of_part(self, first: int, stop: int) -> Scanner:
@@ -149,17 +152,18 @@ class Scanner:
             self._looped = LoopedChain(self, regions)
         return self._looped if regions else None
 
-    def _report(self, records: Sequence[Record]) -> None:
-        """Report on a backward pass in which autograd goes through loops."""
+    def _reports_on(self, records: Sequence[Record]) -> list[Report]:
+        """The reports of a backward pass in which autograd goes through loops."""
         name, reason = self.schedule.name.partition(":")[0], ASKED
         if not isinstance(self.asked, Schedule) and parse(self.asked)[0] == "auto":
             reason = BY_AUTOGRAD
         regions, _ = self.chain.loops(records[0].trace)
+        reports: list[Report] = []
         if sum(each.stop - each.first for each in regions) < len(self.chain):
             report = Report("backward", len(self.chain), self.chain.name, [name], tree=self.schedule, reason=reason)
-            self.reports.append(report)
+            reports.append(report)
         loops = [loop for each in regions for loop in each.loops]
-        self.reports += [Report("backward", each.count, each.path, ["sequential"], reason=reason) for each in loops]
+        return reports + [Report("backward", each.count, each.path, ["sequential"], reason=reason) for each in loops]
 
     def _plan(
         self, records: Sequence[Record], externals: tuple[tuple[int, ...], ...], *, for_input: bool

@@ -220,14 +220,29 @@ class _Finder:
     def loop(self, run: _Run) -> Loop | None:
         """The loop that a run is; None where it has no state, or cannot be cut."""
         first = self._cut(run)
-        count = (run.stop - first) // run.period
-        steps = [self._calls[at : at + run.period] for at in range(first, first + count * run.period, run.period)]
-        try:
-            return _Steps(self._trace, steps, self._outside(first, first + count * run.period)).loop(self._operations)
-        except UncutLoopError as error:
-            node = steps[-1][0]
-            self.refusals.append(f"{node.path}: a loop of {count} steps{node.source}: {error}")
-            return None
+        while True:
+            count = (run.stop - first) // run.period
+            stop = first + count * run.period
+            steps = [self._calls[at : at + run.period] for at in range(first, stop, run.period)]
+            try:
+                loop = _Steps(self._trace, steps, self._outside(first, stop)).loop(self._operations)
+            except UncutLoopError as error:
+                node = steps[-1][0]
+                self.refusals.append(f"{node.path}: a loop of {count} steps{node.source}: {error}")
+                return None
+            others = 0 if loop is None else self._steps_with_other_shapes(loop)
+            if not others:
+                return loop
+            # Autograd goes back through those steps; the loop starts after them.
+            first += others * run.period
+
+    def _steps_with_other_shapes(self, loop: Loop) -> int:
+        """The first steps up to the last one that reads a tensor of another shape than the last step's.
+
+        A first state without a batch axis is one, where the others are of samples.
+        """
+        shapes = [[self._trace.tensor(each).shape for each in column] for column in loop.inputs.values()]
+        return max((step + 1 for each in shapes for step, shape in enumerate(each) if shape != each[-1]), default=0)
 
     def _outside(self, first: int, stop: int) -> set[int]:
         """The values whose gradients calls before and after some compute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
 import pickle
 import warnings
@@ -354,11 +355,50 @@ def _broadcast_first_state(m: Loop, x: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def _reads_its_state_alone(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    p, v = m.into(x[:, 0]).chunk(2, 1)
+    for _ in range(20):
+        v = v - 0.1 * torch.sin(p)
+        p = p + 0.1 * v
+    return p + v
+
+
+def _first_state_without_samples(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h = m.first
+    for t in range(x.shape[1]):
+        h = torch.tanh(h * m.norm.weight + x[:, t, :1])
+    return h
+
+
+def _first_states_without_samples(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    before, h = m.first, m.first.sin()
+    for t in range(x.shape[1]):
+        before, h = h, torch.tanh(h * m.over.bias + 0.5 * before * m.norm.weight + x[:, t, :1])
+    return h
+
+
+def _first_state_of_one_sample(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h, outputs = m.first[None], []
+    for t in range(x.shape[1]):
+        h = torch.tanh(m.into(x[:, t]) + m.over(h))
+        outputs.append(h)
+    return torch.stack(outputs, 1)
+
+
+def _tensors_of_steps(m: Loop, x: torch.Tensor) -> torch.Tensor:
+    h = m.zeros(x)
+    for t in range(x.shape[1]):
+        h = torch.tanh((m.into(x[:, t]) + m.over(h)) / (t + 1.5)) + (0.1 * t - h) * 0.3 - 0.05 * t
+    return h
+
+
 OTHERS = [
     *(_two_in_one, _outputs_in_a_list, _head_within, _written, _two_steps_ago, _differences, _windows, _time_first),
     *(_samples_last, _same_input, _numbers_of_steps, _lengths, _constant_part, _sum_of_outputs, _decoder),
     *(_matrix_state, _tied_weights, _trained_first_state, _loop_in_a_loop, _passed_by),
     *(_read_by_all_steps, _pieces_of_pieces, _attends_to_another_loop, _dropped, _broadcast_first_state),
+    *(_reads_its_state_alone, _first_state_without_samples, _first_states_without_samples),
+    *(_first_state_of_one_sample, _tensors_of_steps),
 ]
 
 
@@ -526,6 +566,18 @@ def _selected(m: Loop, x: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def _with_numbers(f: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A loop whose steps combine a state and a new one by a number of theirs."""
+
+    def run(m: Loop, x: torch.Tensor) -> torch.Tensor:
+        h = m.zeros(x)
+        for t in range(x.shape[1]):
+            h = f(h, torch.tanh(m.into(x[:, t]) + m.over(h)), t)
+        return h
+
+    return run
+
+
 def _hooked(m: Loop, x: torch.Tensor) -> torch.Tensor:
     h = m.zeros(x)
     for t in range(x.shape[1]):
@@ -533,6 +585,10 @@ def _hooked(m: Loop, x: torch.Tensor) -> torch.Tensor:
         if t == 5:
             h.register_hook(lambda g: 3 * g)
     return h
+
+
+def _another(name: str, argument: str) -> str:
+    return rf"a loop of 1[0-3] steps at .*: aten.{name} takes another number as {argument} in each step; autograd"
 
 
 @pytest.mark.parametrize(
@@ -543,6 +599,14 @@ def _hooked(m: Loop, x: torch.Tensor) -> torch.Tensor:
         (_custom, r"a loop of 1[23] steps at .*: _Rounded has a backward pass of its own"),
         (_selected, r"a loop of 1[23] steps at .*: aten.index gives as many elements as a mask says"),
         (_coupled, r"a loop of 12 steps at .*: aten.native_batch_norm couples the samples of a batch"),
+        (_with_numbers(lambda h, new, t: torch.lerp(h, new, 1 / (t + 2))), _another("lerp", "weight")),
+        (_with_numbers(lambda h, new, t: torch.add(h, new, alpha=0.1 * t + 0.2)), _another("add", "alpha")),
+        (
+            _with_numbers(lambda h, new, t: nn.functional.leaky_relu(h + new, 0.01 * t)),
+            _another("leaky_relu", "negative_slope"),
+        ),
+        (_with_numbers(lambda h, new, t: torch.clamp(h + new, -0.1 * t, 0.1 * t)), _another("clamp", "min")),
+        (_with_numbers(lambda h, new, t: (0.4 * h + 0.2 * new + 0.7) ** (1.1 + t / 9)), _another("pow", "exponent")),
     ],
 )
 def test_what_is_left_out_says_why(run: Callable[..., torch.Tensor], why: str) -> None:
@@ -550,8 +614,49 @@ def test_what_is_left_out_says_why(run: Callable[..., torch.Tensor], why: str) -
     scan = Scan(m, schedule="blelloch")
     with pytest.warns(RuntimeWarning, match=why):
         compare(scan, m, x)
-    assert all(report.steps < 8 for report in scan.reports)
+    assert all(report.steps < 8 or report.methods == ["sequential"] for report in scan.reports)
     compare(Scan(m, schedule="linear"), m, x)
+
+
+def test_numbers_are_those_of_the_run() -> None:
+    weights = [0.5] * 12
+
+    def run(m: Loop, x: torch.Tensor) -> torch.Tensor:
+        h = m.zeros(x)
+        for t in range(x.shape[1]):
+            h = torch.lerp(h, m.cell(x[:, t], h), weights[t])
+        return h
+
+    m, x = made(run), drawn(2, 12, INPUTS)
+    scan = Scan(m, schedule="blelloch")
+    compare(scan, m, x)
+    weights[4] = 0.7
+    with pytest.warns(RuntimeWarning, match="aten.lerp takes another number as weight in each step"):
+        compare(scan, m, x)
+    weights[:] = [0.6] * 12
+    compare(scan, m, x)
+    assert any(report.methods == ["blelloch"] for report in scan.reports)
+
+
+def test_threads_share_a_scan() -> None:
+    m, x = made(stacked), drawn(2, 24, INPUTS).detach()
+    scan = Scan(m, schedule="blelloch")
+    wanted = gradients(m, m, x)
+    compare(scan, m, x)
+    methods = [report.methods for report in scan.reports]
+
+    def go_back(_: int) -> list[torch.Tensor]:
+        leaves = [*m.parameters()]
+        y = scan(x)
+        weights = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(2))
+        found = torch.autograd.grad(y, leaves, weights, allow_unused=True)
+        return [torch.zeros_like(w) if g is None else g for w, g in zip(leaves, found, strict=True)]
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        for found in pool.map(go_back, range(32)):
+            for one, other in zip(found, wanted, strict=True):
+                close(one, other, 1e-10)
+    assert [report.methods for report in scan.reports] == methods
 
 
 def test_hooks_within_a_loop() -> None:
