@@ -110,32 +110,6 @@ def _viewed(array: np.ndarray, extent: Extent) -> np.ndarray:
     return np.lib.stride_tricks.as_strided(array[offset:], size, [step * array.itemsize for step in stride])
 
 
-def _are_apart(one: Extent, other: Extent) -> bool:
-    """Whether two tensors are seen to have no element in common: by where they lie, or as columns of the same rows."""
-    if 0 in one[0] or 0 in other[0]:
-        return True
-    if _end(one) <= other[2] or _end(other) <= one[2]:
-        return True
-    # Rows that are as long as the step between them, or shorter, are apart where their columns are.
-    step = one[1][0] if one[1] else 0
-    if not step or not other[1] or other[1][0] != step:
-        return False
-    (begin, end), (other_begin, other_end) = (_columns(extent, step) for extent in (one, other))
-    return max(end, other_end) <= step and (end <= other_begin or other_end <= begin)
-
-
-def _end(extent: Extent) -> int:
-    """The place behind the last element of a tensor."""
-    size, stride, offset = extent
-    return offset + 1 + sum((count - 1) * step for count, step in zip(size, stride, strict=True))
-
-
-def _columns(extent: Extent, step: int) -> tuple[int, int]:
-    """The columns that a tensor's elements lie between, where rows are a step apart."""
-    size, stride, offset = extent
-    return offset % step, _end((size[1:], stride[1:], offset % step))
-
-
 class WrittenStorage:
     """A storage that a run writes to, or looks at under another name.
 
@@ -151,8 +125,8 @@ class WrittenStorage:
         self.number = number
         self.dtype = tensor.dtype
         self.contents = Contents(tensor.untyped_storage().nbytes() // tensor.element_size())
-        #: Where it was written to, by tensors of which families.
-        self.writes: list[tuple[Extent, int]] = []
+        #: How often it was written to.
+        self.writes = 0
         #: The numbers of families of tensors, each of views of one tensor to autograd; those of the last write.
         self._families: dict[int, int] = {}
         self._last: int | None = None
@@ -168,7 +142,7 @@ class WrittenStorage:
     def write(self, tensor: torch.Tensor, value: int, *, seen: bool) -> None:
         """Let a tensor's elements be those of a value; autograd saw the write, or not."""
         family, extent = self.family(tensor), extent_of(tensor)
-        self.writes.append((extent, family))
+        self.writes += 1
         if self._before is None and (not seen or self._last not in (None, family)):
             self._before = self.contents.copy()
         self._last = family
@@ -181,13 +155,6 @@ class WrittenStorage:
         if self._before is None:
             return self.contents
         return self._derivatives.get(self.family(tensor), self._before)
-
-    def leaves(self, tensor: torch.Tensor, since: int) -> bool:
-        """Whether no write since a number of them was to elements of a tensor, or to one of its family."""
-        family, extent = self.family(tensor), extent_of(tensor)
-        if not self.has_elements_of(tensor):
-            return False
-        return all(other != family and _are_apart(each, extent) for each, other in self.writes[since:])
 
     def has_elements_of(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor's elements are the storage's, and no parts, conjugates or negatives of these."""
@@ -249,7 +216,7 @@ class Storages:
         """Note that a tensor's value is what it holds now."""
         storage = self.get(tensor)
         if storage is not None:
-            self._known[id(tensor)] = len(storage.writes)
+            self._known[id(tensor)] = storage.writes
 
     def note_as(self, result: torch.Tensor, tensor: torch.Tensor) -> None:
         """Note that a tensor's value is that of another one."""
@@ -261,11 +228,8 @@ class Storages:
         self._known.pop(id(tensor), None)
 
     def is_noted(self, tensor: torch.Tensor, storage: WrittenStorage) -> bool:
-        """Whether a tensor's value has all writes to its elements."""
-        known = self._known.get(id(tensor), 0)
-        if known < len(storage.writes) and storage.leaves(tensor, known):
-            self._known[id(tensor)] = known = len(storage.writes)
-        return known == len(storage.writes)
+        """Whether a tensor's value has all writes to its storage."""
+        return self._known.get(id(tensor), 0) == storage.writes
 
 
 def replaces(tensor: torch.Tensor, other: Any) -> bool:
