@@ -288,12 +288,9 @@ def _fft_to_real(z: Any, axes: Sequence[int], normalization: int, size: int) -> 
     return _rewritten(aten._fft_c2r(z.constant, axes, normalization, size), transformed).re
 
 
-def _with_alpha(sign: int) -> Callable[..., ComplexParts]:
-    def added(a: Any, b: Any, alpha: Any = 1) -> ComplexParts:
-        b = ComplexParts.of(b) if alpha == 1 else ComplexParts.of(b) * alpha
-        return ComplexParts.of(a) + b if sign > 0 else ComplexParts.of(a) - b
-
-    return added
+def _added(a: Any, b: Any, alpha: Any = 1) -> ComplexParts:
+    b = ComplexParts.of(b)
+    return ComplexParts.of(a) + (b if alpha == 1 else -b if alpha == -1 else b * alpha)
 
 
 def _viewed(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
@@ -301,38 +298,35 @@ def _viewed(part: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
     return part.clone(memory_format=torch.contiguous_format).view(shape)
 
 
-def _function(compute: Callable[[ComplexParts], Any]) -> Callable[..., Any]:
-    return lambda z: compute(ComplexParts.of(z))
-
-
+#: By the name of an operator; an only operand is given as parts, since a derivative passes through it.
 _FORMULAS: dict[str, Callable[..., Any]] = {
     "complex": ComplexParts,
     "polar": _polar_of_absolute,
     "view_as_complex": lambda x: ComplexParts(*x.unbind(-1)),
-    "view_as_real": lambda z: torch.stack(ComplexParts.of(z).tensors, -1),
+    "view_as_real": lambda z: torch.stack(z.tensors, -1),
     "view": lambda z, shape: z.each(_viewed, shape),
     "_unsafe_view": lambda z, shape: z.each(_viewed, shape),
     "_conj": lambda z: z.conj,
     "_conj_physical": lambda z: z.conj,
     "conj_physical": lambda z: z.conj,
-    "abs": _function(_abs),
-    "angle": _function(_angle),
-    "sgn": _function(_sgn),
-    "add": _with_alpha(1),
-    "sub": _with_alpha(-1),
-    "rsub": lambda a, b, alpha=1: ComplexParts.of(b) - (a if alpha == 1 else ComplexParts.of(a) * alpha),
+    "abs": _abs,
+    "angle": _angle,
+    "sgn": _sgn,
+    "add": _added,
+    "sub": lambda a, b, alpha=1: _added(a, b, -alpha),
+    "rsub": lambda a, b, alpha=1: _added(b, a, -alpha),
     "mul": functools.partial(_product, torch.mul),
     "div": lambda a, b: ComplexParts.of(a) / b,
     "addcmul": lambda a, b, c, *, value=1: ComplexParts.of(b) * c * value + a,
-    "reciprocal": _function(_reciprocal),
+    "reciprocal": _reciprocal,
     "square": lambda z: z * z,
     "pow": _power,
-    "sqrt": _function(_sqrt),
+    "sqrt": _sqrt,
     "rsqrt": lambda z: _reciprocal(_sqrt(z)),
-    "exp": _function(_exp),
+    "exp": _exp,
     "exp2": lambda z: _exp(z * math.log(2)),
-    "expm1": _function(_expm1),
-    "log": _function(_log),
+    "expm1": _expm1,
+    "log": _log,
     "log2": lambda z: _log(z) / math.log(2),
     "log10": lambda z: _log(z) / math.log(10),
     "sinh": _sinh,

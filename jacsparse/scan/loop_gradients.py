@@ -44,7 +44,7 @@ def pull_back_through_loops(
     trace, start = records[0].trace, records[0].stage.start
     places = {trace.graph.externals[place]: place for place in externals}
     exits = [{value for column in loop.outputs.values() for value in column if value is not None} for loop in loops]
-    found: dict[int, torch.Tensor] = {}
+    sums: dict[int, torch.Tensor] = {}
 
     def go_back(gradients: Mapping[int, torch.Tensor], remaining: int) -> None:
         """Take gradients of values on, to the outputs of the first loops, or past all to the start and to externals."""
@@ -58,13 +58,13 @@ def pull_back_through_loops(
                 starts.append((edge, of_value.reshape(like.shape).to(like.dtype)))
         walked = walk(starts, [(edge, trace.tensor(value)) for value, edge in edges.items()])
         terms = zip(edges, walked, strict=True)
-        add_gradients(found, {value: of_end for value, of_end in terms if of_end is not None})
+        add_gradients(sums, {value: of_end for value, of_end in terms if of_end is not None})
 
     go_back({records[-1].stage.stop: gradient}, len(loops))
     for number, loop in reversed([*enumerate(loops)]):
-        go_back(_pulled_back(loop, trace, found, solve, memory_limit), number)
-    of_start = found[start] if start in found else torch.zeros_like(records[0].input)
-    return of_start, {place: found[value] for value, place in places.items() if value in found}
+        go_back(_pulled_back(loop, trace, sums, solve, memory_limit), number)
+    of_start = sums[start] if start in sums else torch.zeros_like(records[0].input)
+    return of_start, {place: sums[value] for value, place in places.items() if value in sums}
 
 
 def _pulled_back(
@@ -185,17 +185,17 @@ class _StepsAgain:
 
     def of_inputs(self, gradients: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """The gradients of what steps read besides their states, by value, for those of their outputs."""
-        loop, found = self._loop, dict[int, torch.Tensor]()
+        loop, of_values = self._loop, dict[int, torch.Tensor]()
         sides = [value for value in self._inputs if value not in self._before]
         for value, pulled in zip(sides, self._pull_back(gradients, sides), strict=True):
             if pulled is None:
                 continue
             if value in loop.shared:
-                add_gradients(found, {value: pulled})
+                add_gradients(of_values, {value: pulled})
                 continue
             for number, term in zip(self._numbers, pulled.unbind(), strict=True):
-                add_gradients(found, {loop.inputs[value][number]: term})
-        return found
+                add_gradients(of_values, {loop.inputs[value][number]: term})
+        return of_values
 
     def _states(self, parts: Sequence[torch.Tensor | None], many: tuple[int, ...]) -> torch.Tensor:
         """Gradients of the parts of states as one tensor, ``(*many, steps, batch, n)``."""

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch._ops import OpOverload
 
 from ..recurrence import Dense, Report, linear_recurrence
 from ..schedule import parse
 from ..stages import Loop, LoopRegion, Record, add_gradients, has_hooks
-from ..tracing import Scalar, Trace
+from ..tracing import Node, Scalar, Trace
 from .loop_gradients import pull_back_through_loops
 
 if TYPE_CHECKING:
@@ -45,14 +44,8 @@ def obstacle_in(region: LoopRegion, records: Sequence[Record], memory_limit: int
 def _number_in_the_way(loop: Loop, trace: Trace) -> str:
     """Why a loop's numbers do not let its steps run at once: one differs between them, and can be no tensor."""
     for node in loop.calls:
-        if not isinstance(node.overload, OpOverload):
-            continue
-        tensors = {each.name for each in node.overload._schema.arguments if isinstance(each.type, torch.TensorType)}
-        if node.overload is torch.ops.aten.rsub.Scalar:
-            # Is run as rsub.Tensor where its number is a tensor.
-            tensors.add("other")
         for name, argument in node.arguments.items():
-            if type(argument) is not Scalar or name in tensors:
+            if type(argument) is not Scalar or _may_be_tensor(node, name):
                 continue
             if len({trace.scalars[place] for place in loop.numbers[argument.place]}) > 1:
                 return (
@@ -60,6 +53,15 @@ def _number_in_the_way(loop: Loop, trace: Trace) -> str:
                     f"{name} in each step"
                 )
     return ""
+
+
+def _may_be_tensor(node: Node, name: str) -> bool:
+    """Whether a call takes a tensor in the place of a number: a factor or a term, or what its schema has as one."""
+    if node.facts.of_numbers and name == "other":
+        return True
+    return any(
+        each.name == name and isinstance(each.type, torch.TensorType) for each in node.overload._schema.arguments
+    )
 
 
 class LoopedChain:

@@ -26,8 +26,8 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -52,7 +52,7 @@ class Slot(NamedTuple):
     size: int
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Loop:
     """The steps of a loop; values have the numbers that they have in the last step.
 
@@ -62,31 +62,31 @@ class Loop:
         The module that makes most of the calls.
     count : int
         The number of steps.
-    calls : list of Node
+    calls : sequence of Node
         The last step's calls from which its state and side outputs are computed, in order.
-    state : list of Slot
+    state : sequence of Slot
         What a step takes over from the step before it, and leaves.
-    inputs : dict of int to tuple of int
+    inputs : mapping of int to tuple of int
         By value, what each step reads in its place, the state included.
-    shared : set of int
+    shared : collection of int
         The values that all steps read.
-    outputs : dict of int to tuple of (int or None)
+    outputs : mapping of int to tuple of (int or None)
         By value, what of each step later calls read; None where they do not.
-    numbers : dict of int to tuple of int
+    numbers : mapping of int to tuple of int
         By place, the places of the numbers that each step reads.
-    differentiable : set of int
+    differentiable : collection of int
         The inputs and shared values that have a gradient.
     """
 
     path: str
     count: int
-    calls: list[Node] = field(default_factory=list)
-    state: list[Slot] = field(default_factory=list)
-    inputs: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    shared: set[int] = field(default_factory=set)
-    outputs: dict[int, tuple[int | None, ...]] = field(default_factory=dict)
-    numbers: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    differentiable: set[int] = field(default_factory=set)
+    calls: Sequence[Node]
+    state: Sequence[Slot]
+    inputs: Mapping[int, tuple[int, ...]]
+    shared: Collection[int]
+    outputs: Mapping[int, tuple[int | None, ...]]
+    numbers: Mapping[int, tuple[int, ...]]
+    differentiable: Collection[int]
 
     @functools.cached_property
     def ends(self) -> list[int]:
@@ -251,12 +251,13 @@ class _Finder:
 
     def _cut(self, run: _Run) -> int:
         """The first call after which the fewest elements are live that the steps compute."""
-        made = {value: at for at in range(run.begin, run.stop) for value in self._calls[at].results}
-        last = {value: at for at in range(run.begin, run.stop) for value in _operands(self._calls[at]) if value in made}
+        places = range(run.begin, run.stop)
+        first = {value: at for at in places for value in self._calls[at].results}
+        last = {value: at for at in places for value in _operands(self._calls[at]) if value in first}
         live = np.zeros(run.stop - run.begin + 1, dtype=np.int64)
         for value, at in last.items():
             size = self._trace.tensor(value).numel()
-            live[made[value] + 1 - run.begin] += size
+            live[first[value] + 1 - run.begin] += size
             live[at + 1 - run.begin] -= size
         live = np.cumsum(live)
         middle = len(live) // run.period // 2 * run.period
@@ -302,7 +303,7 @@ class _Steps:
         self._trace, self._steps, self._outside = trace, steps, outside
         self._last, self._count = steps[-1], len(steps)
         #: By value, which call of which step has which result.
-        self._made = {
+        self._makers = {
             value: (step, place, number)
             for step, calls in enumerate(steps)
             for place, node in enumerate(calls)
@@ -310,9 +311,11 @@ class _Steps:
         }
         # Pieces of side inputs, which have another place in each step, are read where they are.
         self._pieces = {place for place in range(len(self._last)) if self._varies(place)}
-        self._loop = Loop("", self._count)
         #: By call and result, the values before each step, by how many steps ago they were computed.
         self._states: dict[tuple[int, int], dict[int, tuple[int, ...]]] = {}
+        # What the loop has under these names.
+        self._inputs, self._outputs = dict[int, tuple[int, ...]](), dict[int, tuple[int | None, ...]]()
+        self._numbers, self._shared, self._differentiable = dict[int, tuple[int, ...]](), set[int](), set[int]()
 
     def _varies(self, place: int) -> bool:
         """Whether a call has other literal arguments from step to step."""
@@ -324,18 +327,20 @@ class _Steps:
         return tuple([calls[place].results[number] for calls in self._steps])
 
     def loop(self, operations: dict[int, Operation]) -> Loop | None:
-        loop = self._loop
-        places = self._needed()
+        """The loop that the steps are; None where nothing is taken over.
+
+        UncutLoopError is raised where they are none that can be run again all at once.
+        """
+        calls = [self._last[place] for place in sorted(self._needed())]
         if not self._states:
             return None
-        loop.calls = [self._last[place] for place in sorted(places)]
-        ((loop.path, _),) = Counter(node.path for node in loop.calls).most_common(1)
         self._check_pieces()
-        for node in loop.calls:
+        for node in calls:
             self._check(node, operations)
-        for (place, number), of_age in self._states.items():
-            self._add_slots(place, number, of_age, operations)
-        return loop
+        state = [slot for result, of_age in self._states.items() for slot in self._slots(*result, of_age, operations)]
+        ((path, _),) = Counter(node.path for node in calls).most_common(1)
+        sides = self._inputs, self._shared, self._outputs, self._numbers, self._differentiable
+        return Loop(path, self._count, calls, state, *sides)
 
     def _needed(self) -> set[int]:
         """The calls from which side outputs, and the state for them, are computed; notes what they read."""
@@ -344,7 +349,7 @@ class _Steps:
             for number, value in enumerate(node.results):
                 column = self._column(place, number)
                 if place not in self._pieces and not self._outside.isdisjoint(column):
-                    self._loop.outputs[value] = tuple(each if each in self._outside else None for each in column)
+                    self._outputs[value] = tuple(each if each in self._outside else None for each in column)
                     waiting.append(place)
         needed: set[int] = set()
         while waiting:
@@ -358,48 +363,46 @@ class _Steps:
                 waiting += [] if behind is None else [behind]
             for name, argument in self._last[place].arguments.items():
                 if type(argument) is Scalar:
-                    self._loop.numbers[argument.place] = tuple(
-                        calls[place].arguments[name].place for calls in self._steps
-                    )
+                    self._numbers[argument.place] = tuple(calls[place].arguments[name].place for calls in self._steps)
         return needed
 
     def _read(self, column: tuple[int, ...], place: int, *, passes: bool) -> int | None:
         """Note what the steps read as an argument of a call; return the call that computes it in a step, if any."""
-        value, loop = column[-1], self._loop
-        made = self._made.get(value)
-        if made is not None and made[1] in self._pieces:
-            made = None
-        if made is not None and made[0] == self._count - 1:
-            if any(self._made.get(each) != (step, *made[1:]) for step, each in enumerate(column)):
+        value = column[-1]
+        maker = self._makers.get(value)
+        if maker is not None and maker[1] in self._pieces:
+            maker = None
+        if maker is not None and maker[0] == self._count - 1:
+            if any(self._makers.get(each) != (step, *maker[1:]) for step, each in enumerate(column)):
                 raise UncutLoopError("its steps combine their values in different ways")
-            return made[1]
-        if loop.inputs.setdefault(value, column) != column:
+            return maker[1]
+        if self._inputs.setdefault(value, column) != column:
             raise UncutLoopError("a tensor that is one in the last step is several in others")
         if passes:
-            loop.differentiable.add(value)
+            self._differentiable.add(value)
         if len(set(column)) == 1:
-            loop.shared.add(value)
+            self._shared.add(value)
             return None
-        if made is None or not passes:
-            if passes and any(each in self._made and self._made[each][1] not in self._pieces for each in column):
+        if maker is None or not passes:
+            if passes and any(each in self._makers and self._makers[each][1] not in self._pieces for each in column):
                 raise UncutLoopError("its steps take over different states")
             return None
-        age = self._count - 1 - made[0]
+        age = self._count - 1 - maker[0]
         for step, each in enumerate(column):
-            expected = (step - age, *made[1:]) if step >= age else None
-            if self._made.get(each) != expected:
+            expected = (step - age, *maker[1:]) if step >= age else None
+            if self._makers.get(each) != expected:
                 raise UncutLoopError("its steps take over different states")
-        self._states.setdefault(made[1:], {})[age] = column
-        return made[1]
+        self._states.setdefault(maker[1:], {})[age] = column
+        return maker[1]
 
     def _check_pieces(self) -> None:
         """Raise where a piece in another place in each step is one of the state."""
         depends: set[int] = set()
         for node in self._last:
-            made = [self._made.get(value) for value in _operands(node)]
+            makers = [self._makers.get(value) for value in _operands(node)]
             if any(
                 value in depends or (at is not None and at[0] < self._count - 1 and at[1] not in self._pieces)
-                for value, at in zip(_operands(node), made, strict=True)
+                for value, at in zip(_operands(node), makers, strict=True)
             ):
                 depends.update(node.results)
         for place in self._pieces:
@@ -422,23 +425,24 @@ class _Steps:
             if value in operations and operations[value].couples:
                 raise UncutLoopError(f"{node.name} couples the samples of a batch{node.source}")
 
-    def _add_slots(
+    def _slots(
         self, place: int, number: int, of_age: dict[int, tuple[int, ...]], operations: dict[int, Operation]
-    ) -> None:
-        """Add what steps take over of a result; of several steps ago, through the states between."""
+    ) -> list[Slot]:
+        """What steps take over of a result; of several steps ago, through the states between."""
         column, oldest = self._column(place, number), max(of_age)
         operation = operations.get(column[-1])
         layout = None if operation is None else operation.layout
         if layout is None:
             raise UncutLoopError("its state does not depend on the input")
         first, size = of_age[oldest][:oldest], self._trace.tensor(column[-1]).numel() // len(self._trace.input)
-        after = column[-1]
+        after, slots = column[-1], list[Slot]()
         for age in range(1, oldest + 1):
             # Before a step, this was computed so many steps ago; first of all, before the loop.
             values = tuple([column[at - age] if at >= age else first[at + oldest - age] for at in range(self._count)])
             if of_age.get(age, values) != values:
                 raise UncutLoopError("its first states are not those of steps before")
-            self._loop.inputs[values[-1]] = values
-            self._loop.differentiable.add(values[-1])
-            self._loop.state.append(Slot(values[-1], after, layout, size))
+            self._inputs[values[-1]] = values
+            self._differentiable.add(values[-1])
+            slots.append(Slot(values[-1], after, layout, size))
             after = values[-1]
+        return slots

@@ -127,8 +127,8 @@ def _without_draws(draws: list[str], operator: Any, types: Any, args: Any, kwarg
     """The result of an operator, unless it draws random numbers: of those that may, one that moves a generator on."""
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return operator(*args, **kwargs)
-    own = kwargs.get("generator")
-    generators = [torch.default_generator, *torch.cuda.default_generators, *([] if own is None else [own])]
+    of_call = kwargs.get("generator")
+    generators = [torch.default_generator, *torch.cuda.default_generators, *([] if of_call is None else [of_call])]
     before = [generator.get_state() for generator in generators]
     result = operator(*args, **kwargs)
     for generator, state in zip(generators, before, strict=True):
