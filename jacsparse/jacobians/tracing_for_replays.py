@@ -23,6 +23,7 @@ from ..tracing import (
     BackwardPass,
     FunctionCall,
     Node,
+    OutsideWrite,
     Trace,
     Value,
     check_module,
@@ -232,8 +233,8 @@ def contents_of(tensor: torch.Tensor) -> torch.Tensor:
 def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.Tensor]) -> None:
     """Raise where a replay of a graph, among whose captures are numbers, is not a run of the function."""
 
-    def refusal(node: Node | None, effect: str, remedy: str) -> Exception:
-        where, source = (name_of(f), "") if node is None else (node.path or name_of(f), node.source)
+    def refusal(made: Node | OutsideWrite | None, effect: str, remedy: str) -> Exception:
+        where, source = (name_of(f), "") if made is None else (made.path or name_of(f), made.source)
         what = f"{where}: {effect}, so that no prepared program repeats the call{source}"
         return UnsupportedOperatorError(f"{what}; {remedy}")
 
@@ -247,7 +248,6 @@ def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.
     floats = {n for n in graph.captures if holds_numbers(t := trace.tensor(n)) and t.layout == torch.strided}
     for node in graph.nodes:
         values = [value for _, value in node.tensors]
-        memories = {value: memory_of(trace.tensor(value)) for value in values}
         if isinstance(node.overload, FunctionCall) and node.arguments["elements"].number in graph.captures:
             raise refusal(node, f"{node.overload.function.__name__} computes by no operator of PyTorch's", again)
         if isinstance(node.overload, BackwardPass) and node.overload.problem:
@@ -266,16 +266,15 @@ def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.
             raise refusal(
                 node, f"the size of the result of {node.name} depends on what a tensor of floats holds", again
             )
-        if node.writes_outside:
-            written = {memories[value] for argument, value in node.tensors if node.writes_to(argument)}
-            for buffer, tensor in trace.module.named_buffers():
-                if memory_of(tensor) in written:
-                    remedy = in_training if in_training == again else f"{in_training} with batched=False"
-                    raise refusal(node, f"{node.name} writes to the buffer {buffer}", remedy)
-            raise refusal(node, f"{node.name} writes to a tensor from before the call", "write to a clone")
         for each in (varies, floats):
             if each.intersection(values):
                 each.update(node.results)
+    for write in trace.writes_outside:
+        for buffer, tensor in trace.module.named_buffers():
+            if memory_of(tensor) == write.memory:
+                remedy = in_training if in_training == again else f"{in_training} with batched=False"
+                raise refusal(write, f"{write.operator} writes to the buffer {buffer}", remedy)
+        raise refusal(write, f"{write.operator} writes to a tensor from before the call", "write to a clone")
     if trace.may_have_hooks:
         raise refusal(None, "a hook sees gradients, and may change them", "remove it")
 

@@ -66,7 +66,7 @@ from .operators import BackwardPass, FunctionCall, Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, excluded_by, mask_of
 from .storages import memory_of
-from .traces import StaleError, Trace
+from .traces import OutsideWrite, StaleError, Trace
 
 __all__ = [
     "GRAPHS",
@@ -76,6 +76,7 @@ __all__ = [
     "FunctionCall",
     "Graph",
     "Node",
+    "OutsideWrite",
     "Operand",
     "Operation",
     "Program",

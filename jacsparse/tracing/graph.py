@@ -123,9 +123,8 @@ class Node:
     place: int = -1
     #: How far the number of autograd's node is from that which was the next one; None where it cannot be told.
     shift: int | None = 0
-    #: Whether it writes to an argument, and to one from before the run.
+    #: Whether it writes to an argument.
     writes: bool = False
-    writes_outside: bool = False
     #: Whether it drew random numbers.
     draws: bool = False
     #: Whether it stands for a module's backward hooks.

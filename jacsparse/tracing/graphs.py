@@ -27,10 +27,8 @@ from .graph import Graph, Info, Node, Operand, Value
 from .masks import with_mask
 from .modules import check_outside_transforms, without_autocast
 from .operators import BackwardPass, Gather, Rewrite, draws, facts_of, operand_names, tensors_in
-from .storages import memory_of
 from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, Trace
 
-_LIFTED = torch.ops.aten.lift_fresh.default
 _CROSS = torch.ops.aten.linalg_cross.default
 
 
@@ -162,9 +160,7 @@ class _Analysis:
         self.trace = trace = Trace(module, graph, run.tensors[0])
         trace.tensors, trace.versions = [], []
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
-        trace.calls = run.calls
-        #: The memory that the run has made.
-        self._inside = {memory_of(run.tensors[0])}
+        trace.calls, trace.writes_outside = run.calls, run.writes_outside
         graph.numbers.append(self._new_value(Info(None, dependent=True), run, 0))
         with torch.no_grad(), without_autocast(trace.input.device):
             for call in run.calls:
@@ -238,16 +234,11 @@ class _Analysis:
             }
         if facts.random:
             node.draws = draws(call.overload, {name: trace.read(argument) for name, argument in arguments.items()})
-        # What a mask selects is computed in memory of its own.
-        operands_of_run = zip(call.operands, node.tensors, strict=True)
-        memories = {memory_of(run.tensors[n] if n in run.spread else trace.tensor(v)) for n, (_, v) in operands_of_run}
         results = [run.tensors[number] for number in call.results]
         node.writes = call.writes
-        node.writes_outside = call.writes and not memories & self._inside
         if in_parts or call.sequence < 0 or (call.writes and any(tensor._is_view() for tensor in results)):
             # Autograd's node of a write to a view is that of its base.
             node.shift = None
-        self._inside |= {memory_of(tensor) for tensor in results} - (memories if node.overload is not _LIFTED else {0})
         self._add_results(node, call, run, numbers, in_parts=in_parts)
         return node
 

@@ -54,6 +54,18 @@ class CapturedCall(NamedTuple):
         return range(self.first, self.first + self.result_count)
 
 
+class OutsideWrite(NamedTuple):
+    """A write to memory that no call of the run made."""
+
+    #: As `memory_of` gives it.
+    memory: int
+    #: The operator's name.
+    operator: str
+    #: The path of the module that made it, and the line of the user's code, as `Node.source`.
+    path: str
+    source: str
+
+
 @dataclass(eq=False)
 class CapturedRun:
     """What a function did at an input."""
@@ -66,6 +78,8 @@ class CapturedRun:
     overwritten: set[int] = field(default_factory=set)
     #: The elements of values that were overwritten, and that no call computes again.
     copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    #: The first write to each memory that no call of the run made.
+    writes_outside: list[OutsideWrite] = field(default_factory=list)
     #: The forms of tensors from elsewhere, by value, and whether they need gradients.
     captures: dict[int, tuple[Form, bool]] = field(default_factory=dict)
     #: The numbers of calls that are no part of the key.
@@ -150,6 +164,7 @@ class Trace:
         self.scalars: list[Any] = []
         #: The run's calls.
         self.calls: Sequence[CapturedCall] = ()
+        self.writes_outside: Sequence[OutsideWrite] = ()
         #: Where autograd computes the gradients of values, as far as that is known.
         self.gradient_edges: dict[int, GradientEdge | tuple[Any, int]] = {}
         #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
@@ -174,7 +189,7 @@ class Trace:
             trace.place(reversed([*zip(graph.numbers, range(len(run.tensors)), strict=True)]), run)
             trace.copies |= graph.constants
         trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
-        trace.calls, trace.output = run.calls, run.tensors[run.output]
+        trace.calls, trace.writes_outside, trace.output = run.calls, run.writes_outside, run.tensors[run.output]
         for value in graph.complex_parts:
             trace.place_parts(value)
         return trace

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from .autograd_nodes import node_of
-from .operators import Gather, Rewrite
-from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, numbered
+from .callers import place, source_of
+from .operators import Gather, Rewrite, operator_name
+from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered
+from .traces import OutsideWrite
 
 if TYPE_CHECKING:
     from .capture import Recorder
@@ -70,7 +72,14 @@ def begin_write(recorder: Recorder, tensor: torch.Tensor, seen: bool) -> None:
         recorder.captured(base)
     if seen and recorder.run.captures.get(recorder.numbers.get(id(base), -1), (None, False))[1]:
         recorder.refuse("a tensor that has a gradient from before the call is written to", "write to a clone of it")
-    recorder.storages.look_at(tensor)
+    storage = recorder.storages.look_at(tensor)
+    if storage is not None and not storage.writes:
+        first = next(iter(recorder.storages.values_on(tensor)), None)
+        if first is None or first in recorder.run.captures:
+            callers = recorder.callers
+            operator = "" if callers.call is None else operator_name(callers.call[0])
+            write = OutsideWrite(memory_of(tensor), operator, callers.path, source_of(place()))
+            recorder.run.writes_outside.append(write)
     for value in recorder.storages.overwrite(tensor):
         recorder.run.overwritten.add(value)
         if value in recorder.irreplaceable and value not in recorder.run.copies:

@@ -676,6 +676,29 @@ def test_bad_input(f: Any, args: Any, options: Any, error: type[Exception], mess
         prepare_jacobian(f, *args, **{"batched": True, **options})
 
 
+def set_to_a_number(x: torch.Tensor, y: torch.Tensor) -> None:
+    y[..., 0] = 0.5
+
+
+@pytest.mark.parametrize(
+    "write",
+    [set_to_a_number, lambda x, y: y.copy_(x * 2), lambda x, y: y.masked_fill_(x > 0, 1)],
+)
+def test_writes_of_what_a_call_computes_to_another_argument(write: Callable[..., Any]) -> None:
+    """The argument may have another layout later, as one whose elements share memory."""
+
+    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        write(x, y)
+        return x * y
+
+    with pytest.raises(
+        jacsparse.UnsupportedOperatorError, match="writes to a tensor from before the call.* to a clone"
+    ):
+        prepare_jacobian(f, drawn(2, 3), drawn(2, 3), batched=True)
+    on_a_clone, args = lambda x, y: f(x, y.clone()), (drawn(2, 3), drawn(2, 3, seed=1))
+    assert_equal(prepare_jacobian(on_a_clone, *args, batched=True)(*args), dense(on_a_clone, *args))
+
+
 def test_arguments_of_other_shapes() -> None:
     prepared = prepare_jacobian(lambda x, i: x[:, i] ** 2, drawn(2, 3), torch.tensor([0, 2]), batched=True)
     for args, message in (
