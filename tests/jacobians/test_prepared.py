@@ -691,9 +691,7 @@ def test_writes_of_what_a_call_computes_to_another_argument(write: Callable[...,
         write(x, y)
         return x * y
 
-    with pytest.raises(
-        jacsparse.UnsupportedOperatorError, match="writes to a tensor from before the call.* to a clone"
-    ):
+    with pytest.raises(UnsupportedOperatorError, match=r"writes to a tensor from before the call.* to a clone"):
         prepare_jacobian(f, drawn(2, 3), drawn(2, 3), batched=True)
     on_a_clone, args = lambda x, y: f(x, y.clone()), (drawn(2, 3), drawn(2, 3, seed=1))
     assert_equal(prepare_jacobian(on_a_clone, *args, batched=True)(*args), dense(on_a_clone, *args))
