@@ -295,7 +295,8 @@ def test_a_later_call_is_few_calls_of_python() -> None:
         jacobians.append(jacsparse.jacobian(f, x))
     finally:
         sys.setprofile(None)
-    assert len(calls) <= 250, calls
+    # PyTorch 2.6 takes a fifth more.
+    assert len(calls) <= (300 if torch.__version__.startswith("2.6.") else 250), calls
     expected = torch.diag(2 * x)[1:] - torch.eye(6, dtype=x.dtype)[:-1]
     for each in jacobians:
         torch.testing.assert_close(each.todense(), expected, rtol=1e-12, atol=1e-12)
