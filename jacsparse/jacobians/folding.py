@@ -282,9 +282,10 @@ def _takes_few_passes(edge: Edge) -> bool:
 
 def _derivative_by_passes(function: TracedFunction, edge: Edge, values: Values) -> torch.Tensor:
     """The entries of an edge by `compressed_values`, ``(batch, nnz)``, or ``(1, nnz)`` where samples share them."""
-    trace = Trace.replayed(function.graph, function.trace.module, function.x, {}, values.scalars)
+    # Where no operand is the input itself, its form alone is asked for, and that of the result.
+    x = values.get(0, function.x)
+    trace = Trace.replayed(function.graph, function.trace.module, x, {}, values.scalars)
     referenced = [each.number for each in edge.operation.referenced.values() if type(each) is Value]
-    # Of the result its form alone is asked for.
     trace.copies |= {edge.target: function.trace.tensor(edge.target)} | {value: values[value] for value in referenced}
     # Some operators have no derivative of their backward passes, of which forward mode is made.
     call = replace(LocalJacobian(edge, trace).call, jvp=None)

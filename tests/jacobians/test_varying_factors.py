@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 
 import jacsparse
@@ -95,6 +96,7 @@ def hyperelasticity(u: torch.Tensor) -> torch.Tensor:
         (lambda x: functional.normalize(x.view(-1, 3), dim=1), (12,), False),
         (lambda x: functional.layer_norm(x, x.shape[-1:]), (6, 4), False),
         (lambda x: torch.cdist(x[:, :1], x[:, 1:]).flatten(1), (2, 3, 2), True),
+        (nn.Sequential(nn.Softmax(1), nn.LayerNorm(4, dtype=FLOAT)), (3, 4), True),
     ],
 )
 def test_functions_of_few_elements(
@@ -106,6 +108,7 @@ def test_functions_of_few_elements(
         for seed in range(4):
             x = drawn(*shape, seed=seed)
             assert_equal(prepared(x), dense(f, x, batched=batched))
+            assert_equal(jacsparse.jacobian(f, x, batched=batched), dense(f, x, batched=batched))
 
 
 def test_compiled_values() -> None:
