@@ -12,7 +12,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     ordering,
     reduction,
 )
-from .coloring import row_colors
+from .coloring import compressed_values, row_colors
 from .convolution import Convolution, ShiftedDiagonals, Sliding, input_gradients
 from .drawing import pattern_figure, picture
 from .engine import gradient_of, gradients_of, holds_numbers, requiring_gradient
@@ -64,6 +64,7 @@ __all__ = [
     "any_nonzero_at",
     "are_values_registered",
     "batch_last",
+    "compressed_values",
     "gathered",
     "gradient_of",
     "gradients_of",

@@ -98,14 +98,14 @@ def _passes(
     entry_places: np.ndarray,
 ) -> torch.Tensor:
     """Values by one product for each colour; an entry's value is at its place in the product of its colour."""
-    batch, device = len(call.input), call.input.device
-    values = call.input.new_empty((len(entry_colors), batch))
-    of_entries, seeds, places = (
-        torch.from_numpy(array.astype(np.int64)).to(device) for array in (entry_colors, colors, entry_places)
-    )
+    batch, device, dtype = len(call.input), call.input.device, call.input.dtype
+    parts, entries = list[torch.Tensor](), list[np.ndarray]()
     for color in range(int(colors.max(initial=-1)) + 1):
-        seed = (seeds == color).to(values.dtype).reshape(1, *shape).expand(batch, *shape)
-        result = product(seed).reshape(batch, -1)
-        entries = (of_entries == color).nonzero()[:, 0]
-        values[entries] = result[:, places[entries]].T
-    return values
+        seed = torch.from_numpy((colors == color).astype(np.float64)).to(device, dtype).reshape(1, *shape)
+        result = product(seed.expand(batch, *shape)).reshape(batch, -1)
+        entries.append(np.flatnonzero(entry_colors == color))
+        places = torch.from_numpy(entry_places[entries[-1]].astype(np.int64)).to(device)
+        parts.append(result.T.index_select(0, places))
+    if len(parts) < 2:
+        return parts[0] if parts else call.input.new_empty((0, batch))
+    return torch.cat(parts).index_select(0, torch.from_numpy(np.argsort(np.concatenate(entries))).to(device))

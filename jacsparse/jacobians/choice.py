@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 
 from ..codegen import may_be_loops
-from ..patterns import Pattern, UnsupportedOperatorError
+from ..patterns import Pattern, UnsupportedOperatorError, row_colors
 from ..stages import DENSE, PASS, START, check_size
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
@@ -51,9 +51,10 @@ def evaluator_of(
     1. `ChainProducts`, where values of an operator were registered: the other ways take PyTorch's derivatives.
     2. `Compressed`, where ``compressed`` or a pattern of one's own was asked for.
     3. `ForwardAccumulation`, for runs of many small calls that do the same; it is planned in the least time.
-    4. `FoldedProducts` without elements of weights, whatever other ways cost; `ChainProducts` where there is no entry.
+    4. `FoldedProducts` of elementwise operators, whatever other ways cost; `ChainProducts` where there is no entry.
     5. For ``products``, or where it may not be compressed, the one of the least cost of `FoldedProducts` with
-       elements of weights, `GroupedProducts`, and `ChainProducts` in the order of `Chain.order`.
+       elements of factors and entries by a few backward passes, `GroupedProducts`, and `ChainProducts` in the order
+       of `Chain.order`.
     6. The one of the least cost of these and `Compressed`, unless an operator has no forward mode.
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
@@ -80,17 +81,20 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
         return Compressed(function, colors, compile=compile)
 
     def folded_products(cost: float | None = None) -> FoldedProducts | None:
-        """Sums of products of local derivatives and, if a cost is given, of elements of weights, up to that cost.
+        """Sums of products of local derivatives; if a cost is given, of all kinds, up to that cost.
 
         None where the entries are no such sums, or cost more.
         """
-        most = None
+        most, samples = None, 1 if function.shared else function.batch
         if cost is not None:
-            most = int(cost / (TERM * (1 if function.shared else function.batch)))
+            most = int(cost / (TERM * samples))
         try:
-            return FoldedProducts(function, folding.folded(most=most), compile=compile)
+            folded = folding.folded(most=most)
         except NotFoldableError:
             return None
+        if cost is not None and TERM * samples * folding.algebra.terms + _cost_of_passes(folding) > cost:
+            return None
+        return FoldedProducts(function, folded, compile=compile)
 
     registered = function.chain.registered_values
     if registered and method == "compressed":
@@ -144,6 +148,16 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     except UnsupportedOperatorError:
         # An operator has no forward mode, or none for many seeds at once.
         return folded_products(cost) or products
+
+
+def _cost_of_passes(folding: Folding) -> float:
+    """The cost of the operators' backward passes that make local derivatives for folded products."""
+    function, cost = folding.function, 0.0
+    for edge in folding.by_passes:
+        passes = 1 + int(row_colors(edge.pattern).max(initial=-1))
+        values = passes * (edge.call.in_size + edge.call.out_size) + edge.pattern.nnz
+        cost += passes * CALL + VALUE * function.x.element_size() / 8 * function.batch * values
+    return cost
 
 
 def _cost_of_products(function: TracedFunction) -> float:

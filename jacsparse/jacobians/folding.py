@@ -14,14 +14,14 @@ import numpy as np
 import torch
 from torch import fx
 
-from ..patterns import Diagonal, Identity, Pattern
+from ..patterns import Diagonal, Identity, Pattern, Rule, compressed_values, row_colors
 from ..runtime import index_dtype, row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
 from ..tracing import Operation, Scalar, Trace, Value, Values
 from .terms import (
     FEW_TERMS,
     NONE,
-    TERMS_OF_WEIGHTS,
+    TERMS_OF_FACTORS,
     TERMS_PER_ENTRY,
     Algebra,
     NotFoldableError,
@@ -31,6 +31,9 @@ from .terms import (
 )
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction, elementwise_derivatives
+
+#: The most backward passes of an operator that make the values of its Jacobian.
+MOST_PASSES = 16
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,25 +63,26 @@ class Folding:
     """The local Jacobians of a function as matrices of terms, and the entries of its Jacobian as such."""
 
     def __init__(self, function: TracedFunction) -> None:
-        self.function, self.weights, self.algebra = function, False, Algebra()
+        self.function, self.by_factors, self.algebra = function, False, Algebra()
         #: The edges whose local derivatives are variables, in the order of these; and what computes them.
         self.varying: list[Edge] = []
         self.computed: ValueFunction | None = None
         #: The first variable of each edge, and how many there are.
         self._firsts, self._count = list[int](), 0
-        #: For those that are elements of an argument, a weight or a number: its name, and which element each entry is.
+        #: For those that are elements of another factor, or a number: its name, and which element each entry is.
         self.selections: dict[Edge, tuple[str, np.ndarray]] = {}
 
     def folded(self, *, most: int | None = None) -> Folded:
         """The entries of the function's Jacobian as terms.
 
-        All products may have at most so many terms; elements of weights are variables only where that limit is given.
+        All products may have at most so many terms; elements of factors, and entries that a few backward passes of an
+        operator make, are variables only where that limit is given.
 
         Raises
         ------
         NotFoldableError
-            Where a local Jacobian is neither constant nor elementwise, and no selection of a weight's elements where
-            these are variables, or there are too many paths.
+            Where a local Jacobian is neither constant nor elementwise, and none of these where they are variables, or
+            there are too many paths.
         """
         terms, algebra = self._product(most), self.algebra
         # The term of an entry that has no variable comes first.
@@ -94,7 +98,7 @@ class Folding:
         """The function's Jacobian as terms, of which all products may have so many."""
         if self.function.x.is_cuda:
             raise NotFoldableError("its kernels run on the CPU")
-        chain, self.weights, self.algebra = self.function.chain, most is not None, Algebra()
+        chain, self.by_factors, self.algebra = self.function.chain, most is not None, Algebra()
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         sizes = [
             e.transposed_pattern.nnz for e in chain.edges if not isinstance(e.transposed_pattern.structure, Identity)
@@ -103,9 +107,9 @@ class Folding:
         # Products of a loop's steps have a few terms for each entry of the steps.
         limit = max(FEW_TERMS, TERMS_PER_ENTRY * max(size, sum(sizes) // 2))
         if most is not None:
-            limit = min(most, max(FEW_TERMS, TERMS_OF_WEIGHTS * size))
+            limit = min(most, max(FEW_TERMS, TERMS_OF_FACTORS * max(size, sum(sizes) // 4)))
             if sum(sizes) > limit:
-                raise NotFoldableError("its local Jacobians have more elements of weights than pay")
+                raise NotFoldableError("its local Jacobians have more elements of factors than pay")
         matrices = self.matrices()
         if not len(chain):
             return terms_at(chain.pattern)
@@ -147,12 +151,18 @@ class Folding:
         if edge.shared and (selects or not self._varies(edge, operation)):
             return LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
         if not is_elementwise(edge):
-            selection = selection_of(edge, self.function.trace) if self.weights else None
-            if selection is None:
+            selection = selection_of(edge, self.function.trace) if self.by_factors else None
+            if selection is not None:
+                self.selections[edge] = selection
+            elif not (self.by_factors and _takes_few_passes(edge)):
                 raise NotFoldableError(f"{edge.call.path}: {edge.call.operator} is neither constant nor elementwise")
-            self.selections[edge] = selection
         self.varying.append(edge)
         return None
+
+    @property
+    def by_passes(self) -> list[Edge]:
+        """Those of `varying` whose derivatives are made by their operators' backward passes."""
+        return [edge for edge in self.varying if edge not in self.selections and not is_elementwise(edge)]
 
     def _varies(self, edge: Edge, operation: Operation) -> bool:
         """Whether another argument of an edge's operator than its operand may differ between runs."""
@@ -196,14 +206,15 @@ class Folding:
         function, batch, parts = self.function, self.function.batch, []
         for edge in self.varying:
             if edge in self.selections:
-                arguments = values.arguments(edge.operation.referenced)
-                weight = arguments[self.selections[edge][0]].reshape(1, -1)
+                name = self.selections[edge][0]
+                factor, layout = values.arguments(edge.operation.referenced)[name], edge.operation.layouts.get(name)
+                factor = factor.reshape(1, -1) if layout is None else layout.split(factor).reshape(batch, -1)
                 # In coarser numbers it would be rounded.
-                weight = weight.to(function.x.dtype)
-                weight = weight.reciprocal() if power_of(edge) == -1 else weight
-                parts.append(weight if function.shared else weight.expand(batch, -1))
+                factor = factor.to(function.x.dtype)
+                factor = factor.reciprocal() if power_of(edge) == -1 else factor
+                parts.append(factor if function.shared else factor.expand(batch, -1))
                 continue
-            parts.append(derivative_of(function, edge, values))
+            parts.append((derivative_of if is_elementwise(edge) else _derivative_by_passes)(function, edge, values))
         return parts
 
     def _coefficient(self, edge: Edge) -> float | None:
@@ -219,6 +230,8 @@ class Folding:
                 return 1.0
             alpha = self._number(arguments.get("alpha", 1))
             return alpha if alpha is None or name == "aten.add" else -alpha
+        if name in ("aten.addmm", "aten.addmv", "aten.baddbmm") and argument == "self":
+            return self._number(arguments.get("beta", 1))
         power = power_of(edge)
         other = None if power is None else self._number(arguments["other"])
         if other is None or power is None:
@@ -259,28 +272,50 @@ def derivative_of(function: TracedFunction, edge: Edge, values: Values) -> torch
     return of_samples[:1] if function.shared else of_samples
 
 
-def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
-    """The name of a weight among an operator's arguments, and which of its elements an edge's entries are.
+def _takes_few_passes(edge: Edge) -> bool:
+    """Whether a few of its operator's backward passes, which other runs can repeat, make the values of an edge."""
+    # PyTorch has no derivative of some further results, as a norm's statistics, but a rule may.
+    is_pytorchs = not edge.operation.number or type(edge.rule).values is Rule.values
+    is_plain = is_pytorchs and not (edge.operation.random or edge.omissions or edge.excluded)
+    return is_plain and row_colors(edge.pattern).max(initial=-1) < MOST_PASSES
 
-    None where the entries are no elements of a weight.
+
+def _derivative_by_passes(function: TracedFunction, edge: Edge, values: Values) -> torch.Tensor:
+    """The entries of an edge by `compressed_values`, ``(batch, nnz)``, or ``(1, nnz)`` where samples share them."""
+    # Where no operand is the input itself, its form alone is asked for, and that of the result.
+    x = values.get(0, function.x)
+    trace = Trace.replayed(function.graph, function.trace.module, x, {}, values.scalars)
+    referenced = [each.number for each in edge.operation.referenced.values() if type(each) is Value]
+    trace.copies |= {edge.target: function.trace.tensor(edge.target)} | {value: values[value] for value in referenced}
+    # Some operators have no derivative of their backward passes, of which forward mode is made.
+    call = replace(LocalJacobian(edge, trace).call, jvp=None)
+    of_samples = compressed_values(edge.pattern, call).T
+    return of_samples[:1] if function.shared else of_samples
+
+
+def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
+    """The name of another factor among an operator's arguments, and which of its elements an edge's entries are.
+
+    It is a weight, or depends on the input too. None where the entries are no elements of a factor.
     """
     call = LocalJacobian(edge, trace).call
     names = edge.rule.pruned_arguments(edge.call)
-    if not edge.shared or len(names) != 1 or names[0] in call.dependent:
+    if len(names) != 1 or not (edge.shared or names[0] in call.batched):
         return None
     (name,) = names
-    weight = call.arguments[name]
-    if trace.tensor(edge.operation.number_of(name)).numel() != weight.numel():
+    factor = call.arguments[name]
+    if trace.tensor(edge.operation.number_of(name)).numel() != factor.numel():
         return None
 
-    def values_of(weight: torch.Tensor) -> torch.Tensor:
-        of_weight = replace(call, arguments={**call.arguments, name: weight})
-        return edge.rule.transposed_values(of_weight, edge.transposed_pattern)[:, 0]
+    def values_of(factor: torch.Tensor) -> torch.Tensor:
+        of_factor = replace(call, arguments={**call.arguments, name: factor})
+        return edge.rule.transposed_values(of_factor, edge.transposed_pattern)[:, 0]
 
-    # The rule itself tells where the elements of a weight of consecutive numbers come to lie; other numbers tell
+    # The rule itself tells where the elements of a factor of consecutive numbers come to lie; other numbers tell
     # these from multiples and sums of elements.
-    numbered = torch.arange(weight.numel(), dtype=torch.float64, device="cpu").reshape(weight.shape)
-    elements, others = values_of(numbered).long().clamp(0, max(0, weight.numel() - 1)), (numbered + 1).cos()
+    shape = factor.shape[name in call.batched :]
+    numbered = torch.arange(shape.numel(), dtype=torch.float64, device="cpu").reshape(shape).expand(factor.shape)
+    elements, others = values_of(numbered).long().clamp(0, max(0, shape.numel() - 1)), (numbered + 1).cos()
     are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
     return (name, elements.numpy()) if are_elements else None
 

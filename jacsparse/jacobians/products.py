@@ -1,7 +1,7 @@
 """Values by products of local Jacobians along paths.
 
-Where the entries fold into sums of local derivatives, and of their products with elements of weights, fused loops
-compute all of them. Else a call multiplies the matrices of the operators: where many rows of the Jacobian have entries
+Where the entries fold into sums of products of local derivatives and elements of factors, fused loops compute all of
+them. Else a call multiplies the matrices of the operators: where many rows of the Jacobian have entries
 in the same columns, by groups of these from the output to the input, or else in the order of least cost.
 """
 
@@ -34,7 +34,7 @@ SAME_ROWS = 4
 
 
 class FoldedProducts(Evaluator):
-    """The values of a function's Jacobian from local derivatives of elementwise operators and elements of weights.
+    """The values of a function's Jacobian from local derivatives of elementwise operators and elements of factors.
 
     Parameters
     ----------

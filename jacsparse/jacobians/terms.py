@@ -21,10 +21,10 @@ from .kernels import add_terms, find_entries, multiply_terms, number_entries, or
 
 #: The variable of a term that has none.
 NONE = -1
-#: Terms of all products, for each entry of a matrix, beyond which they are too many; the same where elements of weights
+#: Terms of all products, for each entry of a matrix, beyond which they are too many; the same where elements of factors
 #: are among them, and how many are few in any case: half a second to prepare.
 TERMS_PER_ENTRY = 64
-TERMS_OF_WEIGHTS, FEW_TERMS = 8, 2**20
+TERMS_OF_FACTORS, FEW_TERMS = 8, 2**20
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
 _OF_PLACES = (aten.as_strided.default, aten.as_strided_scatter.default)
 _COPIES = (
     *(aten.alias.default, aten.clone.default, aten.detach.default),
-    aten.lift_fresh_copy.default,
+    *(aten.lift_fresh.default, aten.lift_fresh_copy.default),
     aten._to_copy.default,
 )
 _VIEWS = (aten.view.default, aten._unsafe_view.default)
