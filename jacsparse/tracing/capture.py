@@ -25,6 +25,7 @@ from .autograd_nodes import (
     NO_CONTEXT,
     OF_ERRORS,
     innermost_hooks,
+    is_view_of_function,
     leads_to,
     next_node,
     node_of,
@@ -152,7 +153,7 @@ class Recorder:
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
-            storage = None if viewed is None else self.storages.get(viewed)
+            storage = None if viewed is None or is_view_of_function(viewed) else self.storages.get(viewed)
             if storage is not None:
                 result = overload(*args, **kwargs)
                 views = tensors_in(result)
@@ -282,7 +283,7 @@ class Recorder:
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that a call has made, which is no operand here."""
-        number, node = self.numbers[id(tensor)], node_of(tensor)
+        number, node = current(self, tensor, self.numbers.get(id(tensor))), node_of(tensor)
         value = value_of_function(self, tensor, node, number) if isinstance(node, BackwardCFunction) else None
         return number if value is None else value
 

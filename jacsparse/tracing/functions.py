@@ -21,6 +21,7 @@ from .callers import Unreadable
 from .graph import Graph, Node, Values
 from .operators import BackwardPass, FunctionCall, facts_of
 from .traces import ACTIVE, DEPENDENT
+from .writes import end_write
 
 if TYPE_CHECKING:
     from .capture import Recorder
@@ -53,6 +54,9 @@ def value_of_function(recorder: Recorder, tensor: torch.Tensor, node: Any, numbe
         # Autograd may not have seen the last write of these elements.
         value = recorder.append(FunctionCall(type(node)._forward_cls), (number, derivative), tensor, (False, True))
         known |= {number: value, value: value}
+        if tensor._base is None:
+            # Views of it are read from its storage, which the Function may have written to where autograd did not see.
+            end_write(recorder, tensor, value, seen=True)
     recorder.numbers[id(tensor)] = known[number]
     return known[number]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from .autograd_nodes import node_of
 from .callers import place, source_of
@@ -21,11 +22,15 @@ def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int
     storage = recorder.storages.get(tensor)
     if storage is None:
         return recorder.from_elsewhere(tensor) if number is None else number
+    if tensor._base is not None and isinstance(node_of(tensor._base), BackwardCFunction):
+        recorder.value_of(tensor._base)
     if number is not None and recorder.storages.is_noted(tensor, storage):
         return number
     if not storage.has_elements_of(tensor):
         raise recorder.callers.unsupported("a tensor is written to as numbers of another kind", "compute new ones")
     number, derivatives = _held(recorder, tensor, storage.contents), storage.derivatives(tensor)
+    if tensor.requires_grad and derivatives is not storage.contents:
+        _check_last_write(recorder, node_of(base_of(tensor)))
     edge = recorder.run.gradient_edges.get(number)
     # What autograd saved is another tensor with the same node.
     if tensor.requires_grad and derivatives is not storage.contents and edge != (node_of(tensor), tensor.output_nr):
@@ -36,6 +41,14 @@ def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int
     recorder.storages.note(tensor)
     recorder.alive.append(tensor)
     return number
+
+
+def _check_last_write(recorder: Recorder, node: Any) -> None:
+    """Refuse a Function's write to a part of a tensor: autograd does not tell what node the part has of it."""
+    if node is not None and node.name().endswith("CopySlices"):
+        number = node._sequence_nr()
+        if not next(call for call in reversed(recorder.run.calls) if 0 <= call.sequence < number).seen:
+            recorder.refuse("a torch.autograd.Function writes to a part of a tensor", "give it a clone of the part")
 
 
 def _held(recorder: Recorder, tensor: torch.Tensor, contents: Contents) -> int:

@@ -14,7 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from ..runtime import DispatchMode
 from ..stages import Record, walk
-from ..tracing import Operation, Trace
+from ..tracing import Operation, Rewrite, Trace
 
 
 def pull_back_by_nodes(
@@ -56,8 +56,8 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
             arguments |= {name: values[value] for name, value in operation.operands.items()}
             with DispatchMode(functools.partial(_result, trace, operation)):
                 result = operation.evaluate(arguments)
-            if trace.graph.infos[operation.value].whole is not None:
-                # The parts of a call have its derivative, but not always its elements.
+            if isinstance(operation.node.overload, Rewrite) or trace.graph.infos[operation.value].whole is not None:
+                # What is written unseen, and the parts of a call, have the derivative, but not always the elements.
                 result = result + (trace.elements(operation.value) - result).detach()
             values[operation.value] = result
         output = values[record.stage.stop]

@@ -90,6 +90,39 @@ class DoubledInPlace(torch.autograd.Function):
         return 3 * gradient * ctx.saved_tensors[0]
 
 
+class TripledInPlace(torch.autograd.Function):
+    """It saves nothing, so that others may write to its result too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(3)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 4 * gradient
+
+
+def written_by_function(y: Tensor) -> Tensor:
+    """A tensor that a Function has written to, where autograd sees no write."""
+    return TripledInPlace.apply(y * 1)  # type: ignore[no-any-return]
+
+
+def seen_before(y: Tensor) -> Tensor:
+    """A view from before a Function's write."""
+    y = y * 1
+    view = y.view(2, 3)
+    TripledInPlace.apply(y)
+    return view.sin()
+
+
+def also_written(y: Tensor, write: Callable[[Tensor], object]) -> Tensor:
+    """A view of what a Function has written to, and then others."""
+    y = written_by_function(y)
+    write(y)
+    return y.view(2, 3) ** 2
+
+
 class ByNumpy(torch.autograd.Function):
     """No operator computes the gradients."""
 
@@ -206,6 +239,13 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "reversal": lambda x: reversal(x**2, 0.3).exp(),
     "vjp": lambda x: ByVjp.apply(x) * x,
     "written to": lambda x: DoubledInPlace.apply(x * 2) * x,
+    "written to itself": lambda x: written_by_function(x.sin()),
+    "written to, a view": lambda x: written_by_function(x.sin()).view(2, 3).flatten().sin(),
+    "written to, an earlier view": lambda x: seen_before(x.sin()),
+    "written to twice": lambda x: TripledInPlace.apply(written_by_function(x.sin())).view(2, 3),
+    "written to, then a part": lambda x: also_written(x.sin(), lambda y: y[:2].mul_(x[3])),
+    "written to, then unseen": lambda x: also_written(x.sin(), lambda y: y.detach()[1:].mul_(2)),
+    "a view of what was written to": lambda x: reversal((x * 1).mul_(x), 0.3).view(2, 3).flatten().sin(),
     "several results": lambda x: (lambda y: y[0] * y[4].sin() + y[3])(several(x, 2.5, x**2, "")),
     "first result": lambda x: several(x, 2.5, x**2, "")[0],
     "last result": lambda x: several(x, 2.5, OTHER, "")[4],
@@ -271,6 +311,17 @@ def test_a_backward_pass_that_is_not_differentiable() -> None:
         jacsparse.hessian(lambda x: once(x).sin().sum(), point(0))
 
 
+def test_a_function_that_writes_to_a_part_is_refused() -> None:
+    def f(x: Tensor) -> Tensor:
+        y = x * 1
+        TripledInPlace.apply(y[:2])
+        return y.sin()
+
+    for use in (jacsparse.jacobian, jacsparse.prepare_jacobian):
+        with pytest.raises(UnsupportedOperatorError, match=r"Function writes to a part of a tensor .* give it a clone"):
+            use(f, point(0))
+
+
 def test_patterns() -> None:
     assert jacsparse.jacobian(straight, point(0)).pattern == jacsparse.jacobian(torch.sin, point(0)).pattern
     band = jacsparse.prepare_jacobian(FUNCTIONS["autograd within"], point(0)).pattern
@@ -327,6 +378,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "rounded": clipped,
     "gelu": Gelu.apply,
     "reversal": lambda x: reversal(x, 0.3),
+    "written to": lambda x: written_by_function(x.sin()).view(-1, 2, 3).flatten(1),
+    "written unseen": lambda x: written_unseen(x.sin(), lambda y: y[:, :2].mul_(3)),
     # Products with vectors alone go through these.
     "clipped gradient": ClippedGradient.apply,
     "by NumPy": ByNumpy.apply,
