@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from ..patterns import Call, Layout, gradient_of
+from ..patterns import Call, Layout, UnsupportedOperatorError, gradient_of
 from ..tracing import Scalar, StaleError, Trace, Value, apply_node, with_all_gradients
 from .stage import Edge
 
@@ -118,7 +118,8 @@ class LocalJacobian:
     def node(self) -> Any:
         """Autograd's node, with the tensors that the forward pass saved; None where it is not of this call alone."""
         edge, node = self.trace.gradient_edge(self.edge.target), self._operation.node
-        if edge is None or edge.node is None or node.shift is None or self.trace.saved_by_hooks:
+        by_hooks = self.trace.saved_by_hooks and not self._operation.random
+        if edge is None or edge.node is None or node.shift is None or by_hooks:
             # Hooks may have kept nothing for a call of one node alone, as those of a checkpoint.
             return None
         same = edge.node._sequence_nr() == self.trace.sequences[node.place] + node.shift  # type: ignore[attr-defined]
@@ -165,6 +166,11 @@ class LocalJacobian:
 
     def _again(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The operand, ``(batch, *shape)``, and the result of the operator run again on these samples, with a graph."""
+        if self._operation.random:
+            raise UnsupportedOperatorError(
+                f"{self.edge.call.path}: {self._operation.name} draws random numbers, and autograd does not tell its "
+                f"derivative apart{self._operation.node.source}; let it work on a clone, as of a view"
+            )
         arguments: dict[str, Any] = {}
         with torch.enable_grad():
             for name, argument in self._operation.referenced.items():

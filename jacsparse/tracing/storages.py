@@ -73,7 +73,7 @@ class Contents:
         owners, places = self._arrays()
         which, at = _viewed(owners, extent), _viewed(places, extent)
         values, inverse = np.unique(which, return_inverse=True)
-        return Pieces(values.tolist(), inverse.reshape(which.shape), at.copy())
+        return Pieces(values.tolist() or [OUTSIDE], inverse.reshape(which.shape), at.copy())
 
     def _arrays(self) -> tuple[np.ndarray, np.ndarray]:
         if self._owners is None or self._places is None:

@@ -84,6 +84,16 @@ def test_expanded_arguments_of_functions_that_read_memory() -> None:
         )
 
 
+def test_random_numbers_that_are_written_to_a_view_are_refused() -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x * 1
+        torch.nn.functional.rrelu(y[1:], training=True, inplace=True)
+        return y.sin()
+
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"rrelu_with_noise draws random .* work on a clone"):
+        jacsparse.jacobian(f, torch.linspace(-1, 1, 4))
+
+
 def test_random_numbers_are_drawn_in_the_order_of_an_arguments_elements() -> None:
     f = lambda x, y: functional.dropout(x, 0.5) * y  # noqa: E731
     for x in (drawn(4, 3).mT, drawn(2, 3, 4).permute(2, 0, 1), drawn(3, 8)[:, ::2], drawn(1, 4).expand(3, 4)):

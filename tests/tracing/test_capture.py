@@ -177,6 +177,14 @@ def views(x: torch.Tensor) -> torch.Tensor:
     return y * inner.sum() + every_other.sum()
 
 
+def nothing_of_a_written_tensor(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y[2:] *= x[2:]
+    with torch.no_grad():
+        y[3] = 2
+    return torch.cat([y.sin(), y[len(x) :] * 2])
+
+
 def transposed_view(x: torch.Tensor) -> torch.Tensor:
     y = x.clone().view(2, 4)
     z = y.t()
@@ -283,6 +291,7 @@ FUNCTIONS: list[Function] = [
     element_by_element,
     recurrence,
     views,
+    nothing_of_a_written_tensor,
     transposed_view,
     transposed_in_place,
     without_grad,

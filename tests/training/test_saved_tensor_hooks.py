@@ -21,6 +21,7 @@ from torch.autograd.graph import (
     save_on_cpu,
     saved_tensors_hooks,
 )
+from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
@@ -100,6 +101,16 @@ def layer(dropout: Callable[[float], nn.Module] = nn.Dropout) -> Counted:
     return Counted(nn.Linear(6, 6), dropout(0.4), nn.SiLU())
 
 
+class RandomSlopes(nn.Module):
+    """An operator that draws numbers and is not made of others."""
+
+    def __init__(self, share: float) -> None:
+        super().__init__()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functional.rrelu(x, training=True)
+
+
 def plain() -> nn.Module:
     return nn.Sequential(*[layer() for _ in range(5)])
 
@@ -128,6 +139,10 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Call]] = {
         checkpointed,
     ),
     "other dropouts": (lambda: nn.Sequential(layer(nn.AlphaDropout), layer(nn.FeatureAlphaDropout)), checkpointed),
+    "random slopes": (
+        lambda: nn.Sequential(Around(checkpointed, layer(), layer(RandomSlopes)), layer(RandomSlopes)),
+        lambda function, x: function(x),
+    ),
     "in place": (
         lambda: nn.Sequential(layer(lambda p: nn.Dropout(p, inplace=True)), nn.Linear(6, 6), nn.ReLU(inplace=True)),
         checkpointed,
