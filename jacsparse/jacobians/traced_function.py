@@ -74,8 +74,10 @@ class TracedFunction:
     @functools.cached_property
     def nodes(self) -> list[Node]:
         """The calls through which a derivative passes, as replays make them."""
-        nodes = (node for node in self.graph.replayed if any(operand.active for operand in node.operands))
-        return [node for node in nodes if any(map(self.is_differentiable, node.results))]
+        nodes = [node for node in self.graph.replayed if any(operand.active for operand in node.operands)]
+        # Parts of a call may compute what the call does: the last one of them has the derivative.
+        last = {value: node for node in nodes for value in node.results}
+        return [node for node in nodes if any(last[n] is node and self.is_differentiable(n) for n in node.results)]
 
     def is_differentiable(self, value: int) -> bool:
         """Whether a value may have a derivative."""

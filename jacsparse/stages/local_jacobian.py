@@ -166,7 +166,7 @@ class LocalJacobian:
 
     def _again(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The operand, ``(batch, *shape)``, and the result of the operator run again on these samples, with a graph."""
-        if self._operation.random:
+        if self._operation.node.draws:
             raise UnsupportedOperatorError(
                 f"{self.edge.call.path}: {self._operation.name} draws random numbers, and autograd does not tell its "
                 f"derivative apart{self._operation.node.source}; let it work on a clone, as of a view"

@@ -146,6 +146,7 @@ OTHERS: dict[str, Function] = {
 def test_operators(name: str) -> None:
     f = lambda x: real(OTHERS[name](number(x)))  # noqa: E731
     check(f, drawn(3))
+    check(f, drawn(3), method="compressed")
     if "solved" not in name:
         check_hessian(f, drawn(3, seed=2))
 

@@ -92,6 +92,8 @@ def test_random_numbers_that_are_written_to_a_view_are_refused() -> None:
 
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"rrelu_with_noise draws random .* work on a clone"):
         jacsparse.jacobian(f, torch.linspace(-1, 1, 4))
+    prepared = jacsparse.prepare_jacobian(lambda x: torch.nn.functional.rrelu(x, 0.2, 0.4), torch.linspace(-1, 1, 4))
+    torch.testing.assert_close(prepared(torch.linspace(1, -1, 4)).todense().diagonal(), torch.tensor([1, 1, 0.3, 0.3]))
 
 
 def test_random_numbers_are_drawn_in_the_order_of_an_arguments_elements() -> None:
