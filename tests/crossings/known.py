@@ -18,4 +18,11 @@ def known(subjects: str, names: str = "", detail: str = "") -> Known:
     return Known(tuple(subjects.split(", ")), frozenset(names.split(", ")) - {""}, detail)
 
 
-KNOWN: list[Known] = []
+KNOWN: list[Known] = [
+    # PyTorch's own: it finds the copies of what was saved by ids and addresses, and all tensors without elements have
+    # one address, so that one may be taken for another, of another shape, that is gone.
+    *(
+        known("Scan, Leapfrog, Solve, recurrent layers", f"mutations of saved tensors, {empty}", "must match the size")
+        for empty in ("empty later", "no sample at all")
+    ),
+]
