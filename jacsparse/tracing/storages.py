@@ -94,6 +94,16 @@ def memory_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.layout != torch.strided else tensor.untyped_storage()._cdata
 
 
+def overlaps(tensor: torch.Tensor) -> bool:
+    """Whether a view has elements in the same place, as those of `unfold` and `expand` have."""
+    reach = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= reach:
+            return True
+        reach += step * (size - 1)
+    return False
+
+
 def base_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that autograd knows `tensor` as a view of; `tensor` itself where it is no view."""
     return tensor._base if tensor._base is not None else tensor
@@ -124,7 +134,8 @@ class WrittenStorage:
     def __init__(self, number: int, tensor: torch.Tensor) -> None:
         self.number = number
         self.dtype = tensor.dtype
-        self.contents = Contents(tensor.untyped_storage().nbytes() // tensor.element_size())
+        self._size = tensor.untyped_storage().nbytes() // tensor.element_size()
+        self.contents = Contents(self._size)
         #: How often it was written to.
         self.writes = 0
         #: The numbers of families of tensors, each of views of one tensor to autograd; those of the last write.
@@ -148,7 +159,11 @@ class WrittenStorage:
         self._last = family
         self.contents.write(extent, value)
         if self._before is not None and seen:
-            self._derivatives.setdefault(family, self._before.copy()).write(extent, value)
+            if family not in self._derivatives:
+                # What was detached has no derivative where it is not written to.
+                has_gradient = base_of(tensor).requires_grad
+                self._derivatives[family] = self._before.copy() if has_gradient else Contents(self._size)
+            self._derivatives[family].write(extent, value)
 
     def derivatives(self, tensor: torch.Tensor) -> Contents:
         """What the derivative of a tensor goes by."""

@@ -10,7 +10,7 @@ from torch.autograd.function import BackwardCFunction
 from .autograd_nodes import node_of
 from .callers import place, source_of
 from .operators import Gather, Rewrite, operator_name
-from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered
+from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered, overlaps
 from .traces import OutsideWrite
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def _held(recorder: Recorder, tensor: torch.Tensor, contents: Contents) -> int:
         return pieces
     if len(pieces.values) == 1 and _is_whole(recorder, pieces, tensor.shape):
         return pieces.values[0]
-    values = list(pieces.values)
+    values = list(pieces.values) or [OUTSIDE]
     if OUTSIDE in values:
         # What no value had is as it was before the run.
         place = values.index(OUTSIDE)
@@ -81,6 +81,9 @@ def begin_write(recorder: Recorder, tensor: torch.Tensor, seen: bool) -> None:
         # Autograd makes the view again under a lock, which a look at its node within that call waits for.
         what = "it writes to a part, or a conjugate, of a complex tensor"
         raise recorder.callers.unsupported(what, "compute new parts, and take torch.complex of these")
+    if base is not tensor and tensor.layout == torch.strided and overlaps(tensor):
+        # PyTorch leaves open what such a write does.
+        recorder.refuse("it writes to a view with several elements in one place", "write to a clone of it")
     if base.requires_grad and base.is_leaf and id(base) not in recorder.numbers:
         recorder.captured(base)
     if seen and recorder.run.captures.get(recorder.numbers.get(id(base), -1), (None, False))[1]:
