@@ -123,6 +123,8 @@ class Recorder:
         self._flags = 0
         self._has_floats = self._has_integers = False
         self._sequence = -1
+        #: The numbers of autograd's nodes of views on written storages: it may make one anew within a call.
+        self._nodes_of_views = set[int]()
         self._apart = False
         #: Whether a module that was called has backward hooks.
         self.has_hooks = self._saved_by_hooks = False
@@ -165,10 +167,10 @@ class Recorder:
                 return self._record(overload, facts, args, kwargs, lambda: result)
         if facts.reshapes:
             self.storages.look_at(args[0])
-            # Its value has its shape of now.
-            number = self.numbers.pop(id(args[0]), None)
-            if number is not None:
-                self.run.tensors[number] = args[0].detach()
+            # Values that it had have its shape of now.
+            self.numbers.pop(id(args[0]), None)
+            tensors = self.run.tensors
+            tensors[:] = [tensor.detach() if tensor is args[0] else tensor for tensor in tensors]
             self.storages.forget(args[0])
             return overload(*args, **kwargs)
         if overload is _COPY and replaces(*args[:2]):
@@ -261,6 +263,8 @@ class Recorder:
             node = node_of(tensor)
             kind = type(node)
             if node is not None:
+                if self.storages.written and tensor._base is not None:
+                    self._nodes_of_views.add(node._sequence_nr())
                 if kind.__base__ is BackwardCFunction:
                     if (value := value_of_function(self, tensor, node, number)) is not None:
                         # Which Function it is, its calls tell.
@@ -370,6 +374,8 @@ class Recorder:
         kinds = tuple(self.kinds)
         sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic and selection is None else count
         self.key += (id(overload), seen, *keys, kinds, sizes, path)
+        while self._sequence in self._nodes_of_views:
+            self._sequence -= 1
         call = (overload, args, kwargs, self._operands, kinds, scalars, seen, first, count, bool(written))
         captured = tuple.__new__(CapturedCall, (*call, self._sequence, path, place()))
         self.run.calls.append(captured)

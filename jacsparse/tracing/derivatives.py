@@ -38,8 +38,6 @@ def _examine(trace: Trace, node: Any, maker: Node) -> None:
     if begun == number + 1 and maker.writes:
         # Autograd made this node first, and then that of a copy of the overwritten tensor.
         maker.shift, begun = -1, number
-    elif begun is not None and number < begun and _is_of_operand(trace, begun, maker):
-        maker.shift, begun = number - trace.sequences[maker.place], number
     if not any(operand.active for operand in maker.operands) and not any(maker.differentiable):
         # No operator was seen that made its operand, as where that is a lazy conjugate.
         what, remedy = "what depends on the input", "write it with operators, or make it a custom operator with a rule"
@@ -55,16 +53,6 @@ def _examine(trace: Trace, node: Any, maker: Node) -> None:
             # Of an earlier call, whose result was computed again for a derivative.
             remedy = "leave out the checkpoint, or the hooks of saved tensors"
         raise _unsupported(maker, f"autograd's {node.name()} is not the derivative of {maker.name}", remedy)
-
-
-def _is_of_operand(trace: Trace, number: int, maker: Node) -> bool:
-    """Whether an operand has the node of this number: that of a view is made anew at its use after a write."""
-    for operand in maker.operands:
-        edge, tensor = trace.gradient_edges.get(operand.value), trace.tensors[operand.value]
-        is_view = operand.active and tensor is not None and tensor._is_view()
-        if is_view and edge is not None and edge[0]._sequence_nr() == number:
-            return True
-    return False
 
 
 def _unsupported(node: Node, what: str, remedy: str) -> UnsupportedOperatorError:

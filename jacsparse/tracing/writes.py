@@ -58,7 +58,7 @@ def _held(recorder: Recorder, tensor: torch.Tensor, contents: Contents) -> int:
         return pieces
     if len(pieces.values) == 1 and _is_whole(recorder, pieces, tensor.shape):
         return pieces.values[0]
-    values = list(pieces.values) or [OUTSIDE]
+    values = list(pieces.values)
     if OUTSIDE in values:
         # What no value had is as it was before the run.
         place = values.index(OUTSIDE)
