@@ -26,8 +26,6 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr  # type: igno
 #: The class of the nodes that only raise errors.
 OF_ERRORS = type(torch._C._functions.DelayedError(b"", 1)(torch.empty(0, device="cpu", requires_grad=True)).grad_fn)  # type: ignore[attr-defined]
 
-_IN_FUNCTION = torch._C._autograd.CreationMeta.IN_CUSTOM_FUNCTION  # type: ignore[attr-defined]
-
 
 def recording_derivatives() -> contextlib.AbstractContextManager[Any]:
     """A context in which autograd records, also while a mode handles a call, where PyTorch leaves that out."""
@@ -52,11 +50,6 @@ def is_of_operator(node: Any) -> bool:
     """Whether a node is that of an operator of ``torch.library``, which has its derivative."""
     is_function = isinstance(node, BackwardCFunction)
     return is_function and type(node)._forward_cls.__module__ == "torch._library.autograd"  # type: ignore[attr-defined]
-
-
-def is_view_of_function(tensor: torch.Tensor) -> bool:
-    """Whether a ``torch.autograd.Function`` returned a view of its argument, which this is, or a view of that."""
-    return tensor._is_view() and torch._C._autograd._get_creation_meta(tensor) == _IN_FUNCTION  # type: ignore[attr-defined]
 
 
 def has_node_hooks(node: Any) -> bool:

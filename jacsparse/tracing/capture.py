@@ -25,7 +25,6 @@ from .autograd_nodes import (
     NO_CONTEXT,
     OF_ERRORS,
     innermost_hooks,
-    is_view_of_function,
     leads_to,
     next_node,
     node_of,
@@ -49,7 +48,7 @@ from .operators import (
     with_written,
     written_tensors,
 )
-from .storages import Storages, extent_of, memory_of, replaces
+from .storages import Storages, WrittenStorage, extent_of, memory_of, replaces
 from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, free_numbers
 from .writes import begin_write, current, end_write
 
@@ -155,8 +154,8 @@ class Recorder:
         facts = facts_of(overload)
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
-            storage = None if viewed is None or is_view_of_function(viewed) else self.storages.get(viewed)
-            if storage is not None:
+            storage = None if viewed is None else self.storages.get(viewed)
+            if storage is not None and not self._has_value(viewed, storage):
                 result = overload(*args, **kwargs)
                 views = tensors_in(result)
                 if all(map(storage.has_elements_of, views)):
@@ -166,6 +165,8 @@ class Recorder:
                     return result
                 return self._record(overload, facts, args, kwargs, lambda: result)
         if facts.reshapes:
+            if isinstance(node_of(args[0]), BackwardCFunction):
+                self.value_of(args[0])
             self.storages.look_at(args[0])
             # Values that it had have its shape of now.
             self.numbers.pop(id(args[0]), None)
@@ -313,6 +314,11 @@ class Recorder:
         self.run.captures[number] = form
         self.irreplaceable.add(number)
         return number
+
+    def _has_value(self, tensor: torch.Tensor, storage: WrittenStorage) -> bool:
+        """Whether a tensor on a written storage has a value of its own: that which it was read as, or a Function's."""
+        is_known = id(tensor) in self.numbers and self.storages.is_noted(tensor, storage)
+        return is_known or (not self.in_parts and isinstance(node_of(tensor), BackwardCFunction))
 
     def _replaced(self, tensor: torch.Tensor, other: torch.Tensor, *_: Any) -> torch.Tensor:
         """Copy a tensor onto another one, which then is the same value."""
