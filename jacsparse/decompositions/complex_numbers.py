@@ -120,15 +120,17 @@ def _product(multiply: Callable[..., Any], a: Any, b: Any) -> ComplexParts:
 # Functions, as of the parts a and b of one number.
 
 
-def _is_zero(z: ComplexParts) -> torch.Tensor:
+def _size(z: ComplexParts) -> tuple[torch.Tensor, torch.Tensor]:
+    """The absolute value, 1 where that is zero and has no derivative; and where that is."""
     re, im = z.tensors
-    return (re == 0) & (im == 0)
+    zero = (re == 0) & (im == 0)
+    return torch.hypot(torch.where(zero, 1.0, re), im), zero
 
 
 def _abs(z: ComplexParts) -> torch.Tensor:
     """The absolute value, whose derivative at zero is zero."""
-    zero, (re, im) = _is_zero(z), z.tensors
-    return torch.where(zero, 0.0, torch.hypot(torch.where(zero, 1.0, re), im))
+    size, zero = _size(z)
+    return torch.where(zero, 0.0, size)
 
 
 def _angle(z: ComplexParts) -> torch.Tensor:
@@ -140,8 +142,8 @@ def _angle(z: ComplexParts) -> torch.Tensor:
 
 
 def _sgn(z: ComplexParts) -> ComplexParts:
-    zero, size = _is_zero(z), torch.hypot(*z.tensors)
-    return z.each(lambda part: torch.where(zero, 0.0, part / torch.where(zero, 1.0, size)))
+    size, zero = _size(z)
+    return z.each(lambda part: torch.where(zero, 0.0, part / size))
 
 
 def _reciprocal(z: ComplexParts) -> ComplexParts:
