@@ -41,6 +41,11 @@ def node_of(tensor: torch.Tensor) -> Any:
         return None
 
 
+def is_of_function(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what a ``torch.autograd.Function`` returned."""
+    return isinstance(node_of(tensor), BackwardCFunction)
+
+
 def is_of_hooks(node: Any) -> bool:
     """Whether a node stands for a module's backward hooks."""
     return isinstance(node, BackwardCFunction) and issubclass(type(node)._forward_cls, BackwardHookFunction)  # type: ignore[attr-defined]

@@ -25,6 +25,7 @@ from .autograd_nodes import (
     NO_CONTEXT,
     OF_ERRORS,
     innermost_hooks,
+    is_of_function,
     leads_to,
     next_node,
     node_of,
@@ -48,7 +49,7 @@ from .operators import (
     with_written,
     written_tensors,
 )
-from .storages import Storages, WrittenStorage, extent_of, memory_of, replaces
+from .storages import Storages, extent_of, memory_of, replaces
 from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, free_numbers
 from .writes import begin_write, current, end_write
 
@@ -112,6 +113,8 @@ class Recorder:
         #: derivative, and those of the result by the values that have its elements.
         self.backward_passes: dict[Any, RecordedBackward] = {}
         self.functions: dict[tuple[Any, int], tuple[int, dict[int, int]]] = {}
+        #: Values of views that no memory tells, as of what a Function returned.
+        self._known_views = set[int]()
         #: Tensors without a gradient, by their ids, whose values others have that may have one.
         self._detached = set[int]()
         #: Copies of lazy conjugates and negatives, by their ids: PyTorch makes some below autograd, for an operator.
@@ -155,17 +158,20 @@ class Recorder:
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
             storage = None if viewed is None else self.storages.get(viewed)
-            if storage is not None and not self._has_value(viewed, storage):
+            if storage is not None:
                 result = overload(*args, **kwargs)
-                views = tensors_in(result)
-                if all(map(storage.has_elements_of, views)):
+                views, number = tensors_in(result), self.numbers.get(id(viewed))
+                is_known = number in self._known_views or is_of_function(viewed)
+                if not is_known and all(map(storage.has_elements_of, views)):
                     # Where they are read, they are what the storage holds then.
                     self.alive += views
-                    self.masks.leave([] if overload is aten.view.default else [self.numbers.get(id(viewed))])
+                    self.masks.leave([] if overload is aten.view.default else [number])
                     return result
-                return self._record(overload, facts, args, kwargs, lambda: result)
+                self._record(overload, facts, args, kwargs, lambda: result)
+                self._known_views.update([self.numbers[id(view)] for view in views])
+                return result
         if facts.reshapes:
-            if isinstance(node_of(args[0]), BackwardCFunction):
+            if is_of_function(args[0]):
                 self.value_of(args[0])
             self.storages.look_at(args[0])
             # Values that it had have its shape of now.
@@ -314,11 +320,6 @@ class Recorder:
         self.run.captures[number] = form
         self.irreplaceable.add(number)
         return number
-
-    def _has_value(self, tensor: torch.Tensor, storage: WrittenStorage) -> bool:
-        """Whether a tensor on a written storage has a value of its own: that which it was read as, or a Function's."""
-        is_known = id(tensor) in self.numbers and self.storages.is_noted(tensor, storage)
-        return is_known or (not self.in_parts and isinstance(node_of(tensor), BackwardCFunction))
 
     def _replaced(self, tensor: torch.Tensor, other: torch.Tensor, *_: Any) -> torch.Tensor:
         """Copy a tensor onto another one, which then is the same value."""

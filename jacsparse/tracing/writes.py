@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
-from .autograd_nodes import node_of
+from .autograd_nodes import is_of_function, node_of
 from .callers import place, source_of
 from .operators import Gather, Rewrite, operator_name
 from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered, overlaps
@@ -22,7 +21,7 @@ def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int
     storage = recorder.storages.get(tensor)
     if storage is None:
         return recorder.from_elsewhere(tensor) if number is None else number
-    if tensor._base is not None and isinstance(node_of(tensor._base), BackwardCFunction):
+    if tensor._base is not None and is_of_function(tensor._base):
         recorder.value_of(tensor._base)
     if number is not None and recorder.storages.is_noted(tensor, storage):
         return number

@@ -282,6 +282,10 @@ def test_zeros_and_sizes_at_the_ends_of_the_range() -> None:
     x = torch.ones(6, dtype=torch.float64)
     for J in (jacsparse.jacobian(f, x), jacsparse.prepare_jacobian(f, x)(x)):
         torch.testing.assert_close(J.todense(), expected_of(f, x), rtol=BOUND, atol=BOUND)
+    energy = lambda x: (f(x) + 0.5).pow(3).sum()  # noqa: E731
+    expected = torch.autograd.functional.hessian(energy, x)
+    for H in (jacsparse.hessian(energy, x), jacsparse.prepare_hessian(energy, drawn(6))(x)):
+        torch.testing.assert_close(H.todense(), expected, rtol=BOUND, atol=BOUND)
     # Each derivative of a function of degree d is of degree d - 1; squares would overflow here.
     x = torch.tensor([0.6, 0.8], dtype=torch.float64)
     for f, degree in (

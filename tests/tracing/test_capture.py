@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import jacsparse
 from jacsparse import UnsupportedOperatorError
 from jacsparse.tracing.capture import capture
 from jacsparse.tracing.operators import BackwardPass, Gather, Rewrite, facts_of, with_written, written_tensors
@@ -224,6 +225,21 @@ def through_detach(x: torch.Tensor) -> torch.Tensor:
     return y * x + y
 
 
+def detached_and_written_in_part(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    z = y.detach()
+    z[1].mul_(x[0])
+    z[3:5] = x[5:7]
+    return torch.cat([y, z])
+
+
+def transposed_after_writes(x: torch.Tensor) -> torch.Tensor:
+    y = (x * 1)[None]
+    y[y.detach() > 0.3] = 0.25
+    y.add_(BUFFER[0]).t_()
+    return y.reshape(-1) * x
+
+
 def through_data(x: torch.Tensor) -> torch.Tensor:
     y = x * 2
     y.data[1:3] = 7.0
@@ -297,6 +313,8 @@ FUNCTIONS: list[Function] = [
     without_grad,
     without_grad_between,
     through_detach,
+    detached_and_written_in_part,
+    transposed_after_writes,
     through_data,
     constants_among_others,
     by_masks,
@@ -409,6 +427,27 @@ def test_numbers_that_scale_are_no_part_of_a_key() -> None:
 def test_calls_grow_with_the_steps() -> None:
     counts = [len(check(recurrence, vector(size)).calls) for size in (16, 64)]
     assert counts[1] < 4.2 * counts[0]
+
+
+def test_views_of_one_shape_after_a_write() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        y = x * x
+        first, second = y.view(-1), y[:]
+        y.mul_(2)
+        return first * second + first.exp()
+
+    expected = torch.autograd.functional.jacobian(function, vector())
+    for actual in (
+        jacsparse.jacobian(function, vector()),
+        jacsparse.prepare_jacobian(function, vector(8) + 1)(vector()),
+    ):
+        torch.testing.assert_close(actual.todense(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_elements_in_one_place_are_not_written_to() -> None:
+    for view in (lambda y: y.unfold(0, 3, 1), lambda y: y.detach().unfold(0, 2, 1)):
+        with pytest.raises(UnsupportedOperatorError, match=r"several elements in one place .* write to a clone"):
+            capture(lambda x, view=view: view(x * 1).mul_(2).sum(0), vector())
 
 
 def test_parts_of_complex_numbers_are_not_written_to() -> None:

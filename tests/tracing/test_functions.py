@@ -246,6 +246,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "written to, then a part": lambda x: also_written(x.sin(), lambda y: y[:2].mul_(x[3])),
     "written to, then unseen": lambda x: also_written(x.sin(), lambda y: y.detach()[1:].mul_(2)),
     "a view of what was written to": lambda x: reversal((x * 1).mul_(x), 0.3).view(2, 3).flatten().sin(),
+    "a part of what was written to": lambda x: reversal((x * 1).mul_(x), 0.3).split(3)[1].view(1, 3).sin(),
+    "written to, then transposed": lambda x: TripledInPlace.apply(x.sin().view(2, 3).clone()).t_().contiguous().sin(),
     "several results": lambda x: (lambda y: y[0] * y[4].sin() + y[3])(several(x, 2.5, x**2, "")),
     "first result": lambda x: several(x, 2.5, x**2, "")[0],
     "last result": lambda x: several(x, 2.5, OTHER, "")[4],
