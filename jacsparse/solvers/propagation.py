@@ -9,50 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..flop import counted_record
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Run, check_input, forward_pass, pull_back, refuse_hooks
+from ..stages import check_input, forward_pass
 from ..tracing import check_module, without_autocast
-from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
+from .recorded_systems import ChainSystem, GraphSystem, diagonal_block
 from .recurrent_run import RecurrentRun, check_like, weight_block
 from .solver import Solution
 from .systems import BlockTriangular
-
-
-def stretches_of(
-    module: nn.Module, x: torch.Tensor, gradient: torch.Tensor
-) -> tuple[list[BlockTriangular | int], list[str]]:
-    """The systems of a module's back-propagation, from its output on; between them what the other stages take.
-
-    A number stands for a stage that couples samples: the multiply-adds of its operators for the whole batch. Then the
-    paths of the stages whose blocks have no entry, from the input on; empty ones of an RNN.
-    """
-    if isinstance(module, nn.RNN):
-        system = propagation(module, x, gradient).system
-        return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
-    chain, run = forward_pass(check_module(module), check_input("x", x), couples=True)
-    _check_run(module, chain, run, gradient)
-    refuse_hooks(run.records)
-    systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()
-    with without_autocast(x.device):
-        for part in reversed(stretches(run.records)):
-            if part[0].stage.couples:
-                systems.append(counted_record(part[0]).stage.factor().nnz * len(x))
-            else:
-                chained = ChainSystem(part, gradient)
-                systems.append(chained.system)
-                cut = [*chained.cut(), *cut]
-            if part[0] is not run.records[0]:
-                (gradient,), _ = pull_back(part[::-1], gradient, part[:1], [], ())
-    return systems, cut
-
-
-def _check_run(module: nn.Module, chain: Chain, run: Run, gradient: torch.Tensor) -> None:
-    """Raise where a run has no stages, or the gradient is not one of its output."""
-    if not len(chain):
-        raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
-    check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
 
 
 class Propagation(ABC):
@@ -76,7 +40,9 @@ class ModulePropagation(Propagation):
         check_input("x", x)
         self.module = module
         chain, self.run = forward_pass(check_module(module), x)
-        _check_run(module, chain, self.run, gradient)
+        if not len(chain):
+            raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
+        check_like("gradient", gradient, self.run.trace.output.shape, self.run.trace.output)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())
         self.system = self.recorded.system

@@ -121,15 +121,6 @@ class ChainSystem(RecordedSystem):
         scales = [diagonal_block(group.scale()) for group in self.groups]
         self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, check_finite=False)
 
-    def cut(self) -> list[str]:
-        """The paths of the stages whose blocks have no entry, so that no gradient passes them."""
-        blocks = self.system.off_diagonal.blocks
-        return [
-            group.linear.stage.path
-            for place, group in enumerate(self.groups[1:])
-            if group.linear is not None and not blocks[place, place + 1].pattern.nnz
-        ]
-
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
         for place, group in enumerate(self.groups):
             if group.linear is not None:
