@@ -17,8 +17,8 @@ from jacsparse.solvers import BlockTriangular, TriangularSolver
 class TanhNetwork:
     """``z_{k,s} = tanh(W_k z_{k-1,s} + U_k z_{k,s-1} + b_k)``, where ``z_{0,s}`` is the input of step s.
 
-    Linear layers with a tanh each are one step, without U. Each of `layers` has W, U and b; `x` is (steps, batch, units).
-    States, points and scales are lists with a tensor, (steps, batch, units), for each layer.
+    Linear layers with a tanh each are one step, without U. Each of `layers` has W, U and b; `x` is (steps, batch,
+    units). States and scales are lists with a tensor, (steps, batch, units), for each layer.
     """
 
     layers: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]

@@ -2,7 +2,7 @@
 
 from .counting import count_flop, nan_weights
 from .coupled_edges import counted_record
-from .estimate import CountEstimate, Effort, estimate_products
+from .estimate import CountEstimate, estimate_products
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
@@ -13,7 +13,6 @@ __all__ = [
     "SORTS",
     "BaselineStep",
     "CountEstimate",
-    "Effort",
     "FlopReport",
     "FlopStep",
     "FlopSummary",

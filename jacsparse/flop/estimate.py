@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -31,32 +30,8 @@ _BUDGET = 1e8
 _ENTRY = 4
 
 
-class Effort(ABC):
-    """About how long something takes, and how many bytes of memory."""
-
-    nbytes: float
-    #: Whether all of it is estimated. If not, what is estimated takes long enough, and figures are lower bounds.
-    complete: bool = True
-
-    @property
-    @abstractmethod
-    def seconds(self) -> float:
-        """Time on this machine's threads."""
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
-        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
-
-    def __str__(self) -> str:
-        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
-            return "longer than can be estimated"
-        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
-        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
-
-
 @dataclass(frozen=True)
-class CountEstimate(Effort):
+class CountEstimate:
     """What counting a schedule takes, about.
 
     Attributes
@@ -86,6 +61,17 @@ class CountEstimate(Effort):
     def seconds(self) -> float:
         """Time on this machine's threads."""
         return START + self.work / (PAIRS * thread_count()) + self.nbytes / BYTES if self.pairs or self.nbytes else 0.0
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
+        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
+
+    def __str__(self) -> str:
+        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
+            return "longer than can be estimated"
+        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
+        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
 
 
 def estimate_count(
@@ -118,7 +104,6 @@ def estimate_products(
     plans: Sequence[Schedule],
     factors: Sequence[Pattern | Region],
     *,
-    most: float = math.inf,
     enough: float = math.inf,
     uncomputed: Collection[int] = (),
     live: bool = True,
@@ -131,8 +116,6 @@ def estimate_products(
         The schedules; the first one gives the estimate its name.
     factors : sequence of Pattern or Region
         The transposed Jacobians of the stages, from the network's input to its output.
-    most : float
-        Pairs beyond which a matrix is taken for a full one, and is not made.
     enough : float
         Pairs beyond which no further product is estimated.
     uncomputed : collection of int
@@ -143,7 +126,7 @@ def estimate_products(
     name = plans[0].name if plans else ""
     if all(step.kind == "mv" for plan in plans for step in plan.products):
         return CountEstimate(name, 0.0, 0.0, True)
-    least = _at_least(plans, factors, most, live)
+    least = _at_least(plans, factors, live)
     if least.pairs > enough:
         return least
     #: The entries of each factor that estimates go through, and how many they still may.
@@ -174,26 +157,22 @@ def estimate_products(
                 made.add(stage)
                 factor = factors[stage]
                 if isinstance(factor, Region):
-                    full[stage, stage] = factor.estimate > most
-                    if not full[stage, stage]:
-                        pairs, work = pairs + factor.estimate, work + factor.estimate
-                        flop += 2.0 * step.live * factor.estimate
-                    size += 0.0 if full[stage, stage] else _nbytes(_row_counts([factor]))
-                size += 0.0 if full.get((stage, stage)) else _stored_nbytes(factor)
+                    pairs, work = pairs + factor.estimate, work + factor.estimate
+                    flop += 2.0 * step.live * factor.estimate
+                    size += _nbytes(_row_counts([factor]))
+                size += _stored_nbytes(factor)
             full[first, last] = full.get((first, middle), _is_full(left)) or full.get((start, last), _is_full(right))
             if full[first, last]:
                 continue
             if _is_counted(left, right):
                 rows = _row_counts(right)
                 met = float(_column_counts(left) @ rows)
-                full[first, last] = met > most
-                if not full[first, last]:
-                    # Words in place of pairs, where rows of the right factor are merged word by word.
-                    share = float(rows.mean()) / factors[last].shape[1]
-                    words = PACKED * share > 1 and step.out not in uncomputed
-                    pairs, work = pairs + met, work + (met / (64 * share) if words else met)
-                    flop += 2.0 * step.live * met
-            if step.out not in uncomputed and not full[first, last]:
+                # Words in place of pairs, where rows of the right factor are merged word by word.
+                share = float(rows.mean()) / factors[last].shape[1]
+                words = PACKED * share > 1 and step.out not in uncomputed
+                pairs, work = pairs + met, work + (met / (64 * share) if words else met)
+                flop += 2.0 * step.live * met
+            if step.out not in uncomputed:
                 size += _nbytes(_row_counts([*left, *right]))
     if not complete:
         pairs, size, work, flop = map(
@@ -202,7 +181,7 @@ def estimate_products(
     return CountEstimate(name, pairs, size, complete, work, flop)
 
 
-def _at_least(plans: Sequence[Schedule], factors: Sequence[Pattern | Region], most: float, live: bool) -> CountEstimate:
+def _at_least(plans: Sequence[Schedule], factors: Sequence[Pattern | Region], live: bool) -> CountEstimate:
     """What it takes to make the matrices of the stages alone that products read."""
     pairs, size, flop = 0.0, 0.0, 0.0
     read = {
@@ -216,9 +195,8 @@ def _at_least(plans: Sequence[Schedule], factors: Sequence[Pattern | Region], mo
     }
     for stage, is_live in read.items():
         least = _least_pairs(factors[stage])
-        if least <= most:
-            pairs, size = pairs + least, size + _stored_nbytes(factors[stage])
-            flop += 2.0 * is_live * least
+        pairs, size = pairs + least, size + _stored_nbytes(factors[stage])
+        flop += 2.0 * is_live * least
     return CountEstimate(plans[0].name, pairs, size, False, pairs, flop)
 
 

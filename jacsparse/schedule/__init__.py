@@ -12,7 +12,7 @@ Values are numbered: 0 to n are the elements of `a`, and larger numbers are resu
 """
 
 from .blockwise import Cuttable, balanced, between, blocked, chunked
-from .cost import Assignment, Complexity
+from .cost import Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
 from .rounds import EXCHANGES, Message, check_exchange, exchanges, taken_in
@@ -26,7 +26,6 @@ __all__ = [
     "COUNTED",
     "EXCHANGES",
     "SURELY",
-    "Assignment",
     "Complexity",
     "Cuttable",
     "Message",

@@ -15,6 +15,9 @@ import pytest
 import torch
 from jacsparse.models import build, prune_weights
 from jacsparse.patterns import Diagonal, Full, Pattern
+from jacsparse.simulation.leapfrogging import LeapfroggingWorkers
+from jacsparse.simulation.one_worker import OneWorker
+from jacsparse.simulation.scanned import ReducedBackward
 from jacsparse.spgemm import multiply_adds
 from torch import nn
 
@@ -39,10 +42,7 @@ from jacsparse.simulation import (
     run,
     simulate,
 )
-from jacsparse.simulation.leapfrogging import LeapfroggingWorkers
-from jacsparse.simulation.one_worker import OneWorker
 from jacsparse.simulation.pipelines import PipeDream
-from jacsparse.simulation.scanned import ReducedBackward
 from jacsparse.stages import Region
 from jacsparse.training import simulate_leapfrog
 
