@@ -305,7 +305,8 @@ def _mini_batch(context: Context, network: _Network) -> list[Row]:
     system = solvers.propagation(*network.drawn()).system
     rows = Group(f"BiCGStab for a mini-batch of {network.batch}, {network}")
     ours, apart = "all samples in each product, with coefficients of their own", "a solve for each sample"
-    calls = {label: partial(solvers.BiCGStab(together=label == ours).solve, system) for label in (ours, apart)}
+    samples, method = [system.sample(number) for number in range(network.batch)], solvers.BiCGStab()
+    calls = {ours: partial(method.solve, system), apart: lambda: [method.solve(sample) for sample in samples]}
     rows.in_turns(context, calls, role={apart: "reference"})
     rows.compare("apart / together", apart, ours)
     return rows.rows()

@@ -1,6 +1,6 @@
 """FLOP of back-propagation, by scan and step after step."""
 
-from .counting import count_flop, nan_weights
+from .counting import count_flop
 from .coupled_edges import counted_record
 from .estimate import CountEstimate, estimate_products
 from .layer_flop import LayerFlop, layers_of
@@ -23,7 +23,6 @@ __all__ = [
     "counted_record",
     "estimate_products",
     "layers_of",
-    "nan_weights",
     "sequence_subject",
     "totals",
 ]

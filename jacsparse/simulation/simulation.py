@@ -149,6 +149,11 @@ class Simulation(Report):
         return best.method, best.workers, self.methods["bp"][0].seconds / best.seconds
 
     @property
+    def pipeline_bound(self) -> float | None:
+        """How many times faster than ``bp`` a pipeline is at most, because one worker runs its slowest stage."""
+        return 1 / self.slowest[1] if self.slowest[1] else None
+
+    @property
     def verdict(self) -> str:
         """Which method to take, by the number of workers, in words."""
         reasons = [f"{name} is not possible: {reason}." for name, reason in self.obstacles.items()]
@@ -164,10 +169,10 @@ class Simulation(Report):
         elif self.gain is not None and len(self.methods) > 1:
             sentences.append("No way to exact gradients is faster than back-propagation on one worker.")
         path, share = self.slowest
-        if path and share:
+        if path and self.pipeline_bound:
             sentences.append(
                 f"The slowest stage, {layer_in_words(path)}, takes {percent(share)} of dense back-propagation: no "
-                f"pipeline is more than {ratio(1 / share)} times faster."
+                f"pipeline is more than {ratio(self.pipeline_bound)} times faster."
             )
         return " ".join([*sentences, *reasons])
 
@@ -191,7 +196,7 @@ class Simulation(Report):
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values, what they depend on, and what the words mean."""
-        conclusions = {"fastest": self.fastest, "fastest_exact": self.fastest_exact, "gain": self.gain}
+        conclusions = {name: getattr(self, name) for name in ("fastest", "fastest_exact", "gain", "pipeline_bound")}
         versions = {"jacsparse": __version__, "torch": torch.__version__}
         return {**asdict(self), **conclusions, "verdict": self.verdict, "words": WORDS, "versions": versions}
 

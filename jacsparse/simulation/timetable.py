@@ -41,11 +41,6 @@ class Timetable:
         self.jobs.append(job)
         return len(self.jobs) - 1
 
-    @property
-    def work(self) -> float:
-        """Seconds of all jobs."""
-        return math.fsum(job.seconds for job in self.jobs)
-
 
 @dataclass(frozen=True)
 class Outcome:

@@ -126,7 +126,8 @@ class SolverComparison(Report):
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         yield self.conclusion
-        yield f"{self.name}: {self.layers} layers of up to {self.units:,} units, batch {self.samples}"
+        layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
+        yield f"{self.name}: {layers} of up to {self.units:,} units, batch {self.samples}"
         lines = []
         for row in (row for row in self.rows if row.steps is not None):
             counts = (row.steps, row.multiply_adds, row.entries, row.iterations)
@@ -143,7 +144,8 @@ class SolverComparison(Report):
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
-        return {**asdict(self), "conclusion": self.conclusion, "words": WORDS, "versions": versions}
+        words = {"conclusion": self.conclusion, "fewest_up_to": _WORKERS[-1], "words": WORDS}
+        return {**asdict(self), **words, "versions": versions}
 
 
 def compare(
