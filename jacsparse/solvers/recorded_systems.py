@@ -29,11 +29,6 @@ class Group:
     linear: Record | None
     elementwise: tuple[Record, ...]
 
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """All of them, in the order of the forward pass."""
-        return (*([] if self.linear is None else [self.linear]), *self.elementwise)
-
     def scale(self) -> torch.Tensor | None:
         """The product of the elementwise derivatives, ``(batch, elements)``; None where there are none."""
         product: torch.Tensor | None = None
