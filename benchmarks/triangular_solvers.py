@@ -306,7 +306,10 @@ def _mini_batch(context: Context, network: _Network) -> list[Row]:
     rows = Group(f"BiCGStab for a mini-batch of {network.batch}, {network}")
     ours, apart = "all samples in each product, with coefficients of their own", "a solve for each sample"
     samples, method = [system.sample(number) for number in range(network.batch)], solvers.BiCGStab()
-    calls = {ours: partial(method.solve, system), apart: lambda: [method.solve(sample) for sample in samples]}
+    calls: dict[str, Callable[[], object]] = {
+        ours: lambda: method.solve(system),
+        apart: lambda: [method.solve(sample) for sample in samples],
+    }
     rows.in_turns(context, calls, role={apart: "reference"})
     rows.compare("apart / together", apart, ours)
     return rows.rows()

@@ -62,9 +62,17 @@ def simulate(
     x = layer_input(analysed, x, steps)
     if not any(parameter.requires_grad for parameter in analysed.parameters()):
         echo(f"{name} has no weight to train; its figures are without weights' gradients")
-    options = {"latency": latency, "bandwidth": bandwidth, "rate": rate}
     with announcements("simulating") as announce:
-        simulation = simulate_methods(analysed, x, workers=counts, methods=method or None, **options, progress=announce)
+        simulation = simulate_methods(
+            analysed,
+            x,
+            workers=counts,
+            methods=method or None,
+            latency=latency,
+            bandwidth=bandwidth,
+            rate=rate,
+            progress=announce,
+        )
     settings = {
         "model": model, "part": path, "data": data, "prune": prune, "seed": seed,
         "checkpoint": None if checkpoint is None else str(checkpoint),

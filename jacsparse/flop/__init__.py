@@ -2,7 +2,7 @@
 
 from .counting import count_flop
 from .coupled_edges import counted_record
-from .estimate import CountEstimate, estimate_products
+from .estimate import CountEstimate, estimate_count
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
@@ -21,7 +21,7 @@ __all__ = [
     "SideBySide",
     "count_flop",
     "counted_record",
-    "estimate_products",
+    "estimate_count",
     "layers_of",
     "sequence_subject",
     "totals",

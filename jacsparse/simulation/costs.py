@@ -76,8 +76,9 @@ def _timed(counted: Workload, passes: Sequence[Sequence[float]]) -> Workload:
     stages = []
     rate = (counted.forward + counted.backward) / math.fsum(map(math.fsum, passes))
     for number, (stage, (forward, errors, gradients)) in enumerate(zip(counted.stages, passes, strict=True)):
-        times = {"forward": forward, "errors": errors if number else 0.0, "gradients": gradients}
-        stages.append(replace(stage, jacobian=stage.jacobian / rate, **times))
+        errors = errors if number else 0.0
+        jacobian = stage.jacobian / rate
+        stages.append(replace(stage, forward=forward, errors=errors, gradients=gradients, jacobian=jacobian))
     return replace(counted, stages=tuple(stages), rate=rate)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .._version import __version__
-from ..flop import estimate_products
+from ..flop import estimate_count
 from ..patterns import Diagonal, Pattern
 from ..schedule import check_workers, fastest_on
 from ..stages import check_input
@@ -228,12 +228,12 @@ def _solvers(methods: Sequence[TriangularSolver | str] | None) -> list[Triangula
 
 def _takes_long(method: TriangularSolver, system: BlockTriangular) -> str:
     """What it takes to find the patterns of a solver's products, where that is much; else nothing."""
-    schedules, blocks = method.schedules(system), system.off_diagonal.blocks
-    if not schedules:
+    schedule, blocks = method.chain_schedule(system), system.off_diagonal.blocks
+    if schedule is None:
         return ""
     # The last node's block, which no solver multiplies by, comes first.
     chain = [Pattern.of(Diagonal(system.sizes[0])), *(blocks[place].pattern for place in sorted(blocks))]
-    estimate = estimate_products(schedules, chain)
+    estimate = estimate_count(schedule, chain)
     return f"to count its products takes {estimate}; ask for it by name" if estimate.is_long else ""
 
 

@@ -59,11 +59,9 @@ def test_the_conclusion_names_the_solver_with_the_fewest_multiply_adds() -> None
 
 
 def test_what_takes_long_is_left_out_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jacsparse.flop import estimate
-
     module, x = network(16, 8), torch.randn(4, 8, dtype=torch.float64)
     prune_weights(module, 0.5)
-    monkeypatch.setattr(estimate, "LONG", 0.0)
+    monkeypatch.setattr("jacsparse.flop.estimate.LONG", 0.0)
     rows = {row.method: row for row in compare(module, x, seconds=0.0).rows}
     for name in ("scan", "cyclic_reduction"):
         assert rows[name].steps is None and rows[name].remark.endswith("; ask for it by name")
