@@ -36,7 +36,7 @@ $(STAMP): setup.cfg pyproject.toml constraints.txt
 	touch $@
 
 demo: $(STAMP)
-	$(RUN) -m jacsparse.models.demo --out out/demo
+	$(RUN) -m examples.demo --out out/demo
 
 # Three at a time on two cores: some tests wait for other processes.
 test: $(STAMP)

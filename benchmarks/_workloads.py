@@ -8,8 +8,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from jacsparse.models import VGG11, Dataset, default_settings, load_data, prune_weights, train, vgg11_settings
+from jacsparse.models import VGG11, Dataset, default_settings, load_data, prune_weights, train
 from torch import nn
+
+from examples.demo import vgg11_settings
 
 
 class Trained(NamedTuple):

@@ -7,9 +7,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from jacsparse.models import Progress, TrainSettings, default_settings, evaluate, load_data, train
+from torch import nn
 
 from jacsparse.distributed import RankError
 from jacsparse.figures import BLUE, GREEN, ORANGE
@@ -22,6 +23,7 @@ from ._experiment import Experiment
 from ._figures import Line, Panel, Picture
 from ._ranks import Say, on_ranks
 from ._rows import Group, Row, compare
+from ._synthetic_gradients import SyntheticGradients
 
 _NAMES = {"bp": "back-propagation", "dni": "synthetic gradients (DNI)", "ddg": "delayed gradients (DDG)"}
 #: The layer after which ResNet-8 is cut, by the path of the part that follows.
@@ -54,6 +56,8 @@ class _Training:
 
     settings: TrainSettings
     side: int
+    #: Modules of synthetic gradients, in the place of the settings' way back.
+    predicted: Sequence[str] | int | None = None
 
     def __call__(self, say: Say) -> _History:
         data, on_training = averaged(load_data(self.settings.data), self.side), list[tuple[float, float]]()
@@ -65,7 +69,13 @@ class _Training:
                 # As many training images as there are test images.
                 on_training.append(evaluate(now.model, data.train_inputs[samples], data.train_labels[samples]))
 
-        points = train(self.settings, data=data, progress=progress).points
+        def synthetic(model: nn.Module, optimizer: Any) -> SyntheticGradients:
+            assert self.predicted is not None
+            options: dict[str, Any] = {"classes": data.classes, "example": data.train_inputs[:1]}
+            return SyntheticGradients(model, modules=self.predicted, optimizer=optimizer, **options)
+
+        trainer = None if self.predicted is None else synthetic
+        points = train(self.settings, data=data, progress=progress, trainer=trainer).points
         ends = [point for point in points if not math.isnan(point.test_loss)]
         history = {name: [getattr(end, name) for end in ends] for name in ("seconds", "test_loss", "test_accuracy")}
         losses, accuracies = ([each[number] for each in on_training] for number in range(2))
@@ -151,13 +161,13 @@ class DdgConvergence(Experiment):
         settings = replace(
             default_settings(network),
             data=self.data,
-            backward=method,
-            modules=modules,
+            backward="bp" if method == "dni" else method,
+            modules=modules if method == "ddg" else None,
             epochs=epochs,
             batch=self.batch,
             augment=self.augment,
         )
-        return _Training(settings, self.side)
+        return _Training(settings, self.side, modules if method == "dni" else None)
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in rows if "history" in row.data]
@@ -179,7 +189,7 @@ def _rows(
     context: Context, training: _Training, group: str, peers: Sequence[Row] = (), *, processes: int = 1
 ) -> list[Row]:
     """The best test accuracy of a training, and the time of its epochs, beside back-propagation's."""
-    settings, method = training.settings, training.settings.backward
+    settings, method = training.settings, "dni" if training.predicted is not None else training.settings.backward
     label = _NAMES[method]
     say = context.under(f"{group.partition(': ')[0]}, {label}").say
     try:

@@ -14,14 +14,13 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.training import simulate_leapfrog
 
 from ._calls import one_thread
 from ._context import Context
 from ._environment import cores
 from ._experiment import Grid
 from ._figures import COLOURS, Line, Panel, Picture, Straight
-from ._leapfrog_times import leapfrog_critical_path, leapfrog_saving
+from ._leapfrog_times import leapfrog_critical_path, leapfrog_saving, leapfrog_seconds
 from ._rows import Group, Row, where
 from ._workloads import equal_layers
 
@@ -126,7 +125,7 @@ def _add_predictions(rows: Group, seconds: _Seconds, threads: int, depth: int, d
     times = (
         whole * (1 - leapfrog_saving(*seconds, threads)),
         depth * (forward + errors) + leapfrog_critical_path(depth, threads) * gradients,
-        depth * forward + simulate_leapfrog([errors] * depth, [gradients] * depth, threads).seconds,
+        depth * forward + leapfrog_seconds(errors, gradients, depth, threads),
     )
     for prediction, time in zip(_PREDICTIONS, times, strict=True):
         saving, label = 1 - time / whole, f"{prediction}, k = {threads}"

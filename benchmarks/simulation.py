@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from jacsparse.figures import BLUE, GREEN, ORANGE
 from jacsparse.schedule import blelloch, cyclic_reduction
-from jacsparse.simulation import GPipe, Interconnect, Workload, break_even, counted_workload, plan
+from jacsparse.simulation import GPipe, Interconnect, Workload, counted_workload, plan
 
 from ._context import Context
 from ._experiment import Experiment
@@ -65,7 +65,7 @@ class SimulatedTraining(Experiment):
         return [*rows, *self._orders(), *self._spaces(chain), *self._break_even()]
 
     def _methods(self, context: Context, network: str, workload: Workload) -> list[Row]:
-        """The shortest time of each method with any number of workers, and figures beside the papers' formulas."""
+        """The shortest time of each method with any number of workers, and Huo's formula beside it."""
         simulation = plan(
             workload, Interconnect(self.latency, self.bandwidth), self.workers, progress=context.under(network).say
         )
@@ -78,11 +78,12 @@ class SimulatedTraining(Experiment):
             note = f"on {best.workers:,} workers, {memory:.3g} MiB on the fullest, {sent:.3g} MiB sent"
             rows.value(method, best.seconds, "shortest time", "s", note=note, data=data)
         formulas = Group(f"{_FORMULAS}: {network}, batch {self.batch}")
-        for each in simulation.predictions:
-            label = f"{each.method}, {each.equation}: {each.quantity}, p = {each.workers:,}"
-            unit, ratio = "s" if each.quantity == "seconds" else "", each.simulated / each.published
-            note, compared = f"by the paper {amount(each.published, unit)}", (Comparison("simulated / paper", ratio),)
-            formulas.value(label, each.simulated, each.quantity, unit, note=note, comparisons=compared)
+        if "ddg" in simulation.methods:
+            last = simulation.methods["ddg"][-1]
+            published = workload.forward + workload.backward / len(workload.blocks(last.workers))
+            label, compared = f"ddg, Huo, Table 1: seconds, p = {len(workload):,}", last.seconds / published
+            note, ratio = f"by the paper {amount(published, 's')}", Comparison("simulated / paper", compared)
+            formulas.value(label, last.seconds, "seconds", "s", note=note, comparisons=(ratio,))
         return [*rows.rows(), *formulas.rows()]
 
     def _orders(self) -> list[Row]:
@@ -107,9 +108,12 @@ class SimulatedTraining(Experiment):
         gpipe, n = GPipe(), len(chain)
         for workers in (4**power for power in range((min(n, self.batch).bit_length() + 1) // 2)):
             outcome, _ = gpipe.plan(chain, Interconnect(self.latency, self.bandwidth), workers)
-            (printed,) = gpipe.predictions(chain, workers, outcome)
-            ratio = Comparison("counted / (n/p + p)", printed.simulated / printed.published)
-            activations, label = (n / workers + workers) * ratio.ratio, f"gpipe, n = {n:,}, p = {workers:,}"
+            blocks = chain.blocks(workers)
+            weights, claim = max(2 * chain.weights(block) for block in blocks), n / len(blocks) + len(blocks)
+            # The mean results of a stage for a micro-batch, as many as blocks.
+            unit = sum(stage.stored for stage in chain.stages) / n / len(blocks)
+            activations, label = (outcome.memory - weights) / unit, f"gpipe, n = {n:,}, p = {workers:,}"
+            ratio = Comparison("counted / (n/p + p)", activations / claim)
             rows.value(label, activations, "results of a stage", comparisons=(ratio,))
         return rows.rows()
 
@@ -121,7 +125,7 @@ class SimulatedTraining(Experiment):
             scans = ((2**power, *_scan_and_base(step, 2**power)) for power in range(2, most.bit_length()))
             simulated = next((n for n, scan, base in scans if scan < base), None)
             ratio = _ratio(step, max(self.depths))
-            poster = break_even(ratio)
+            poster = _break_even(ratio)
             note = f"C_BPPSA / C_Base = {ratio:.3g}; by the schedule {simulated or f'more than {most:,}'}"
             data = {"width": width, "ratio": ratio, "poster": poster, "simulated": simulated}
             rows.value(f"{width} hidden units", poster, "break-even n", note=note, data=data)
@@ -169,18 +173,26 @@ def _ratio(step: Workload, n: int) -> float:
     return scan / blelloch(n).complexity(n).steps / (base / (n - 1))
 
 
-def _scan_and_base(step: Workload, n: int) -> tuple[float, float]:
+def _break_even(ratio: float) -> int:
+    """The least n from which on the poster's ``C_BPPSA / C_Base < n / log2 n`` holds."""
+    # n / log2 n is least at 3, and grows from there.
+    n = 2 if ratio < 3 / math.log2(3) else 4
+    while n > 2 and n / math.log2(n) <= ratio:
+        n += 1
+    return n
+
+
+def _scan_and_base(sequence: Workload, n: int) -> tuple[float, float]:
     """Seconds of a full scan over n steps on n workers with free messages, and of back-propagation's errors."""
-    workload, schedule = _repeated(step, n), blelloch(n)
-    base = math.fsum(stage.errors for stage in workload.stages)
-    return schedule.makespan(workload.scan(schedule).seconds, n), base
-
-
-def _repeated(sequence: Workload, n: int) -> Workload:
-    """The workload of n steps that are all as the last one of a sequence."""
-    *_, last = sequence.stages
-    stages = (replace(last, errors=0.0), *[replace(last, weights=0)] * (n - 1))
-    return replace(sequence, stages=stages)
+    schedule, errors, matrix = blelloch(n), sequence.stages[-1].errors, sequence.stages[-1].matrix
+    # Matrices of steps are full, and so are their products.
+    product, pairs = sequence.product(matrix, matrix)
+    matrices = sequence.product_seconds(pairs, shared=False)
+    vectors = sequence.vector_seconds(sequence.nbytes(product.nnz, shared=False))
+    durations = [
+        matrices if step.kind == "mm" else errors if step.left <= n else vectors for step in schedule.live_steps()
+    ]
+    return schedule.makespan(durations, n), errors * (n - 1)
 
 
 def _orders_panel(lines: Sequence[dict[str, Any]]) -> Panel:

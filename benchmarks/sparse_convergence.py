@@ -9,8 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-from jacsparse.models import TrainSettings, train, vgg11_settings
+from jacsparse.models import TrainSettings, train
 
+from examples.demo import vgg11_settings
 from jacsparse.figures import BLUE, ORANGE
 
 from ._context import Context

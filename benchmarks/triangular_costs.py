@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -113,18 +114,33 @@ class TriangularCosts(Grid):
 
 
 def _point(depth: int, units: int, samples: int) -> dict[str, tuple[float, float]]:
-    """Each quantity by the paper, and as counted, for some number of samples."""
+    """Each quantity by the paper, and as counted, for some number of samples.
+
+    Layers have n units, a batch has r samples, and γ = 1: an activation is the multiplication by f'. The paper counts a
+    product of two blocks once for all samples; here each sample has reduced blocks of its own. In equations 42 to 44 a
+    product has one worker, and ours share its elements.
+    """
     system = _system(depth, units, samples)
-    passes = solvers.Jacobi(limit=_ITERATIONS).solve(system).work
-    rows = {each.equation: each for each in solvers.estimates(system, {solvers.Jacobi.name: passes})}
-    meta = system.on_meta()
-    reduced, direct = (method.solve(meta).work for method in (solvers.CyclicReduction(), solvers.Substitution()))
-    full, by_paper = rows[45], rows[42].paper / rows[45].paper
+    passes, meta = solvers.Jacobi(limit=_ITERATIONS).solve(system).work, system.on_meta()
+    once, reduced, direct = (
+        method.solve(meta).work
+        for method in (solvers.CyclicReduction(depth=1), solvers.CyclicReduction(), solvers.Substitution())
+    )
+    a_pass, product = float((units**2 + units) * samples), float(units**3 + units**2)
+    figures = {
+        42: (depth * a_pass, direct.multiply_adds),
+        43: ((depth - 1) * (product + a_pass), once.multiply_adds),
+        44: (product + (depth - 1) / 2 * a_pass, once.time(depth)),
+        45: (units**3 * math.log2(depth) + units**2 * samples, reduced.time(depth)),
+        46: (depth * a_pass * passes.steps, passes.multiply_adds),
+        47: (a_pass * passes.steps, passes.time(depth)),
+    }
+    (sequential, substitution), (parallel, full) = figures[42], figures[45]
     return {
-        **{_WHAT[number]: (row.paper, row.counted) for number, row in sorted(rows.items())},
+        **{_WHAT[number]: each for number, each in figures.items()},
         _MEMORY: (system.off_diagonal.entries, reduced.entries),
-        _TIME: (by_paper, rows[42].counted / full.counted),
-        _SHARED: (by_paper, direct.time(depth) / full.counted),
+        _TIME: (sequential / parallel, substitution / full),
+        _SHARED: (sequential / parallel, direct.time(depth) / full),
     }
 
 

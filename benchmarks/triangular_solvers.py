@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +17,7 @@ from torch.nn.utils import prune
 from jacsparse import solvers
 from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
+from ._approximate_forward import TanhNetwork
 from ._context import Context
 from ._experiment import Grid
 from ._figures import COLOURS, Cells, Drawn, Line, Panel, Picture
@@ -249,7 +251,7 @@ class TriangularSolvers(Grid):
                     best = min(known, key=known.__getitem__)
                     text = f"{best.replace('_', chr(10))}\n{known['substitution'] / known[best]:.3g}"
                     cells[line, column] = text, colours[best], False
-            holding = sum(solvers.reduction_pays(depth, width, self.batch) for width in self.widths)
+            holding = sum(self.batch >= width or depth / math.log2(depth) >= width for width in self.widths)
             parts.append(Line([holding - 0.5] * 2, [line - 0.5, line + 0.5], "", "red"))
         table = Cells([str(depth) for depth in depths], [str(width) for width in self.widths], cells)
         return Panel([table, *parts], title, "units n", "layers l", grid="")
@@ -303,7 +305,11 @@ def _mini_batch(context: Context, network: _Network) -> list[Row]:
     system = solvers.propagation(*network.drawn()).system
     rows = Group(f"BiCGStab for a mini-batch of {network.batch}, {network}")
     ours, apart = "all samples in each product, with coefficients of their own", "a solve for each sample"
-    calls = {label: partial(solvers.BiCGStab(together=label == ours).solve, system) for label in (ours, apart)}
+    samples, method = [system.sample(number) for number in range(network.batch)], solvers.BiCGStab()
+    calls: dict[str, Callable[[], object]] = {
+        ours: lambda: method.solve(system),
+        apart: lambda: [method.solve(sample) for sample in samples],
+    }
     rows.in_turns(context, calls, role={apart: "reference"})
     rows.compare("apart / together", apart, ours)
     return rows.rows()
@@ -315,15 +321,16 @@ def _approximate_forward(network: _Network | _Recurrent, equations: str) -> list
     They are those over iterations by substitution, and of recurrent networks also after one by the other solvers.
     """
     module, x, _ = network.drawn()
-    scales, after = solvers.forward_scales(module, x), copy.deepcopy(module)
+    before, after = TanhNetwork.of(module, x), copy.deepcopy(module)
+    scales = before.scales(before.states())
     optimizer, output = torch.optim.SGD(after.parameters(), lr=0.1), after(x)
     (output[0] if isinstance(output, tuple) else output).square().mean().backward()
     optimizer.step()
     rows = Group(f"Approximate forward pass ({equations}) after a step of SGD, {network}")
-    for number, error in enumerate(solvers.approximate_forward(after, x, scales, iterations=6).errors, 1):
+    moved = TanhNetwork.of(after, x)
+    for number, error in enumerate(moved.errors(scales, solvers.Substitution(), iterations=6), 1):
         rows.value(f"{number} iteration{'s' if number > 1 else ''}, substitution", error, "largest error")
     for name, method in network.methods.items():
         if isinstance(network, _Recurrent) and name != "substitution":
-            error = solvers.approximate_forward(after, x, scales, method=method).errors[0]
-            rows.value(f"1 iteration, {name}", error, "largest error")
+            rows.value(f"1 iteration, {name}", moved.errors(scales, method)[0], "largest error")
     return rows.rows()

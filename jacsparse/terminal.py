@@ -72,22 +72,6 @@ def listed(names: Sequence[str], shown: Sequence[str]) -> str:
     return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(shown) < len(names) else "")
 
 
-def warnings_on(cut: Sequence[str], count: int, kind: str, nan_weights: Mapping[str, int]) -> tuple[str, ...]:
-    """Sentences on a network of so many stages or layers: those that pass no gradient, and weights that are NaN."""
-    cut_sentence = (_cut_off(cut, count, kind),) if cut else ()
-    return (*cut_sentence, not_numbers(nan_weights)) if nan_weights else cut_sentence
-
-
-def _cut_off(paths: Sequence[str], count: int, kind: str) -> str:
-    """A sentence on stages or layers that pass no gradient, whose paths are empty in a sequence."""
-    kinds, names = f"{kind}s" if count > 1 else kind, [layer_in_words(path) for path in paths if path]
-    which = f"{listed(names, first_names(names))}, " if names else ""
-    return (
-        f"no gradient passes {which}{len(paths)} of {count} {kinds}, in which no weight is left; jacsparse flop names "
-        "all layers without one."
-    )
-
-
 def not_numbers(counts: Mapping[str, int], brief: bool = True) -> str:
     """A sentence on how many weights of which modules are NaN; with `brief`, of the first modules.
 

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from .classifiers import BitstreamRNN, InstrumentGRU, SequenceClassifier
     from .data import load_data
     from .dataset import Dataset
-    from .demo import vgg11_settings
     from .exported import ExportedModel, load_exported
     from .irmas import SOUNDS, load_irmas
     from .lenet import LeNet5
@@ -57,7 +56,6 @@ __all__ = [
     "pruned_fraction",
     "save_checkpoint",
     "train",
-    "vgg11_settings",
     "write_tones",
 ]
 
@@ -68,7 +66,6 @@ _MODULES = {
     "classifiers": ("BitstreamRNN", "InstrumentGRU", "SequenceClassifier"),
     "data": ("load_data",),
     "dataset": ("Dataset",),
-    "demo": ("vgg11_settings",),
     "exported": ("ExportedModel", "load_exported"),
     "irmas": ("SOUNDS", "load_irmas"),
     "lenet": ("LeNet5",),

@@ -38,15 +38,15 @@ class TrainSettings:
         Checkpoint to write after each epoch, a ``.safetensors`` file of the model's state dict. Beside it go the loss
         curves, as ``.csv`` and, at the end, as ``.png``, and `training_state`. Existing files are replaced. With None,
         nothing is written.
-    backward : {"bp", "ddg", "dni", "leapfrog", "scan"}
+    backward : {"bp", "ddg", "leapfrog", "scan"}
         PyTorch's back-propagation; that of `jacsparse.nn`: `Leapfrog`, `Scan`, or the recurrent layer of the same name;
-        or modules that go on by themselves: `jacsparse.training.DelayedGradients` (DDG) or `SyntheticGradients` (DNI).
+        or modules that go on by themselves, `jacsparse.training.DelayedGradients` (DDG).
     schedule : str
         Schedule of the scan, as these take it.
     threads : int or None
         Threads of `Leapfrog`; None without it.
     modules : int, sequence of str, or None
-        Modules of DDG or DNI, as `jacsparse.training.partition` takes them; None without these.
+        Modules of DDG, as `jacsparse.training.partition` takes them; None without these.
     epochs : int
         Epochs before pruning.
     batch : int
@@ -118,7 +118,7 @@ class TrainSettings:
         check_one_of("task", self.task, MODELS)
         split_spec(self.data)
         check_one_of("features", self.features, ("L", "M", "S"))
-        check_one_of("backward", self.backward, ("bp", "ddg", "dni", "leapfrog", "scan"))
+        check_one_of("backward", self.backward, ("bp", "ddg", "leapfrog", "scan"))
         if issubclass(MODELS[self.task], SequenceClassifier):
             recurrence.parse(self.schedule)
         else:
@@ -157,7 +157,7 @@ class TrainSettings:
 
     def _check_workers(self) -> None:
         """Raise where threads or modules are missing, or are of another way of training."""
-        for name, ways in (("threads", ("leapfrog",)), ("modules", ("ddg", "dni"))):
+        for name, ways in (("threads", ("leapfrog",)), ("modules", ("ddg",))):
             value = getattr(self, name)
             if self.backward not in ways and value is not None:
                 raise ValueError(
@@ -172,7 +172,7 @@ class TrainSettings:
             if self.threads is None:
                 raise ValueError("backward is 'leapfrog'; set threads, as in 2")
             check_threads(self.threads)
-        if self.backward in ("ddg", "dni"):
+        if self.backward == "ddg":
             if self.modules is None:
                 raise ValueError(f"backward is {self.backward!r}; set modules, as in 2, or where they begin")
             with torch.device("meta"):

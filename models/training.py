@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from torch.nn import functional
 from ..distributed import ranks_of
 from ..runtime import check_writable, destroy_process_groups
 from ..sparse import sparsify
-from ..training import Backpropagation, DelayedGradients, SyntheticGradients, in_eval_mode
+from ..training import Backpropagation, DelayedGradients, in_eval_mode
 from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from .classifiers import SequenceClassifier
@@ -39,6 +39,7 @@ from .pruning import prune_weights, pruned_fraction
 from .registry import MODELS, build
 from .settings import TrainSettings
 
+_OptimizerOf: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 #: Pixels by which augmentation shifts at most.
 _SHIFT = 4
 #: How long one process waits for another.
@@ -74,6 +75,7 @@ def train(
     data: Dataset | None = None,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
+    trainer: Callable[[nn.Module, _OptimizerOf], Any] | None = None,
 ) -> TrainResult:
     """Train a model, prune it and retrain it.
 
@@ -91,6 +93,9 @@ def train(
         checkpoint ``settings.out``, from which a training goes on too where there is no such file.
     progress : callable, optional
         Function that takes a `Progress` after each iteration and each epoch, as `progress_bar` yields one.
+    trainer : callable, optional
+        ``trainer(model, optimizer)`` returns what trains the model instead of ``settings.backward``, with the
+        attributes and methods of `jacsparse.training.Backpropagation`; `optimizer` makes one of parameters.
 
     Raises
     ------
@@ -125,7 +130,11 @@ def train(
     _check_data(settings, data)
     grouped = dist.is_available() and dist.is_initialized()
     with torch.random.fork_rng(devices=[]):
-        run = _Run.begin(settings, data) if checkpoint is None else _Run.resume(settings, data, checkpoint)
+        run = (
+            _Run.begin(settings, data, trainer)
+            if checkpoint is None
+            else _Run.resume(settings, data, checkpoint, trainer)
+        )
         with contextlib.nullcontext() if count == 1 else ranks_of(None).during("training"):
             run.execute(progress or (lambda _: None))
     if settings.plot and settings.out is not None and _writes():
@@ -223,7 +232,6 @@ def _title(settings: TrainSettings, data: Dataset, accuracy: dict[str, float]) -
         "scan": f"jacsparse, schedule {settings.schedule}",
         "leapfrog": f"leapfrogging, {settings.threads} threads",
         "ddg": f"delayed gradients, modules {settings.modules}",
-        "dni": f"synthetic gradients, modules {settings.modules}",
     }
     backward = by_ours.get(settings.backward, "back-propagation")
     return f"{settings.task} on {data.source}, {backward}\ntest accuracy: {figures}"
@@ -240,26 +248,35 @@ class _Run:
     done: int = 0
     points: list[Point] = field(default_factory=list)
     accuracy: dict[str, float] = field(default_factory=dict)
-    trainer: Backpropagation | DelayedGradients | SyntheticGradients = field(init=False)
+    own_trainer: Callable[[nn.Module, _OptimizerOf], Any] | None = None
+    trainer: Any = field(init=False)
 
     def __post_init__(self) -> None:
-        self.trainer = _trainer(self.settings, self.model, self.data)
+        self._set_trainer()
+
+    def _set_trainer(self) -> None:
+        if self.own_trainer is None:
+            self.trainer = _trainer(self.settings, self.model, self.data)
+        else:
+            self.trainer = self.own_trainer(self.model, _optimizer(self.settings))
 
     @classmethod
-    def begin(cls, settings: TrainSettings, data: Dataset) -> _Run:
+    def begin(cls, settings: TrainSettings, data: Dataset, trainer: Callable[..., Any] | None) -> _Run:
         torch.manual_seed(settings.seed)
         options = {"in_channels": data.train_inputs.shape[1], **settings.options, "num_classes": data.classes}
-        return cls(settings, data, build(settings.task, **options))
+        return cls(settings, data, build(settings.task, **options), own_trainer=trainer)
 
     @classmethod
-    def resume(cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint) -> _Run:
+    def resume(
+        cls, settings: TrainSettings, data: Dataset, checkpoint: Checkpoint, trainer: Callable[..., Any] | None
+    ) -> _Run:
         model, options = model_of(checkpoint), checkpoint.metadata["options"]
         if (options["num_classes"], options["in_channels"]) != (data.classes, data.train_inputs.shape[1]):
             raise ValueError(
                 f"{checkpoint.path} holds {checkpoint.model}, but the data have {data.classes} classes and "
                 f"{data.train_inputs.shape[1]} channels; resume with the data that it was trained on"
             )
-        run = cls(settings, data, model)
+        run = cls(settings, data, model, own_trainer=trainer)
         try:
             run._restore(checkpoint)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError) as error:
@@ -300,7 +317,7 @@ class _Run:
     def _prune(self) -> None:
         prune_weights(self.model, self.settings.prune, self.settings.scope, rescale=self.settings.rescale)
         self.accuracy["pruned"] = self._test()[1]
-        self.trainer = _trainer(self.settings, self.model, self.data)
+        self._set_trainer()
 
     def _test(self) -> tuple[float, float]:
         return evaluate(self.model, self.data.test_inputs, self.data.test_labels)
@@ -410,20 +427,12 @@ def _as_float(inputs: torch.Tensor) -> torch.Tensor:
     return inputs if inputs.is_floating_point() else inputs.float()
 
 
-def _trainer(
-    settings: TrainSettings, model: nn.Module, data: Dataset
-) -> Backpropagation | DelayedGradients | SyntheticGradients:
+def _trainer(settings: TrainSettings, model: nn.Module, data: Dataset) -> Backpropagation | DelayedGradients:
     optimizer = _optimizer(settings)
     if settings.backward == "ddg":
         assert settings.modules is not None
         return DelayedGradients(
             model, modules=settings.modules, optimizer=optimizer, process_group=_process_group(settings)
-        )
-    if settings.backward == "dni":
-        assert settings.modules is not None
-        example = _as_float(data.train_inputs[:1])
-        return SyntheticGradients(
-            model, modules=settings.modules, optimizer=optimizer, classes=data.classes, example=example
         )
     if settings.engine == "sparse" and pruned_fraction(model) > 0:
         return _SparseBackpropagation(model, _as_float(data.train_inputs[: settings.batch]), optimizer)
@@ -433,9 +442,7 @@ def _trainer(
 class _SparseBackpropagation(Backpropagation):
     """Trains a sparse copy of a pruned model, which gets its weights after each epoch."""
 
-    def __init__(
-        self, dense: nn.Module, x: torch.Tensor, optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-    ) -> None:
+    def __init__(self, dense: nn.Module, x: torch.Tensor, optimizer: _OptimizerOf) -> None:
         # All pruned layers, whatever they take: measurements would decide anew where a training is resumed.
         super().__init__(sparsify(dense, x, training=True, measure=False).train(), optimizer=optimizer)
         self._dense = dense
@@ -450,7 +457,7 @@ def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
         raise ValueError(
             f"backward is {settings.backward!r}, but {settings.task} has batch normalisation, which couples the "
-            "samples of a batch in training; choose bp, ddg or dni"
+            "samples of a batch in training; choose bp or ddg"
         )
     from ..nn import Leapfrog, Scan
 
@@ -464,7 +471,7 @@ def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     return Scan(model, schedule=settings.schedule)
 
 
-def _optimizer(settings: TrainSettings) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+def _optimizer(settings: TrainSettings) -> _OptimizerOf:
     if settings.optimizer == "adam":
         return partial(torch.optim.Adam, lr=settings.lr, weight_decay=settings.weight_decay)
     # One call for all parameters: with few weights left, a call for each takes as long as a layer.

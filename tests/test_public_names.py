@@ -24,7 +24,7 @@ INTERNAL = {
     "distributed": """
         JACOBIANS MATRICES VECTORS AffineMaps DenseMaps DiagonalMaps Incoming RankGroup RankScan Ranks SparseMaps
         compose interconnect_of ranks_of""",
-    "models": "Progress SOUNDS progress_bar vgg11_settings",
+    "models": "Progress SOUNDS progress_bar",
     "patterns": """
         CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at
         are_values_registered batch_last gathered gradient_of gradients_of holds_numbers input_gradients is_pointwise
@@ -33,9 +33,9 @@ INTERNAL = {
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",
     "schedule": """
-        COUNTED Cuttable EXCHANGES Names SURELY between blocked by_level check_exchange check_workers fastest_on run
+        COUNTED Cuttable EXCHANGES Names blocked by_level check_exchange check_workers fastest_on run
         taken_in""",
-    "simulation": "AcrossRanks Bppsa GPipe TRAINING_METHODS",
+    "simulation": "AcrossRanks GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
         KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit counts

@@ -148,23 +148,6 @@ def test_cyclic_reduction_has_half_of_the_levels(n: int) -> None:
     assert counted.work == sum(n - 2**level for level in range(counted.steps))
 
 
-@pytest.mark.parametrize("workers", [1, 2, 5, 64])
-@pytest.mark.parametrize("n", [0, 1, 2, 13])
-def test_assignments_are_those_of_the_makespan(n: int, workers: int) -> None:
-    schedule = blelloch(n)
-    durations = [1.0 + step.out % 3 for step in schedule.live_steps()]
-    assignment = schedule.assignment(durations, workers)
-    assert len(assignment.homes) == n and list(assignment.homes) == sorted(assignment.homes)
-    ends, free = dict.fromkeys(range(n + 1), 0.0), dict.fromkeys(range(workers), 0.0)
-    times = {step.out: time for step, time in zip(schedule.live_steps(), durations, strict=True)}
-    for step, worker in assignment.steps:
-        free[worker] = ends[step.out] = max(free[worker], ends[step.left], ends[step.right]) + times[step.out]
-    assert {step for step, _ in assignment.steps} == set(schedule.live_steps())
-    assert max(free.values()) == schedule.makespan(durations, workers)
-    with pytest.raises(ValueError, match="durations has 1 elements; the schedule has"):
-        blelloch(9).assignment([1.0], workers)
-
-
 def test_space_is_measured_where_matrices_lie() -> None:
     # One matrix is as large as all others: no share is smaller, and its worker holds no other.
     n = 9

@@ -33,11 +33,11 @@ def train(
     ] = None,
     features: Annotated[str | None, typer.Option(help="Features of sounds: S, M or L (Table 4.2).")] = None,
     skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out damaged sound files.")] = False,
-    backward: Annotated[str, typer.Option(help="Back-propagation (bp), ddg, dni, leapfrog or scan.")] = "bp",
+    backward: Annotated[str, typer.Option(help="Back-propagation (bp), ddg, leapfrog or scan.")] = "bp",
     schedule: Annotated[str | None, typer.Option(help="Schedule of the scan, as for jacsparse flop.")] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of leapfrog.")] = None,
     modules: Annotated[
-        str | None, typer.Option(help="Modules of ddg and dni: how many, or first layers, as in group2,group3.")
+        str | None, typer.Option(help="Modules of ddg: how many, or first layers, as in group2,group3.")
     ] = None,
     epochs: Annotated[int | None, typer.Option(help="Epochs of training.")] = None,
     batch: Annotated[int | None, typer.Option(help="Samples per iteration.")] = None,

@@ -1,8 +1,8 @@
 """FLOP of back-propagation, by scan and step after step."""
 
-from .counting import count_flop, nan_weights
+from .counting import count_flop
 from .coupled_edges import counted_record
-from .estimate import CountEstimate, Effort, estimate_products
+from .estimate import CountEstimate, estimate_count
 from .layer_flop import LayerFlop, layers_of
 from .recurrent_subject import sequence_subject
 from .report import BaselineStep, FlopReport, FlopStep
@@ -13,7 +13,6 @@ __all__ = [
     "SORTS",
     "BaselineStep",
     "CountEstimate",
-    "Effort",
     "FlopReport",
     "FlopStep",
     "FlopSummary",
@@ -22,9 +21,8 @@ __all__ = [
     "SideBySide",
     "count_flop",
     "counted_record",
-    "estimate_products",
+    "estimate_count",
     "layers_of",
-    "nan_weights",
     "sequence_subject",
     "totals",
 ]

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -31,32 +30,8 @@ _BUDGET = 1e8
 _ENTRY = 4
 
 
-class Effort(ABC):
-    """About how long something takes, and how many bytes of memory."""
-
-    nbytes: float
-    #: Whether all of it is estimated. If not, what is estimated takes long enough, and figures are lower bounds.
-    complete: bool = True
-
-    @property
-    @abstractmethod
-    def seconds(self) -> float:
-        """Time on this machine's threads."""
-
-    @property
-    def is_long(self) -> bool:
-        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
-        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
-
-    def __str__(self) -> str:
-        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
-            return "longer than can be estimated"
-        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
-        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
-
-
 @dataclass(frozen=True)
-class CountEstimate(Effort):
+class CountEstimate:
     """What counting a schedule takes, about.
 
     Attributes
@@ -87,6 +62,17 @@ class CountEstimate(Effort):
         """Time on this machine's threads."""
         return START + self.work / (PAIRS * thread_count()) + self.nbytes / BYTES if self.pairs or self.nbytes else 0.0
 
+    @property
+    def is_long(self) -> bool:
+        """Whether it is more than what is done without being asked for: 20 seconds, or 4 GiB."""
+        return not self.complete or self.seconds > LONG or self.nbytes > LARGE
+
+    def __str__(self) -> str:
+        if not self.complete and self.seconds <= LONG and self.nbytes <= LARGE:
+            return "longer than can be estimated"
+        memory = f" and {in_bytes(self.nbytes)}" if self.nbytes else ""
+        return f"{'about' if self.complete else 'more than'} {duration(self.seconds)}{memory}"
+
 
 def estimate_count(
     plan: Schedule, factors: Sequence[Pattern | Region], runs: int = 1, enough: float = math.inf
@@ -104,7 +90,7 @@ def estimate_count(
     enough : float
         Pairs beyond which no further product is estimated.
     """
-    estimate = estimate_products([plan], factors, enough=enough / runs, uncomputed=applied_once(plan), live=False)
+    estimate = _estimate_once(plan, factors, enough / runs)
     return replace(estimate, pairs=runs * estimate.pairs, work=runs * estimate.work)
 
 
@@ -114,36 +100,11 @@ def applied_once(plan: Schedule) -> set[int]:
     return {step.left for step in plan.products if step.kind == "mv" and users[step.left] == 1}
 
 
-def estimate_products(
-    plans: Sequence[Schedule],
-    factors: Sequence[Pattern | Region],
-    *,
-    most: float = math.inf,
-    enough: float = math.inf,
-    uncomputed: Collection[int] = (),
-    live: bool = True,
-) -> CountEstimate:
-    """Estimate the pairs of entries and the bytes of the products of matrices of some schedules, each made once.
-
-    Parameters
-    ----------
-    plans : sequence of Schedule
-        The schedules; the first one gives the estimate its name.
-    factors : sequence of Pattern or Region
-        The transposed Jacobians of the stages, from the network's input to its output.
-    most : float
-        Pairs beyond which a matrix is taken for a full one, and is not made.
-    enough : float
-        Pairs beyond which no further product is estimated.
-    uncomputed : collection of int
-        The values whose patterns are not made.
-    live : bool
-        Whether only products on which a gradient depends are made.
-    """
-    name = plans[0].name if plans else ""
-    if all(step.kind == "mv" for plan in plans for step in plan.products):
-        return CountEstimate(name, 0.0, 0.0, True)
-    least = _at_least(plans, factors, most, live)
+def _estimate_once(plan: Schedule, factors: Sequence[Pattern | Region], enough: float) -> CountEstimate:
+    """The pairs of entries and the bytes of a schedule's products of matrices."""
+    if all(step.kind == "mv" for step in plan.products):
+        return CountEstimate(plan.name, 0.0, 0.0, True)
+    least, uncomputed = _at_least(plan, factors), applied_once(plan)
     if least.pairs > enough:
         return least
     #: The entries of each factor that estimates go through, and how many they still may.
@@ -152,74 +113,67 @@ def estimate_products(
     pairs, work, size, flop, complete = 0.0, 0.0, 0.0, 0.0, True
     #: The stages whose indices exist, and the matrices, by the stages that they span; whether each is full.
     made, full = set[int](), dict[tuple[int, int], bool]()
-    for plan in plans:
-        for step in plan.live_steps() if live else plan.products:
-            if step.kind != "mm":
-                continue
-            # The stages that each factor spans, from 0.
-            (first, middle), (start, last) = (
-                [plan.n - place for place in reversed(plan.spans[value])] for value in (step.left, step.right)
-            )
-            if alike:
-                # The steps of a sequence share one pattern.
-                first, middle, start, last = 0, middle - first, middle - first + 1, middle - first + 1 + last - start
-            if (first, last) in full:
-                continue
-            if pairs > enough or size > ENOUGH_BYTES or left_to_look_at < 0:
-                complete = False
-                continue
-            left, right = factors[first : middle + 1], factors[start : last + 1]
-            left_to_look_at -= sum(entries[first : middle + 1]) + sum(entries[start : last + 1])
-            for stage in {first, start} - made:
-                made.add(stage)
-                factor = factors[stage]
-                if isinstance(factor, Region):
-                    full[stage, stage] = factor.estimate > most
-                    if not full[stage, stage]:
-                        pairs, work = pairs + factor.estimate, work + factor.estimate
-                        flop += 2.0 * step.live * factor.estimate
-                    size += 0.0 if full[stage, stage] else _nbytes(_row_counts([factor]))
-                size += 0.0 if full.get((stage, stage)) else _stored_nbytes(factor)
-            full[first, last] = full.get((first, middle), _is_full(left)) or full.get((start, last), _is_full(right))
-            if full[first, last]:
-                continue
-            if _is_counted(left, right):
-                rows = _row_counts(right)
-                met = float(_column_counts(left) @ rows)
-                full[first, last] = met > most
-                if not full[first, last]:
-                    # Words in place of pairs, where rows of the right factor are merged word by word.
-                    share = float(rows.mean()) / factors[last].shape[1]
-                    words = PACKED * share > 1 and step.out not in uncomputed
-                    pairs, work = pairs + met, work + (met / (64 * share) if words else met)
-                    flop += 2.0 * step.live * met
-            if step.out not in uncomputed and not full[first, last]:
-                size += _nbytes(_row_counts([*left, *right]))
+    for step in plan.products:
+        if step.kind != "mm":
+            continue
+        # The stages that each factor spans, from 0.
+        (first, middle), (start, last) = (
+            [plan.n - place for place in reversed(plan.spans[value])] for value in (step.left, step.right)
+        )
+        if alike:
+            # The steps of a sequence share one pattern.
+            first, middle, start, last = 0, middle - first, middle - first + 1, middle - first + 1 + last - start
+        if (first, last) in full:
+            continue
+        if pairs > enough or size > ENOUGH_BYTES or left_to_look_at < 0:
+            complete = False
+            continue
+        left, right = factors[first : middle + 1], factors[start : last + 1]
+        left_to_look_at -= sum(entries[first : middle + 1]) + sum(entries[start : last + 1])
+        for stage in {first, start} - made:
+            made.add(stage)
+            factor = factors[stage]
+            if isinstance(factor, Region):
+                pairs, work = pairs + factor.estimate, work + factor.estimate
+                flop += 2.0 * step.live * factor.estimate
+                size += _nbytes(_row_counts([factor]))
+            size += _stored_nbytes(factor)
+        full[first, last] = full.get((first, middle), _is_full(left)) or full.get((start, last), _is_full(right))
+        if full[first, last]:
+            continue
+        if _is_counted(left, right):
+            rows = _row_counts(right)
+            met = float(_column_counts(left) @ rows)
+            # Words in place of pairs, where rows of the right factor are merged word by word.
+            share = float(rows.mean()) / factors[last].shape[1]
+            words = PACKED * share > 1 and step.out not in uncomputed
+            pairs, work = pairs + met, work + (met / (64 * share) if words else met)
+            flop += 2.0 * step.live * met
+        if step.out not in uncomputed:
+            size += _nbytes(_row_counts([*left, *right]))
     if not complete:
         pairs, size, work, flop = map(
             max, zip((pairs, size, work, flop), (least.pairs, least.nbytes, least.work, least.flop), strict=True)
         )
-    return CountEstimate(name, pairs, size, complete, work, flop)
+    return CountEstimate(plan.name, pairs, size, complete, work, flop)
 
 
-def _at_least(plans: Sequence[Schedule], factors: Sequence[Pattern | Region], most: float, live: bool) -> CountEstimate:
+def _at_least(plan: Schedule, factors: Sequence[Pattern | Region]) -> CountEstimate:
     """What it takes to make the matrices of the stages alone that products read."""
     pairs, size, flop = 0.0, 0.0, 0.0
     read = {
         plan.n - value: step.live
-        for plan in plans
         # Live steps come last, so that they decide.
         for step in sorted(plan.products, key=lambda step: step.live)
-        if step.kind == "mm" and (step.live or not live)
+        if step.kind == "mm"
         for value in (step.left, step.right)
         if value <= plan.n
     }
     for stage, is_live in read.items():
         least = _least_pairs(factors[stage])
-        if least <= most:
-            pairs, size = pairs + least, size + _stored_nbytes(factors[stage])
-            flop += 2.0 * is_live * least
-    return CountEstimate(plans[0].name, pairs, size, False, pairs, flop)
+        pairs, size = pairs + least, size + _stored_nbytes(factors[stage])
+        flop += 2.0 * is_live * least
+    return CountEstimate(plan.name, pairs, size, False, pairs, flop)
 
 
 def _stored_nbytes(factor: Pattern | Region) -> float:

@@ -11,8 +11,8 @@ Values are numbered: 0 to n are the elements of `a`, and larger numbers are resu
 ``right`` are in the order of the matrix product, ``out = left · right``: `left` is closer to the network's input.
 """
 
-from .blockwise import Cuttable, balanced, between, blocked, chunked
-from .cost import Assignment, Complexity
+from .blockwise import Cuttable, balanced, blocked, chunked
+from .cost import Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
 from .rounds import EXCHANGES, Message, check_exchange, exchanges, taken_in
@@ -20,13 +20,11 @@ from .running import by_level, run
 from .scans import blelloch, cyclic_reduction, linear
 from .schedules import Schedule
 from .steps import Step
-from .workers import SURELY, check_workers, fastest_on
+from .workers import check_workers, fastest_on
 
 __all__ = [
     "COUNTED",
     "EXCHANGES",
-    "SURELY",
-    "Assignment",
     "Complexity",
     "Cuttable",
     "Message",
@@ -35,7 +33,6 @@ __all__ = [
     "Schedule",
     "Step",
     "balanced",
-    "between",
     "blelloch",
     "blocked",
     "by_level",

@@ -32,26 +32,10 @@ class Complexity:
     space: int
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """Where the matrices of a chain lie, and which worker runs which step.
-
-    Attributes
-    ----------
-    homes : tuple of int
-        The worker at which the matrix of each place 1 to n of the scan's array lies at first.
-    steps : tuple of (Step, int)
-        The live steps and their workers, in the order in which the steps start.
-    """
-
-    homes: tuple[int, ...]
-    steps: tuple[tuple[Step, int], ...]
-
-
 def simulate(
     steps: Sequence[Step], n: int, durations: Sequence[float], workers: int, sizes: Mapping[int, int] | None = None
-) -> tuple[float, WorkerMemory, list[tuple[int, int]]]:
-    """The time at which the last step is done, the workers' memory, and each step that starts and its worker."""
+) -> tuple[float, int]:
+    """The time at which the last step is done, and the most that a worker holds at once."""
     # Further workers would have nothing to do.
     free = set(range(min(natural("workers", workers, 1), max(n, len(steps), 1))))
     memory = WorkerMemory(steps, n, len(free), sizes)
@@ -65,14 +49,12 @@ def simulate(
             users[factor].append(number)
     ready = [number for number, count in enumerate(missing) if count == 0]
     running: list[tuple[float, int, int]] = []
-    starts: list[tuple[int, int]] = []
     time = 0.0
     while ready or running:
         while ready and free:
             number = heapq.heappop(ready)
             worker = memory.start(steps[number], free)
             free.remove(worker)
-            starts.append((number, worker))
             heapq.heappush(running, (time + durations[number], number, worker))
         time = running[0][0]
         while running and running[0][0] == time:
@@ -83,7 +65,7 @@ def simulate(
                 missing[user] -= 1
                 if missing[user] == 0:
                     heapq.heappush(ready, user)
-    return time, memory, starts
+    return time, memory.most
 
 
 class WorkerMemory:
@@ -102,8 +84,6 @@ class WorkerMemory:
             # A matrix lies in the worker's share that contains the matrix' middle.
             self._store(value, min((2 * before + size) * workers // max(2 * total, 1), workers - 1))
             before += size
-        #: Where the chain's matrices lie at first.
-        self.homes = dict(self._worker_of)
 
     def start(self, step: Step, free: Collection[int]) -> int:
         """Choose a free worker for a step, and store the step's product there."""

@@ -8,7 +8,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .cost import Assignment, Complexity, simulate
+from .cost import Complexity, simulate
 from .figure import schedule_figure
 from .running import by_level, run
 from .steps import Step
@@ -188,8 +188,8 @@ class Schedule:
         [1022, 48, 2]
         """
         steps = self.live_steps()
-        time, memory, _ = simulate(steps, self.n, [1] * len(steps), workers, sizes)
-        return Complexity(workers, int(time), len(steps), memory.most)
+        time, most = simulate(steps, self.n, [1] * len(steps), workers, sizes)
+        return Complexity(workers, int(time), len(steps), most)
 
     def makespan(self, durations: Sequence[float], workers: int) -> float:
         """The time at which the last live step is done, for steps of any durations on workers as in `complexity`.
@@ -212,47 +212,10 @@ class Schedule:
         >>> linear(4).makespan([5.0, 1.0, 1.0], 2)
         7.0
         """
-        return simulate(self._timed_steps(durations), self.n, durations, workers)[0]
-
-    def assignment(
-        self, durations: Sequence[float], workers: int, sizes: Mapping[int, int] | None = None
-    ) -> Assignment:
-        """Where the steps run, for steps of any durations on workers as in `complexity`.
-
-        Parameters
-        ----------
-        durations : sequence of float
-            The duration of each of `live_steps`, in any unit.
-        workers : int
-            The number of workers.
-        sizes : mapping of int to int, optional
-            The entries of each matrix, as in `complexity`.
-
-        Raises
-        ------
-        ValueError
-            As `makespan` and `complexity`.
-
-        Examples
-        --------
-        >>> from jacsparse.schedule import blelloch
-        >>> assignment = blelloch(4).assignment([1.0] * 4, 2)
-        >>> assignment.homes, [(step.left, step.right, worker) for step, worker in assignment.steps]
-        ((0, 1, 1, 1), [(1, 0, 0), (3, 2, 1), (6, 5, 1), (2, 5, 0)])
-        """
-        steps = self._timed_steps(durations)
-        _, memory, starts = simulate(steps, self.n, durations, workers, sizes)
-        homes = [memory.homes.get(place, 0) for place in range(1, self.n)]
-        # No step reads the last matrix, which leads to the input: it lies beside its neighbour.
-        homes += (homes[-1:] or [0])[: self.n]
-        return Assignment(tuple(homes), tuple((steps[number], worker) for number, worker in starts))
-
-    def _timed_steps(self, durations: Sequence[float]) -> tuple[Step, ...]:
-        """The live steps; ValueError where `durations` are not theirs."""
         steps = self.live_steps()
         if len(durations) != len(steps):
             raise ValueError(f"durations has {len(durations)} elements; the schedule has {len(steps)} live steps")
         wrong = next((duration for duration in durations if not duration >= 0), None)
         if wrong is not None:
             raise ValueError(f"durations has {wrong}; expected numbers that are not negative")
-        return steps
+        return simulate(steps, self.n, durations, workers)[0]

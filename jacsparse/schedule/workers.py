@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import index
 
 #: A time is shorter than another if it is so beyond the rounding of sums.
-SURELY = 1 - 1e-9
+_SURELY = 1 - 1e-9
 
 
 def check_workers(workers: Sequence[int], fewest: int = 1) -> tuple[int, ...]:
@@ -43,6 +43,6 @@ def fastest_on(workers: Iterable[int], times_on: Callable[[int], Mapping[str, fl
     for number in workers:
         times = times_on(number)
         least = min(times.values())
-        if not changes or times[changes[-1][1]] * SURELY > least:
-            changes.append((number, next(name for name, time in times.items() if time * SURELY <= least)))
+        if not changes or times[changes[-1][1]] * _SURELY > least:
+            changes.append((number, next(name for name, time in times.items() if time * _SURELY <= least)))
     return tuple(changes)

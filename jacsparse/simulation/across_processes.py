@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..patterns import Pattern
-from ..schedule import EXCHANGES, Schedule, chunked, exchanges, taken_in
+from ..schedule import EXCHANGES, exchanges, taken_in
 from .timetable import Job, Timetable
 from .training_method import TrainingMethod, exchange, forward_through, sum_shared_gradients
 from .workload import Workload
@@ -29,29 +29,23 @@ class AcrossRanks(TrainingMethod):
 
     Parameters
     ----------
-    exchanges : tuple of {"linear", "gather", "scan"}
+    exchanges : tuple of {"linear", "gather", "scan"}, optional
         The ways in which gradients may go across three ranks or more, as of `jacsparse.nn.Scan`: the fastest is taken.
+        By default all of them for the steps of a sequence, and ``linear`` for other stages: products of their matrices
+        fill in, so that they take long, and are long to count.
     """
 
     name = "ranks"
-    exchanges: tuple[str, ...] = EXCHANGES
+    exchanges: tuple[str, ...] | None = None
 
     def timetable(self, workload: Workload, workers: int) -> Timetable:
         return next(timetable for _, timetable in self.ways(workload, workers))
 
     def ways(self, workload: Workload, workers: int) -> Iterator[tuple[str, Timetable]]:
-        for way in self._exchanges(workload, workers):
+        exchanges = self.exchanges or (EXCHANGES if workload.recurrent else ("linear",))
+        # The first and the last rank multiply vectors alone, and a stage that couples samples has no matrix.
+        for way in exchanges if workers > 2 and not workload.couples else ("linear",):
             yield way, _Passes(workload, self.blocks(workload, workers)).timetable(way)
-
-    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
-        # Each rank multiplies the matrices of its block, about as many as others.
-        several = {*self._exchanges(workload, workers)} - {"linear"}
-        return [chunked(len(workload), -(-len(workload) // workers))] if several else []
-
-    def _exchanges(self, workload: Workload, workers: int) -> Sequence[str]:
-        # The first and the last rank multiply vectors alone.
-        multiplies = workers > 2 and workload.multiplies and not workload.coupling
-        return self.exchanges if multiplies else ("linear",)
 
     def blocks(self, workload: Workload, workers: int) -> list[range]:
         """The stages of each rank."""
@@ -74,10 +68,10 @@ class _Passes:
         self._workload, self._blocks = workload, blocks
         self._jobs = jobs = Timetable([2 * workload.weights(block) for block in blocks])
         ranks = range(len(blocks))
-        exchange(jobs, [jobs.add(Job(rank, 0.0, steps=0)) for rank in ranks], lambda _: _FACTS)
+        exchange(jobs, [jobs.add(Job(rank, 0.0)) for rank in ranks], lambda _: _FACTS)
         self._forward = forward_through(jobs, workload, [rank for rank in ranks for _ in blocks[rank]])
         for rank in ranks:
-            jobs.add(Job(rank, 0.0, (self._forward[-1],), steps=0))
+            jobs.add(Job(rank, 0.0, (self._forward[-1],)))
 
     def timetable(self, way: str) -> Timetable:
         """All jobs of an iteration."""
@@ -99,11 +93,10 @@ class _Passes:
             stage, before = self._workload.stages[number], self._workload.before(number)
             seconds = stage.errors + (0.0 if recurrent else stage.gradients)
             reads = (gradient, self._forward[number], self._forward[number + 1])
-            steps = (stage.errors > 0) if recurrent else stage.steps
-            gradient = self._jobs.add(Job(rank, seconds, reads, before, before, steps=steps))
+            gradient = self._jobs.add(Job(rank, seconds, reads, before, before))
         if recurrent:
             stages = [self._workload.stages[number] for number in self._blocks[rank]]
-            self._jobs.add(Job(rank, math.fsum(stage.gradients for stage in stages), (gradient,), steps=len(stages)))
+            self._jobs.add(Job(rank, math.fsum(stage.gradients for stage in stages), (gradient,)))
         return gradient
 
     def _scanned(self, gradient: int, way: str) -> list[int]:
@@ -129,11 +122,8 @@ class _Passes:
             stage = self._workload.stages[number]
             nbytes = self._workload.nbytes(stage.factor.nnz, stage.shared)
             reads = (self._forward[number], self._forward[number + 1])
-            maps.append(
-                _Map(
-                    stage.matrix, stage.shared, nbytes, self._jobs.add(Job(rank, stage.jacobian, reads, nbytes, nbytes))
-                )
-            )
+            job = self._jobs.add(Job(rank, stage.jacobian, reads, nbytes, nbytes))
+            maps.append(_Map(stage.matrix, stage.shared, nbytes, job))
         return functools.reduce(functools.partial(self._combined, rank), maps)
 
     def _combined(self, rank: int, earlier: _Map, later: _Map) -> _Map:

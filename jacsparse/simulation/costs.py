@@ -1,8 +1,7 @@
-"""What the stages of a module cost: measured on this machine, or counted in FLOP."""
+"""What the stages of a module cost: counted in FLOP, or measured on this machine."""
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,14 +12,10 @@ from torch import nn
 
 from ..flop import counted_record, layers_of, sequence_subject
 from ..patterns import Pattern
-from ..spgemm import matvec, multiply_adds, plan_product
-from ..stages import Record, Region, check_input, forward_pass
+from ..stages import Record, check_input, forward_pass
 from ..terminal import layer_in_words
 from ..tracing import check_module, undisturbed
 from .workload import StageCost, Workload
-
-#: Multiply-adds of the product whose rate is measured, and the entries of a Jacobian whose values are: the most.
-_MEASURED = 10**8
 
 
 def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workload:
@@ -40,27 +35,16 @@ def counted_workload(module: nn.Module, x: torch.Tensor, rate: float) -> Workloa
         FLOP per second of a worker.
     """
     if isinstance(module, nn.RNNBase):
-        return _recurrent(module, x, rate, rate)
-    with undisturbed(check_module(module)):
-        records = _records(module, x)
-        stages, seconds = _stages(records, rate), len(x) / rate
-        for number, layers in enumerate(layers_of(records)):
-            forward, errors, gradients = map(sum, zip(*(each.dense for each in layers.work), strict=True))
-            if not gradients and stages[number].weights:
-                gradients = math.prod(records[number].stage.out_shape)
-            stages[number] = replace(
-                stages[number], forward=forward * seconds, errors=errors * seconds, gradients=gradients * seconds
-            )
-    return _workload(stages, x, rate, rate)
+        return _recurrent(module, x, rate)
+    return _chain(module, x, rate)[0]
 
 
 def measured_workload(
     module: nn.Module, x: torch.Tensor, seconds: float, progress: Callable[[str], None] = lambda _: None
 ) -> Workload:
-    """The workload of a module, by measurements on this machine.
+    """The workload of a module, by times of each stage's passes on this machine.
 
-    Each stage's passes and Jacobian are timed. Products of Jacobians are FLOP at the rate of one that is timed, that of
-    two consecutive stages with the most multiply-adds, if these are no more than 10^8.
+    Jacobians and their products are FLOP at the rate that all passes together reach.
 
     Parameters
     ----------
@@ -74,43 +58,61 @@ def measured_workload(
         Called with what is timed next.
     """
     if isinstance(module, nn.RNNBase):
-        counted = _recurrent(module, x, 1.0, 1.0)
+        counted = _recurrent(module, x, 1.0)
         progress("steps")
-        passes = _recurrent_passes(module, x, seconds)
-        progress("products")
-        rates = _rates([stage.factor for stage in counted.stages[:2]], [False] * 2, x, seconds)
-        forward, errors, gradients = (time / len(counted) for time in passes)
-        stages = [
-            replace(s, forward=forward, errors=errors, gradients=gradients, jacobian=s.jacobian / rates[1])
-            for s in counted.stages
-        ]
-        steps = (replace(stages[0], errors=0.0), *stages[1:])
-        return replace(counted, stages=steps, product_rate=rates[0], vector_rate=rates[1])
-    with undisturbed(check_module(module)):
-        records = _records(module, x)
-        progress("products")
-        stages = _stages(records, 1.0)
-        rates = _rates([stage.factor for stage in stages], [stage.shared for stage in stages], x, seconds)
-        for number, record in enumerate(records):
+        steps = [time / len(counted) for time in _recurrent_passes(module, x, seconds)]
+        return _timed(counted, [steps] * len(counted))
+    counted, records = _chain(module, x, 1.0)
+    passes = []
+    with undisturbed(module):
+        for record in records:
             progress(layer_in_words(record.stage.path))
-            forward, errors, gradients = _passes(record, seconds)
-            stages[number] = replace(
-                stages[number],
-                forward=forward,
-                errors=errors if number else 0.0,
-                gradients=gradients,
-                jacobian=stages[number].jacobian / rates[1],
+            passes.append(_passes(record, seconds))
+    return _timed(counted, passes)
+
+
+def _timed(counted: Workload, passes: Sequence[Sequence[float]]) -> Workload:
+    """A workload that was counted at one FLOP a second, with measured seconds of its stages' passes."""
+    stages = []
+    rate = (counted.forward + counted.backward) / math.fsum(map(math.fsum, passes))
+    for number, (stage, (forward, errors, gradients)) in enumerate(zip(counted.stages, passes, strict=True)):
+        errors = errors if number else 0.0
+        jacobian = stage.jacobian / rate
+        stages.append(replace(stage, forward=forward, errors=errors, gradients=gradients, jacobian=jacobian))
+    return replace(counted, stages=tuple(stages), rate=rate)
+
+
+def _chain(module: nn.Module, x: torch.Tensor, rate: float) -> tuple[Workload, list[Record]]:
+    """The workload of a chain by FLOP, and the records of its stages."""
+    with undisturbed(check_module(module)):
+        run = forward_pass(module, _samples(x), couples=True, by_autograd=False)[1]
+        records = [counted_record(record) for record in run.records]
+        stages, seen, seconds = list[StageCost](), set[int](), len(x) / rate
+        for record, layers in zip(records, layers_of(records), strict=True):
+            stage, factor = record.stage, record.stage.factor()
+            forward, errors, gradients = map(sum, zip(*(each.dense for each in layers.work), strict=True))
+            weights = sum(record.trace.externals[place].nbytes for place in record.externals - seen)
+            seen |= record.externals
+            if not gradients and weights:
+                gradients = math.prod(stage.out_shape)
+            entries = factor.nnz if isinstance(factor, Pattern) else 0.0 if stage.couples else factor.estimate
+            stages.append(
+                StageCost(
+                    forward=forward * seconds,
+                    errors=errors * seconds,
+                    gradients=gradients * seconds,
+                    jacobian=entries * (1 if stage.shared else record.batch) / rate,
+                    stored=_stored(record),
+                    output=record.output.nbytes,
+                    weights=weights,
+                    factor=factor,
+                    shared=stage.shared,
+                    path=stage.path,
+                )
             )
-            if record.stage.operator is not None and record.stage.transposed_pattern.nnz * len(x) <= _MEASURED:
-                time = shortest_time(record.transposed_jacobian, seconds)
-                stages[number] = replace(stages[number], jacobian=time)
-    return _workload(stages, x, *rates)
-
-
-def _records(module: nn.Module, x: torch.Tensor) -> list[Record]:
-    """The records of the module's stages, as counts see them."""
-    run = forward_pass(module, _samples(x), couples=True, by_autograd=False)[1]
-    return [counted_record(record) for record in run.records]
+    if not stages:
+        raise ValueError("the module has no stages, so that there is nothing to share; name one with an operator")
+    return Workload(tuple(stages), len(x), x.nbytes, rate, x.element_size()), records
 
 
 def _samples(x: torch.Tensor) -> torch.Tensor:
@@ -120,7 +122,16 @@ def _samples(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def shortest_time(function: Callable[[], object], seconds: float) -> float:
+def _stored(record: Record) -> int:
+    """Bytes of the results of a stage's operators, without views of one another and of its input."""
+    memory = record.input.untyped_storage().data_ptr()
+    values = [value for operation in record.stage.operations for value in operation.node.results]
+    results = [tensor for value in values if (tensor := record.trace.tensors[value]) is not None]
+    storages = {result.untyped_storage().data_ptr(): result.nbytes for result in results}
+    return sum(nbytes for pointer, nbytes in storages.items() if pointer != memory)
+
+
+def _shortest_time(function: Callable[[], object], seconds: float) -> float:
     """The shortest time of a call, which other users of the machine change least; of one call for no seconds."""
     if seconds:
         # The first call makes plans, and touches memory.
@@ -133,104 +144,49 @@ def shortest_time(function: Callable[[], object], seconds: float) -> float:
     return min(times)
 
 
-def _workload(stages: Sequence[StageCost], x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:
-    if not stages:
-        raise ValueError("the module has no stages, so that there is nothing to share; name one with an operator")
-    return Workload(tuple(stages), len(x), x.nbytes, product_rate, vector_rate, x.element_size())
-
-
-def _stages(records: Sequence[Record], rate: float) -> list[StageCost]:
-    """The stages without the times of their passes; an entry of a Jacobian takes an operation at a rate."""
-    stages, counted = [], set[int]()
-    for record in records:
-        stage, weights = record.stage, 0
-        for place in record.externals - counted:
-            weights += record.trace.externals[place].nbytes
-        counted |= record.externals
-        copies = 1 if stage.shared else record.batch
-        factor = record.stage.factor()
-        operations = factor.nnz if isinstance(factor, Pattern) else 0.0 if stage.couples else factor.estimate
-        sizes = (_stored(record), record.output.nbytes, weights)
-        stages.append(StageCost(0.0, 0.0, 0.0, operations * copies / rate, *sizes, factor, stage.shared, stage.path))
-    return stages
-
-
-def _stored(record: Record) -> int:
-    """Bytes of the results of a stage's operators, without views of one another and of its input."""
-    memory = record.input.untyped_storage().data_ptr()
-    values = [value for operation in record.stage.operations for value in operation.node.results]
-    results = [tensor for value in values if (tensor := record.trace.tensors[value]) is not None]
-    storages = {result.untyped_storage().data_ptr(): result.nbytes for result in results}
-    return sum(nbytes for pointer, nbytes in storages.items() if pointer != memory)
-
-
 def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     """Seconds of a stage's forward pass, of the gradient of its input, and of those of its weights."""
     leaf = record.trace.elements(record.stage.start).detach().requires_grad_()
+    nodes = [operation.node for operation in record.stage.operations]
+    read = {
+        value
+        for node in nodes
+        for name, value in node.tensors
+        if all(name != operand.name for operand in node.operands)
+    }
+    weights = [tensor for value in sorted(read) if (tensor := record.trace.tensor(value)).requires_grad]
+    return _times(lambda: record.output_for(leaf), [leaf], weights, seconds)
+
+
+def _recurrent_passes(module: nn.RNNBase, x: torch.Tensor, seconds: float) -> tuple[float, float, float]:
+    """Seconds of all steps forward, of the gradient of the first state, and of those of the weights."""
+    batch = x.shape[0] if module.batch_first else x.shape[1]
+    states = [x.new_zeros(1, batch, module.hidden_size, requires_grad=True) for _ in range(1 + (module.mode == "LSTM"))]
+    first = states[0] if len(states) == 1 else tuple(states)
+    return _times(lambda: module(x, first)[0], states, [p for p in module.parameters() if p.requires_grad], seconds)
+
+
+def _times(
+    output: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], seconds: float
+) -> tuple[float, float, float]:
+    """Seconds of a forward pass, of the gradients of leaves, and of those of weights."""
     with torch.enable_grad():
-        forward = shortest_time(lambda: record.output_for(leaf), seconds)
-        y = record.output_for(leaf)
-    return forward, *(_backward_passes(y, [leaf], _weights(record), seconds) if y.requires_grad else (0.0, 0.0))
-
-
-def _backward_passes(
-    y: torch.Tensor, leaves: Sequence[torch.Tensor], weights: Sequence[torch.Tensor], seconds: float
-) -> tuple[float, float]:
-    """Seconds of the gradients of leaves, and of those of weights."""
+        forward, y = _shortest_time(output, seconds), output()
+    if not y.requires_grad:
+        return forward, 0.0, 0.0
     gradient = torch.ones_like(y)
 
-    def back(*tensors: torch.Tensor) -> Callable[[], object]:
-        return lambda: torch.autograd.grad(y, tensors, gradient, retain_graph=True, allow_unused=True)
-
-    errors = shortest_time(back(*leaves), seconds)
-    if not weights:
-        return errors, 0.0
-    # Noise may make both passes together shorter than one of them.
-    return errors, max(shortest_time(back(*leaves, *weights), seconds) - errors, 0.01 * errors)
-
-
-def _weights(record: Record) -> list[torch.Tensor]:
-    """The weights of a stage's operators that autograd computes gradients of."""
-    weights = {}
-    for operation in record.stage.operations:
-        for name, value in operation.node.tensors:
-            tensor = record.trace.tensor(value)
-            if tensor.requires_grad and all(name != operand.name for operand in operation.node.operands):
-                weights[value] = tensor
-    return [*weights.values()]
-
-
-def _rates(
-    factors: Sequence[Pattern | Region], shared: Sequence[bool], x: torch.Tensor, seconds: float
-) -> tuple[float, float]:
-    """FLOP per second of a product of two matrices, and of the product's one with a vector."""
-    candidates = []
-    for number, (left, right) in enumerate(itertools.pairwise(factors)):
-        if isinstance(left, Region) or isinstance(right, Region):
-            continue
-        pairs = multiply_adds(left, right)
-        samples = 1 if all(shared[number : number + 2]) else len(x)
-        if 0 < pairs * samples <= _MEASURED:
-            candidates.append((pairs * samples, samples, left, right))
-    if not candidates:
-        # No two stages are multiplied, or only large ones: a dense product tells the rate.
-        size = 256
-        dense = torch.ones(size, size, dtype=x.dtype)
-        products, vectors = (
-            shortest_time(lambda: dense @ dense, seconds),
-            shortest_time(lambda: dense @ dense[0], seconds),
+    def back(*tensors: torch.Tensor) -> float:
+        return _shortest_time(
+            lambda: torch.autograd.grad(y, tensors, gradient, retain_graph=True, allow_unused=True), seconds
         )
-        return 2.0 * size**3 / products, 2.0 * size**2 / vectors
-    pairs, samples, left, right = max(candidates, key=lambda candidate: candidate[0])
-    plan = plan_product(left, right)
-    a, b, c = (torch.ones(pattern.nnz, samples, dtype=x.dtype) for pattern in (left, right, plan.pattern))
-    vector = torch.ones(plan.pattern.shape[1], samples, dtype=x.dtype)
-    products = shortest_time(lambda: plan.multiply(a, b), seconds)
-    vectors = shortest_time(lambda: matvec(plan.pattern, c, vector), seconds)
-    return 2.0 * pairs / products, 2.0 * plan.pattern.nnz * samples / vectors
+
+    errors = back(*leaves)
+    # Noise may make both passes together shorter than one of them.
+    return forward, errors, max(back(*leaves, *weights) - errors, 0.01 * errors) if weights else 0.0
 
 
-def _recurrent(module: nn.RNNBase, x: torch.Tensor, product_rate: float, vector_rate: float) -> Workload:
+def _recurrent(module: nn.RNNBase, x: torch.Tensor, rate: float) -> Workload:
     """The steps of a recurrent layer, by FLOP."""
     axes = "batch, time" if module.batch_first else "time, batch"
     if _samples(x).ndim != 3:
@@ -239,14 +195,14 @@ def _recurrent(module: nn.RNNBase, x: torch.Tensor, product_rate: float, vector_
     subject = sequence_subject(module, (time, x.shape[2]))
     (layer,), factor = subject.layers, subject.factors[0]
     assert isinstance(factor, Pattern)
-    seconds, state = batch / product_rate, factor.shape[0] * batch * x.element_size()
+    seconds, state = batch / rate, factor.shape[0] * batch * x.element_size()
     # A step stores its input, its gates and its state.
     gates = module.all_weights[0][1].shape[0] * batch * x.element_size()
     step = StageCost(
         forward=layer.forward / time * seconds,
         errors=float(subject.operators[0].executed) * seconds,
         gradients=layer.weight_gradient / time * seconds,
-        jacobian=factor.nnz * batch / vector_rate,
+        jacobian=factor.nnz * batch / rate,
         stored=int(x.nbytes) // time + gates + state,
         output=state,
         weights=0,
@@ -254,19 +210,4 @@ def _recurrent(module: nn.RNNBase, x: torch.Tensor, product_rate: float, vector_
     )
     weights = sum(int(parameter.nbytes) for parameter in module.parameters() if parameter.requires_grad)
     stages = (replace(step, errors=0.0, weights=weights), *[step] * (time - 1))
-    return Workload(stages, batch, 0, product_rate, vector_rate, x.element_size(), recurrent=True)
-
-
-def _recurrent_passes(module: nn.RNNBase, x: torch.Tensor, seconds: float) -> tuple[float, float, float]:
-    """Seconds of all steps forward, of the gradient of the first state, and of those of the weights."""
-    batch = x.shape[0] if module.batch_first else x.shape[1]
-    states = [x.new_zeros(1, batch, module.hidden_size, requires_grad=True) for _ in range(1 + (module.mode == "LSTM"))]
-    weights = [parameter for parameter in module.parameters() if parameter.requires_grad]
-
-    def output() -> torch.Tensor:
-        with torch.enable_grad():
-            result: torch.Tensor = module(x, states[0] if len(states) == 1 else tuple(states))[0]
-        return result
-
-    forward = shortest_time(output, seconds)
-    return forward, *_backward_passes(output(), states, weights, seconds)
+    return Workload(stages, batch, 0, rate, x.element_size(), recurrent=True)

@@ -7,8 +7,8 @@ from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .timetable import Job, Outcome, Timetable
-from .training_method import Prediction, TrainingMethod, sum_shared_gradients
+from .timetable import Job, Timetable
+from .training_method import TrainingMethod, sum_shared_gradients
 from .workload import Workload
 
 
@@ -34,13 +34,13 @@ class GPipe(TrainingMethod):
     def obstacle(self, workload: Workload) -> str | None:
         if self.microbatches is not None and self.microbatches > workload.samples:
             return f"{self.microbatches} micro-batches are more than the {workload.samples} samples of the mini-batch"
-        if workload.coupling and self.microbatches != 1:
+        if workload.couples and self.microbatches != 1:
             return "it takes the mini-batch apart, whose samples depend on each other, as by batch normalisation"
         return None
 
     def timetable(self, workload: Workload, workers: int) -> Timetable:
         blocks = workload.blocks(workers)
-        parts = self._parts(workload, len(blocks))
+        parts = self.microbatches or min(len(blocks), workload.samples)
         pipeline = _Pipeline(
             Timetable([2 * workload.weights(block) for block in blocks]),
             [_BlockCost.of(workload, block, parts) for block in blocks],
@@ -54,18 +54,6 @@ class GPipe(TrainingMethod):
                 behind = (pipeline.forward_and_backward(worker, part, behind),)
         sum_shared_gradients(pipeline.timetable, workload)
         return pipeline.timetable
-
-    def _parts(self, workload: Workload, workers: int) -> int:
-        return self.microbatches or min(workers, workload.samples)
-
-    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
-        """The thesis' Θ(L/K + K), times the mean bytes of a stage's results for a micro-batch."""
-        depth, blocks = len(workload), workload.blocks(workers)
-        parts = self._parts(workload, len(blocks))
-        unit = sum(stage.stored for stage in workload.stages) / depth / parts
-        published = (depth / len(blocks) + parts) * unit
-        weights = max(2 * workload.weights(block) for block in blocks)
-        return [Prediction(self.name, "thesis 2.2", "activations", workers, published, outcome.memory - weights)]
 
 
 class _Asynchronous(TrainingMethod):
@@ -136,10 +124,6 @@ class DelayedPipeline(_Asynchronous):
                 backward[worker] = pipeline.backward(worker, iteration - (count - 1 - worker), behind)
             yield backward[count - 1]
 
-    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
-        published = workload.forward + workload.backward / len(workload.blocks(workers))
-        return [Prediction(self.name, "Huo, Table 1", "seconds", workers, published, outcome.seconds)]
-
 
 @dataclass(frozen=True)
 class _BlockCost:
@@ -147,8 +131,6 @@ class _BlockCost:
 
     forward: float
     backward: float
-    forward_steps: int
-    backward_steps: int
     stored: float
     input: float
     output: float
@@ -163,8 +145,6 @@ class _BlockCost:
         return cls(
             math.fsum(stage.forward for stage in stages) / parts,
             math.fsum(stage.errors + stage.gradients for stage in stages) / parts,
-            len(stages),
-            sum(stage.steps for stage in stages),
             sum(stage.stored for stage in stages) / parts,
             workload.before(block[0]) / parts,
             stages[-1].output / parts,
@@ -184,20 +164,19 @@ class _Pipeline:
         """Add a block's forward pass."""
         cost, add = self._costs[worker], self.timetable.add
         if not worker:
-            self._forward[-1, batch] = add(Job(0, 0.0, (), cost.input, cost.input, steps=0))
+            self._forward[-1, batch] = add(Job(0, 0.0, (), cost.input, cost.input))
         reads = (self._forward[worker - 1, batch],)
-        job = Job(worker, cost.forward, reads, cost.stashed, cost.output, steps=cost.forward_steps)
+        job = Job(worker, cost.forward, reads, cost.stashed, cost.output)
         self._forward[worker, batch] = add(job)
 
     def backward(self, worker: int, batch: int, behind: tuple[int, ...]) -> int:
         """Add a block's backward pass, after that of the block behind."""
         cost = self._costs[worker]
         reads = (*behind, *(self._forward[block, batch] for block in (worker - 1, worker) if batch >= 0))
-        return self.timetable.add(Job(worker, cost.backward, reads, cost.input, cost.input, steps=cost.backward_steps))
+        return self.timetable.add(Job(worker, cost.backward, reads, cost.input, cost.input))
 
     def forward_and_backward(self, worker: int, batch: int, behind: tuple[int, ...]) -> int:
         """Add a block's backward pass, before which it goes forward once more."""
         cost = self._costs[worker]
-        seconds, steps = cost.forward + cost.backward, cost.forward_steps + cost.backward_steps
-        reads = (*behind, self._forward[worker - 1, batch])
-        return self.timetable.add(Job(worker, seconds, reads, cost.input, cost.input, cost.stored, steps))
+        seconds, reads = cost.forward + cost.backward, (*behind, self._forward[worker - 1, batch])
+        return self.timetable.add(Job(worker, seconds, reads, cost.input, cost.input, cost.stored))

@@ -24,8 +24,6 @@ class Job(NamedTuple):
     sent: float = 0.0
     #: Bytes that are needed while the job runs.
     scratch: float = 0.0
-    #: Passes through a stage, products, and other units in which step complexity counts.
-    steps: int = 1
 
 
 @dataclass
@@ -43,11 +41,6 @@ class Timetable:
         self.jobs.append(job)
         return len(self.jobs) - 1
 
-    @property
-    def work(self) -> float:
-        """Seconds of all jobs."""
-        return math.fsum(job.seconds for job in self.jobs)
-
 
 @dataclass(frozen=True)
 class Outcome:
@@ -57,8 +50,6 @@ class Outcome:
     ----------
     seconds : float
         The time of an iteration.
-    steps : float
-        Steps of an iteration on the critical path, the jobs of which each waits for the one before.
     memory : float
         The most bytes that one worker holds at once.
     sent : float
@@ -66,41 +57,34 @@ class Outcome:
     """
 
     seconds: float
-    steps: float
     memory: float
     sent: float
 
 
 def run(timetable: Timetable, interconnect: Interconnect) -> Outcome:
     """Run all jobs, each as soon as its worker is free and what it reads has arrived."""
-    ends, steps = _ends(timetable.jobs, interconnect)
-    memory = _memory(timetable)
+    ends, memory = _ends(timetable.jobs, interconnect), _memory(timetable)
     if not timetable.ends:
-        seconds, longest = max(zip(ends, steps, strict=True), default=(0.0, 0))
-        return Outcome(seconds, longest, memory, _sent(timetable.jobs))
+        return Outcome(max(ends, default=0.0), memory, _sent(timetable.jobs))
     # The first half of the iterations fills the workers.
     middle = (len(timetable.ends) - 1) // 2
     begin, end, count = timetable.ends[middle], timetable.ends[-1], len(timetable.ends) - 1 - middle
-    return Outcome(
-        (ends[end] - ends[begin]) / count,
-        (steps[end] - steps[begin]) / count,
-        memory,
-        _sent(timetable.jobs, begin + 1, end + 1) / count,
-    )
+    sent = _sent(timetable.jobs, begin + 1, end + 1) / count
+    return Outcome((ends[end] - ends[begin]) / count, memory, sent)
 
 
-def _ends(jobs: Sequence[Job], interconnect: Interconnect) -> tuple[list[float], list[int]]:
-    """When each job ends, and the steps of the critical path up to there."""
-    ends, steps = [0.0] * len(jobs), [0] * len(jobs)
-    free: dict[int, tuple[float, int]] = {}
-    for number, job in enumerate(jobs):
-        begin = free.get(job.worker, (0.0, 0))
+def _ends(jobs: Sequence[Job], interconnect: Interconnect) -> list[float]:
+    """When each job ends."""
+    ends, free = list[float](), dict[int, float]()
+    for job in jobs:
+        begin = free.get(job.worker, 0.0)
         for read in job.reads:
             source = jobs[read]
             delay = 0.0 if source.worker == job.worker else interconnect.seconds(source.sent)
-            begin = max(begin, (ends[read] + delay, steps[read]))
-        ends[number], steps[number] = free[job.worker] = begin[0] + job.seconds, begin[1] + job.steps
-    return ends, steps
+            begin = max(begin, ends[read] + delay)
+        free[job.worker] = begin + job.seconds
+        ends.append(free[job.worker])
+    return ends
 
 
 def _sent(jobs: Sequence[Job], begin: int = 0, end: int | None = None) -> float:

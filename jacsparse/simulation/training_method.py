@@ -4,39 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from ..interconnect import Interconnect
-from ..schedule import Schedule
 from .timetable import Job, Outcome, Timetable, run
 from .workload import Workload
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """What a paper's formula says, beside what is simulated.
-
-    Attributes
-    ----------
-    method : str
-        The method.
-    equation : str
-        Where the formula is.
-    quantity : str
-        What it predicts, with its unit.
-    workers : int
-        The number of workers.
-    published, simulated : float
-        The formula without its constants, and what the simulation gives.
-    """
-
-    method: str
-    equation: str
-    quantity: str
-    workers: int
-    published: float
-    simulated: float
 
 
 class TrainingMethod(ABC):
@@ -48,13 +20,10 @@ class TrainingMethod(ABC):
         Its name in ``methods=`` and ``--method``.
     exact : bool
         Whether its gradients are those of back-propagation, at the weights that it then updates.
-    multiplies : bool
-        Whether all of its ways take products of matrices.
     """
 
     name: ClassVar[str]
     exact: ClassVar[bool] = True
-    multiplies: ClassVar[bool] = False
 
     @abstractmethod
     def timetable(self, workload: Workload, workers: int) -> Timetable:
@@ -69,21 +38,33 @@ class TrainingMethod(ABC):
         return len(workload)
 
     def ways(self, workload: Workload, workers: int) -> Iterator[tuple[str, Timetable]]:
-        """Timetables of which the fastest is taken, by what the method chooses for each, such as a schedule."""
+        """Timetables of which the fastest is taken, by what the method chooses for each, such as an exchange."""
         yield "", self.timetable(workload, workers)
-
-    def scans(self, workload: Workload, workers: int) -> Sequence[Schedule]:
-        """The schedules whose products of matrices it may need; none where it needs no such product."""
-        return ()
 
     def plan(self, workload: Workload, interconnect: Interconnect, workers: int) -> tuple[Outcome, str]:
         """What an iteration takes, and what the method has chosen for that."""
         outcomes = [(run(timetable, interconnect), choice) for choice, timetable in self.ways(workload, workers)]
         return min(outcomes, key=lambda outcome: outcome[0].seconds)
 
-    def predictions(self, workload: Workload, workers: int, outcome: Outcome) -> list[Prediction]:
-        """What papers predict for an outcome."""
-        return []
+
+class OneWorker(TrainingMethod):
+    """Back-propagation as every framework does it, stage after stage on one worker: the measure of all others."""
+
+    name = "bp"
+
+    def most(self, workload: Workload) -> int:
+        return 1
+
+    def timetable(self, workload: Workload, workers: int) -> Timetable:
+        timetable = Timetable([2 * workload.weights(range(len(workload)))])
+        forward = forward_through(timetable, workload, [0] * len(workload))
+        behind: tuple[int, ...] = ()
+        for number in reversed(range(len(workload))):
+            stage, before = workload.stages[number], workload.before(number)
+            reads = (*behind, forward[number], forward[number + 1])
+            seconds = stage.errors + stage.gradients
+            behind = (timetable.add(Job(0, seconds, reads, before, before)),)
+        return timetable
 
 
 def exchange(timetable: Timetable, last: Sequence[int], sent: Callable[[int], float]) -> None:
@@ -98,12 +79,10 @@ def exchange(timetable: Timetable, last: Sequence[int], sent: Callable[[int], fl
     sent : callable
         Bytes of a message, by the number of the round.
     """
-    jobs = [timetable.add(Job(timetable.jobs[job].worker, 0.0, (job,), sent=sent(0), steps=0)) for job in last]
+    jobs = [timetable.add(Job(timetable.jobs[job].worker, 0.0, (job,), sent=sent(0))) for job in last]
     for number in range((len(jobs) - 1).bit_length()):
         jobs = [
-            timetable.add(
-                Job(timetable.jobs[job].worker, 0.0, (job, jobs[place - 2**number]), sent=sent(number + 1), steps=0)
-            )
+            timetable.add(Job(timetable.jobs[job].worker, 0.0, (job, jobs[place - 2**number]), sent=sent(number + 1)))
             for place, job in enumerate(jobs)
         ]
 
@@ -121,6 +100,6 @@ def forward_through(timetable: Timetable, workload: Workload, workers: Iterable[
     jobs: list[int] = []
     for worker, stage in zip(workers, workload.stages, strict=True):
         if not jobs:
-            jobs.append(timetable.add(Job(worker, 0.0, stored=workload.input, sent=workload.input, steps=0)))
+            jobs.append(timetable.add(Job(worker, 0.0, stored=workload.input, sent=workload.input)))
         jobs.append(timetable.add(Job(worker, stage.forward, (jobs[-1],), stage.stored, stage.output)))
     return jobs

@@ -1,22 +1,19 @@
-"""What the stages of a model cost: their passes, and the matrices of scans."""
+"""What the stages of a model cost: their passes, and the matrices of scans across processes."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
-from ..flop import CountEstimate, estimate_products
 from ..patterns import Full, Pattern
-from ..schedule import Schedule, Step, between, run
 from ..spgemm import multiply_adds, product_pattern
-from ..stages import Region, boundaries, matrix_of
+from ..stages import Region, matrix_of
 
 #: A product of more multiply-adds than this for each sample counts as a full matrix, which bounds it from above.
 MOST = 3 * 10**8
@@ -31,8 +28,8 @@ class StageCost:
     forward : float
         Seconds of its forward pass.
     errors, gradients : float
-        Seconds of its backward pass: of the gradient of its input, and of those of its weights (equations 5 and 7 of
-        leapfrogging). The first stage has no errors, because the network's input needs no gradient.
+        Seconds of its backward pass: of the gradient of its input, and of those of its weights. The first stage has no
+        errors, because the network's input needs no gradient.
     jacobian : float
         Seconds to compute the values of its transposed Jacobian.
     stored : int
@@ -65,47 +62,12 @@ class StageCost:
         """Seconds of all its passes."""
         return self.forward + self.errors + self.gradients
 
-    @property
-    def couples(self) -> bool:
-        """Whether it couples the samples of a batch, so that it has no matrix."""
-        return isinstance(self.factor, Region) and bool(self.factor.coupling)
-
-    @property
-    def steps(self) -> int:
-        """Steps of its backward pass."""
-        return (self.errors > 0) + (self.gradients > 0)
-
     @cached_property
     def matrix(self) -> Pattern:
         """The pattern of its matrix; a full one, which bounds it, where a region takes too long."""
         if isinstance(self.factor, Region) and self.factor.estimate > MOST:
             return Pattern.of(Full(*self.factor.shape))
         return matrix_of(self.factor)
-
-
-@dataclass(frozen=True, eq=False)
-class ScanCost:
-    """What the live steps of a schedule cost for a mini-batch.
-
-    Attributes
-    ----------
-    seconds : list of float
-        The time of each live step.
-    entries : dict of int to int
-        Entries of each matrix of one sample, by its value in the schedule.
-    nbytes : dict of int to int
-        Bytes of the values of each matrix, for all samples.
-    largest : int
-        Entries of the largest product of matrices; 0 where there is none.
-    bounded : int
-        The products of matrices that count as full ones, because they have more multiply-adds than `MOST`.
-    """
-
-    seconds: list[float]
-    entries: dict[int, int]
-    nbytes: dict[int, int]
-    largest: int
-    bounded: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,25 +82,20 @@ class Workload:
         Samples of the mini-batch.
     input : int
         Bytes of the mini-batch.
-    product_rate, vector_rate : float
-        FLOP per second of products of two matrices, and of a matrix and a vector.
+    rate : float
+        FLOP per second of products with matrices of stages.
     itemsize : int
         Bytes of a number.
     recurrent : bool
         Whether the stages are steps that share their weights.
-    multiplies : bool
-        Whether methods may take products of matrices.
     """
 
     stages: tuple[StageCost, ...]
     samples: int
     input: int
-    product_rate: float
-    vector_rate: float
+    rate: float
     itemsize: int = 4
     recurrent: bool = False
-    multiplies: bool = True
-    _scans: dict[Schedule, ScanCost] = field(default_factory=dict, init=False, repr=False)
     #: Products by the identities of their factors, which they hold: steps of a sequence share one pattern.
     _products: dict[tuple[int, int], tuple[Pattern, Pattern, Pattern, int]] = field(
         default_factory=dict, init=False, repr=False
@@ -163,6 +120,11 @@ class Workload:
         stage = max(self.stages, key=lambda stage: stage.seconds)
         return stage.path, stage.seconds / max(self.forward + self.backward, sys.float_info.min)
 
+    @property
+    def couples(self) -> bool:
+        """Whether a stage couples the samples of a batch, as batch normalisation does, so that it has no matrix."""
+        return any(isinstance(stage.factor, Region) and stage.factor.coupling for stage in self.stages)
+
     def weights(self, block: Sequence[int]) -> int:
         """Bytes of the weights of some stages."""
         if self.recurrent and block:
@@ -174,65 +136,12 @@ class Workload:
         return self.stages[stage - 1].output if stage else self.input
 
     def vector_seconds(self, nbytes: float) -> float:
-        """Seconds of the product of a matrix of so many bytes, of all samples, and a vector."""
-        return 2.0 * nbytes / self.itemsize / self.vector_rate
+        """Seconds of the product of a matrix, whose values take these bytes, and a vector, for all samples."""
+        return 2.0 * nbytes / self.itemsize / self.rate
 
     def product_seconds(self, pairs: int, shared: bool) -> float:
-        """Seconds of a product of two matrices of so many multiply-adds, once or for each sample."""
-        return 2.0 * pairs * (1 if shared else self.samples) / self.product_rate
-
-    @cached_property
-    def coupling(self) -> tuple[int, ...]:
-        """The stages, from 0, that couple samples."""
-        return tuple(number for number, stage in enumerate(self.stages) if stage.couples)
-
-    def boundaries(self, workers: int, first: int = 0, stop: int | None = None) -> list[int]:
-        """The places at which `jacsparse.schedule.balanced` cuts the stages from `first` to `stop`."""
-        return boundaries([stage.factor for stage in self.stages[first:stop]], workers)
-
-    def scheduled(self, part: Callable[[int], Schedule]) -> Schedule:
-        """The schedule of all stages that follows ``part(n)`` on each stretch of `n` stages with matrices."""
-        return between(len(self), self.coupling, lambda first, stop: part(stop - first))
-
-    @cached_property
-    def largest_factor(self) -> int:
-        """Entries of the largest Jacobian of a stage that a schedule may multiply by: all but the first."""
-        return max((stage.factor.nnz for stage in self.stages[1:] if not stage.couples), default=0)
-
-    def estimate(self, schedules: Sequence[Schedule]) -> CountEstimate:
-        """What it takes to find the patterns of the products of some schedules."""
-        factors = [stage.factor for stage in self.stages]
-        return estimate_products(schedules, factors, most=MOST)
-
-    def scan(self, schedule: Schedule) -> ScanCost:
-        """What a schedule's live steps cost."""
-        if schedule not in self._scans:
-            self._scans[schedule] = self._scan(schedule)
-        return self._scans[schedule]
-
-    def _scan(self, schedule: Schedule) -> ScanCost:
-        multiplied: dict[int, StageCost | _Product] = {}
-        seconds, pairs_of_products = list[float](), list[int]()
-
-        def multiply(step: Step, left: StageCost | _Product, right: StageCost | _Product) -> _Product:
-            (matrix, pairs), shared = self.product(left.matrix, right.matrix), left.shared and right.shared
-            product = _Product(matrix, shared, self.vector_seconds(self.nbytes(matrix.nnz, shared)))
-            multiplied.update({step.left: left, step.right: right, step.out: product})
-            seconds.append(self.product_seconds(pairs, shared))
-            pairs_of_products.append(pairs)
-            return product
-
-        def apply(step: Step, left: StageCost | _Product, right: None) -> None:
-            seconds.append(left.errors)
-
-        run(schedule.live_steps(), multiply, apply, lambda value: self.stages[-value], kept=())
-        n = len(self)
-        matrices = {n - number: (stage.factor.nnz, stage.shared) for number, stage in enumerate(self.stages)}
-        matrices |= {value: (each.matrix.nnz, each.shared) for value, each in multiplied.items()}
-        entries = {value: nnz for value, (nnz, _) in matrices.items()}
-        nbytes = {value: self.nbytes(*each) for value, each in matrices.items()}
-        largest = max((nnz for value, nnz in entries.items() if value > n), default=0)
-        return ScanCost(seconds, entries, nbytes, largest, sum(pairs > MOST for pairs in pairs_of_products))
+        """Seconds of a product of two matrices, whose multiply-adds run once or for each sample."""
+        return 2.0 * pairs * (1 if shared else self.samples) / self.rate
 
     def nbytes(self, entries: int, shared: bool) -> int:
         """Bytes of the values of a matrix, which all samples may share."""
@@ -257,14 +166,6 @@ class Workload:
             middle = (low + high) / 2
             low, high = (low, middle) if len(_cuts(ends, middle)) <= workers else (middle, high)
         return [range(begin, end) for begin, end in itertools.pairwise([0, *_cuts(ends, high)])]
-
-
-class _Product(NamedTuple):
-    """A matrix that a scan computes: whether all samples share it, and seconds of its product with a gradient."""
-
-    matrix: Pattern
-    shared: bool
-    errors: float
 
 
 def _cuts(ends: np.ndarray, limit: float) -> list[int]:

@@ -10,8 +10,6 @@ from .bicgstab import BiCGStab
 from .blocks import Work
 from .comparison import SolverComparison, compare
 from .cyclic_reduction import CyclicReduction
-from .estimates import Estimate, estimates, reduction_pays
-from .forward import ForwardApproximation, approximate_forward, forward_scales
 from .gmres import GMRES
 from .hybrid import Hybrid
 from .jacobi import Jacobi, Richardson
@@ -30,8 +28,6 @@ __all__ = [
     "BlockBidiagonal",
     "BlockTriangular",
     "CyclicReduction",
-    "Estimate",
-    "ForwardApproximation",
     "Hybrid",
     "Iteration",
     "Jacobi",
@@ -44,12 +40,8 @@ __all__ = [
     "Substitution",
     "TriangularSolver",
     "Work",
-    "approximate_forward",
     "compare",
-    "estimates",
-    "forward_scales",
     "propagation",
-    "reduction_pays",
     "solve",
     "solver_of",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -26,8 +26,6 @@ class BiCGStab(Iteration):
         As `Iteration` takes them.
     limit : int, optional
         The most iterations, of two products with the matrix each; by default as of `Iteration`.
-    together : bool
-        Whether each product is one for all samples; else each sample is solved by itself, with the same iterates.
     seed : int
         Of the shadow residual, which is random. The first residual in its place, as is usual, breaks down at once
         where the right-hand side is in one block alone, as in back-propagation: the second residual has none of the
@@ -60,12 +58,9 @@ class BiCGStab(Iteration):
     """
 
     name = "bicgstab"
-    together: bool = True
     seed: int = 0
 
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
-        if not self.together and system.batch > 1:
-            return self._sample_by_sample(system, work)
         tolerance, limit = self.tolerance_of(system), self.limit_of(system)
         values = self.first(system, work)
         inner = _InnerProducts(system)
@@ -94,17 +89,6 @@ class BiCGStab(Iteration):
             node: torch.randn(size, 1, generator=generator, dtype=like.dtype).to(like.device)
             for node, size in enumerate(system.sizes)
         }
-
-    def _sample_by_sample(self, system: BlockTriangular, work: Work) -> Iterated:
-        works, parts = [Work() for _ in range(system.batch)], []
-        for number, apart in enumerate(works):
-            guess = None if self.guess is None else [part[number : number + 1] for part in self.guess]
-            parts.append(replace(self, together=True, guess=guess).run(system.sample(number), apart))
-        work.add_side_by_side(works)
-        values = {node: torch.cat([part.values[node] for part in parts], dim=1) for node in system.right}
-        longest = max(len(part.history) for part in parts)
-        histories = [[*part.history, *[part.history[-1]] * (longest - len(part.history))] for part in parts]
-        return Iterated(values, [max(each) for each in zip(*histories, strict=True)], parts[0].tolerance)
 
 
 class _Floating(NamedTuple):

@@ -15,15 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..patterns import Diagonal, Full, Identity, Pattern
-from ..spgemm import PACKED, matvec, multiply_adds, plan_product, plan_sum, product_pattern, sum_pattern
+from ..patterns import Diagonal, Identity, Pattern
+from ..spgemm import matvec, multiply_adds, plan_product, plan_sum, product_pattern, sum_pattern
 
-#: Seconds that a thread takes for a pair of entries that meets, about: once, and for each sample. For rows of the right
-#: factor that are rather full, whose entries lie side by side, for emptier ones, and for two full matrices.
-PAIR_SECONDS = {"dense": (1.2e-9, 8e-10), "sparse": (5e-9, 1.5e-9), "full": (0.0, 1.5e-10)}
-#: Seconds that a thread takes to plan a product, and bytes of indices that the plan has, for each of its pairs, about;
-#: and the bytes that plans have together at most.
-PLAN_SECONDS, PLAN_NBYTES, MOST_PLANNED = 1.5e-9, 2.0, 1.5 * 2**30
 #: The parts of a vector, by node: each ``(elements, batch)``.
 Vector = dict[int, torch.Tensor]
 
@@ -61,19 +55,12 @@ class Level:
     entries : int
         Entries of the computed blocks that later levels read, for any solver: the system's own blocks do not count,
         scaled ones do.
-    seconds, planning : float
-        About how long the products of matrices, and plans for these, take on one thread.
-    planned : float
-        About how many bytes of indices these plans have.
     """
 
     tasks: list[int] = field(default_factory=list)
     longest: float = 0.0
     scaling: int = 0
     entries: int = 0
-    seconds: float = 0.0
-    planning: float = 0.0
-    planned: float = 0.0
 
     def store(self, blocks: Iterable[Block], system: Iterable[Block]) -> None:
         """Count the blocks that later levels read, without those of the system."""
@@ -105,9 +92,6 @@ class Work:
                     max(level.longest for level in levels),
                     sum(level.scaling for level in levels),
                     sum(level.entries for level in levels),
-                    sum(level.seconds for level in levels),
-                    sum(level.planning for level in levels),
-                    sum(level.planned for level in levels),
                 )
             )
 
@@ -143,26 +127,10 @@ class Work:
                 each += count
         level.longest = max(level.longest, each / max(1, elements))
 
-    def _estimate(self, a: Pattern, b: Pattern, pairs: int, batch: int) -> None:
-        """Add what a product of matrices takes."""
-        level, kinds = self.levels[-1], (type(a.structure), type(b.structure))
-        if any(issubclass(kind, Diagonal) for kind in kinds):
-            return
-        closed = any(issubclass(kind, Full) for kind in kinds)
-        dense = closed or PACKED * b.nnz > math.prod(b.shape)
-        kind = "full" if all(issubclass(kind, Full) for kind in kinds) else "dense" if dense else "sparse"
-        once, each = PAIR_SECONDS[kind]
-        level.seconds += pairs * (once + batch * each)
-        if not closed:
-            level.planning += pairs * PLAN_SECONDS
-            level.planned += pairs * PLAN_NBYTES
-
     def product(self, *factors: tuple[Block, Block]) -> Block:
         """``Σ A B``, for pairs of blocks."""
         result = sum_of([_product(a, b) for a, b in factors])
-        products = [(a.pattern, multiply_adds(a.pattern, b.pattern)) for a, b in factors]
-        for (a, b), (_, pairs) in zip(factors, products, strict=True):
-            self._estimate(a.pattern, b.pattern, pairs, result.values.shape[1])
+        products = ((a.pattern, multiply_adds(a.pattern, b.pattern)) for a, b in factors)
         self._count(products, result.values.shape[1], result.pattern.nnz)
         return result
 

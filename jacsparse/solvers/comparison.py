@@ -2,66 +2,49 @@
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
-from time import perf_counter
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from .._version import __version__
-from ..flop import Effort, estimate_products, nan_weights
+from ..flop import estimate_count
 from ..patterns import Diagonal, Pattern
-from ..runtime import thread_count
 from ..schedule import check_workers, fastest_on
 from ..stages import check_input
-from ..terminal import Report, warnings_on
+from ..terminal import Fitted, Report, glossary, short, short_time
 from ..tracing import check_module, traced, undisturbed
-from .blocks import MOST_PLANNED, Level, Work
-from .comparison_tables import WORDS, comparison_figure, tables
-from .estimates import Estimate, estimates, reduction_pays
+from .blocks import Work
 from .jacobi import Richardson
-from .propagation import stretches_of
-from .solver import Solution, TriangularSolver
+from .methods import SOLVERS, solver_of
+from .propagation import propagation
+from .solver import TriangularSolver
 from .systems import BlockTriangular
 
-#: Multiply-adds from which on a solver is counted but not run.
-MOST = 10**10
-#: Workers over which `SolverComparison.fewest` goes.
+#: Multiply-adds from which on a solver is counted but not timed: more take plans of gigabytes, and many seconds.
+MOST = 10**9
+#: Numbers of workers over which `SolverComparison.fewest` goes.
 _WORKERS = tuple(2**power for power in range(21))
-#: Seconds for which each solver is timed; and from which on its one solution is its time.
-SECONDS, _ONCE = 0.3, 2.0
-
-
-@dataclass(frozen=True)
-class SolutionEstimate(Effort):
-    """What it takes to plan a direct solution and to time it, about.
-
-    Attributes
-    ----------
-    on_one_thread : float
-        Seconds of the plans and of two solutions, the second of which is timed.
-    nbytes : float
-        Of the values of blocks and of the plans' indices.
-    """
-
-    on_one_thread: float
-    nbytes: float
-
-    @property
-    def seconds(self) -> float:
-        """Time on this machine's threads."""
-        return self.on_one_thread / thread_count()
-
-    @classmethod
-    def of(cls, work: Work, itemsize: int) -> SolutionEstimate:
-        """The estimate for work that has been counted."""
-        seconds = math.fsum(level.planning + 2 * level.seconds for level in work.levels)
-        planned = math.fsum(level.planned for level in work.levels)
-        return cls(seconds, work.entries * itemsize + min(planned, MOST_PLANNED))
+#: The meaning of words and columns.
+WORDS = {
+    "layers": "matrices between elementwise stages; a residual block is one",
+    "steps": "products with matrices that wait for each other",
+    "work": "multiply-adds of all products",
+    "stored": "the most entries of blocks at once, beside the system's",
+    "iter.": "iterations: one step each in jacobi and gmres, two in bicgstab",
+    "here": "measured time of a solution, without making plans",
+    "workers": "multiply-adds until they are done, where they share each result's elements",
+    "substitution": "back-propagation, one layer after the other",
+    "scan": "products of matrices by the levels of a tree (BPPSA)",
+    "cyclic_reduction": "each layer takes in twice as many at each level",
+    "jacobi": "all layers at once, from a guess, until nothing changes",
+    "richardson": "jacobi with a share of each change",
+    "bicgstab": "a Krylov method of general linear systems",
+    "gmres": "a Krylov method that stores a vector for each iteration",
+    "hybrid": "substitution within groups of layers, jacobi between them",
+}
 
 
 @dataclass(frozen=True)
@@ -72,17 +55,12 @@ class SolverFigures:
     ----------
     method : str
         The solver's name.
-    options : dict
-        Its options that are not the defaults.
     steps : int or None
-        Levels of products that wait for each other: the paper's η of an iterative solver, whose steps are products with
-        the system's matrix. None where the solver does not apply.
+        Levels of products that wait for each other; None where the solver does not apply.
     multiply_adds, entries : int or None
         The work, and the most entries of blocks that are stored at once beside those of the system.
     iterations : int or None
         Of an iterative solver.
-    residual : float or None
-        The last residual of an iterative solver.
     multiply_adds_until_done : dict of int to float
         By the number of workers, the multiply-adds until the last level is done (`Work.time`). It is no prediction of
         seconds, because products of matrices and of vectors run at different rates. None, as `seconds`, where the
@@ -94,111 +72,47 @@ class SolverFigures:
     """
 
     method: str
-    options: dict[str, Any] = field(default_factory=dict)
     steps: int | None = None
     multiply_adds: int | None = None
     entries: int | None = None
     iterations: int | None = None
-    residual: float | None = None
     multiply_adds_until_done: dict[int, float] | None = None
     seconds: float | None = None
     remark: str = ""
 
-    @property
-    def solved(self) -> bool:
-        """Whether it solved the system, or would if it ran."""
-        return self.multiply_adds_until_done is not None
-
-    @property
-    def label(self) -> str:
-        """The name and the options, as in ``richardson omega=0.9``."""
-        return " ".join((self.method, *(f"{name}={value}" for name, value in self.options.items())))
-
 
 @dataclass(frozen=True, repr=False)
 class SolverComparison(Report):
-    """What `compare` returns; ``print`` shows it as tables.
+    """What `compare` returns; ``print`` shows it as a table.
 
     Attributes
     ----------
     rows : tuple of SolverFigures
         A row for each solver.
-    estimates : tuple of Estimate
-        The paper's equations beside counts, for equally wide, fully connected layers; else empty.
     layers, units, samples : int
-        The system's depth l, its widest block n, and the batch r.
+        The system's depth, its widest block, and the batch.
     workers : tuple of int
         The numbers of workers.
     fewest : tuple of (int, str)
         Which solver has the fewest multiply-adds until the last level is done: from which number of workers on, of
-        powers of two up to 2^20, and its label.
-    input_shape : tuple of int
-        Of the input, with the batch.
-    dtype, device : str
-        Of the input.
-    threads : int
-        PyTorch's threads during the measurement.
+        powers of two up to 2^20, and its name.
     name : str
         What was compared: the module's class, or the model as named on the command line.
-    cut : tuple of str
-        The paths of layers whose block has no entry, so that no gradient passes them; empty ones for those of an RNN.
-    nan_weights : dict of str to int
-        How many weights are NaN, by the paths of their modules.
     settings : dict
         What else the figures depend on, such as the seed of the command line; part of `to_dict`.
     """
 
     rows: tuple[SolverFigures, ...]
-    estimates: tuple[Estimate, ...]
     layers: int
     units: int
     samples: int
     workers: tuple[int, ...]
     fewest: tuple[tuple[int, str], ...]
-    input_shape: tuple[int, ...]
-    dtype: str
-    device: str
-    threads: int
     name: str = ""
-    cut: tuple[str, ...] = ()
-    nan_weights: dict[str, int] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        return f"<SolverComparison of {self.name}: {', '.join(row.label for row in self.rows)}>"
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
-        yield from tables(self)
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What is wrong with the network, in words that name layers."""
-        return warnings_on(self.cut, self.layers, "layer", self.nan_weights)
-
-    @property
-    def depth_bound(self) -> float:
-        """``l / log2 l`` of the paper's criterion of direct methods; 0 for one layer."""
-        return self.layers / math.log2(self.layers) if self.layers > 1 else 0.0
-
-    @property
-    def criterion(self) -> str:
-        """The paper's own criteria for this module (sections 4.1 and 4.2), in words."""
-        if self.layers == 1:
-            return "With one layer, direct and iterative methods have nothing to do at once: they do not pay."
-        direct = reduction_pays(self.layers, self.units, self.samples)
-        lines = [
-            f"By Naumov's criteria, direct methods (scan, cyclic_reduction) pay where samples r = {self.samples} >= "
-            f"the widest layer's units n = {self.units:,}, or l / log2 l = {self.depth_bound:.1f} >= n for "
-            f"l = {self.layers} layers: {_verdict(direct)}."
-        ]
-        settled = [row for row in self.rows if row.solved and row.iterations is not None and row.steps]
-        if settled:
-            best = min(settled, key=lambda row: row.steps or 0)
-            lines.append(
-                f"Iterative ones pay where their steps (η) are fewer than the layers l = {self.layers}: the fewest are "
-                f"{best.steps}, by {best.label}; {_verdict((best.steps or 0) < self.layers)}."
-            )
-        return " ".join(lines)
+        return f"<SolverComparison of {self.name}: {', '.join(row.method for row in self.rows)}>"
 
     @property
     def conclusion(self) -> str:
@@ -207,41 +121,31 @@ class SolverComparison(Report):
             return "No solver settled."
         (_, first), *others = self.fewest
         first += ", which is back-propagation" if first == "substitution" else ""
-        if len(self.rows) == 1:
-            return f"There is nothing to compare with: the one method is {first}."
-        parts = [first, *(f"from {workers:,} workers on {label}" for workers, label in others)]
-        end = (
-            ", if workers share each result's elements and messages take no time"
-            if others
-            else f", for any number of workers up to {_WORKERS[-1]:,}"
-        )
-        return f"Fewest multiply-adds until done: {', '.join(parts)}{end}."
+        parts = [first, *(f"from {workers:,} workers on {method}" for workers, method in others)]
+        return f"Fewest multiply-adds until done, for up to {_WORKERS[-1]:,} workers: {', '.join(parts)}."
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield self.conclusion
+        layers = f"{self.layers} layer{'s' if self.layers > 1 else ''}"
+        yield f"{self.name}: {layers} of up to {self.units:,} units, batch {self.samples}"
+        lines = []
+        for row in (row for row in self.rows if row.steps is not None):
+            counts = (row.steps, row.multiply_adds, row.entries, row.iterations)
+            until_done = [(row.multiply_adds_until_done or {}).get(workers) for workers in self.workers]
+            cells = ["" if count is None else short(round(count)) for count in (*counts, *until_done)]
+            seconds = "" if row.seconds is None else short_time(row.seconds)
+            lines.append((row.method, *cells[:4], seconds, *cells[4:]))
+        workers = [f"{number:,} worker{'s' if number > 1 else ''}" for number in self.workers]
+        yield Fitted("", ("", "steps", "work", "stored", "iter.", "here", *workers), lines)
+        yield from (f"{row.method}: {row.remark}." for row in self.rows if row.remark)
+        hidden = {*SOLVERS} - {line[0] for line in lines}
+        yield glossary({word: meaning for word, meaning in WORDS.items() if word not in hidden})
 
     def to_dict(self) -> dict[str, Any]:
         """All figures as plain values, what they depend on, and what the words mean."""
         versions = {"jacsparse": __version__, "torch": torch.__version__}
-        words = {"criterion": self.criterion, "conclusion": self.conclusion, "words": WORDS}
-        counted = [{**asdict(each), "ratio": each.ratio} for each in self.estimates]
-        figures = {
-            "estimates": counted,
-            "depth_bound": self.depth_bound,
-            "fewest_up_to": _WORKERS[-1],
-            "cut_count": len(self.cut),
-            "warnings": list(self.warnings),
-        }
-        return {**asdict(self), **figures, **words, "versions": versions}
-
-    def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw multiply-adds until the last level is done over the number of workers, a line for each solver.
-
-        Raises
-        ------
-        ImportError
-            Where matplotlib is not installed.
-        ValueError
-            Where no solver solved the system.
-        """
-        comparison_figure(self, path)
+        words = {"conclusion": self.conclusion, "fewest_up_to": _WORKERS[-1], "words": WORDS}
+        return {**asdict(self), **words, "versions": versions}
 
 
 def compare(
@@ -251,9 +155,8 @@ def compare(
     *,
     workers: Sequence[int] = (1, 4, 16, 64),
     methods: Sequence[TriangularSolver | str] | None = None,
-    seconds: float = SECONDS,
-    progress: Callable[[str], None] | None = None,
-    accept: Callable[[str, Effort], bool] = lambda *_: True,
+    seconds: float = 0.3,
+    progress: Callable[[str], None] = lambda _: None,
 ) -> SolverComparison:
     """Solve a module's back-propagation by each solver, and count and time it.
 
@@ -262,8 +165,7 @@ def compare(
     Parameters
     ----------
     module : Module
-        A chain of stages, or an ``nn.RNN``. Stages may couple the samples of a batch, as batch normalisation in
-        training mode does: each solver then solves the stretches between these in turn, and autograd's operators count.
+        A chain of stages, or an ``nn.RNN``.
     x : Tensor, (batch, *input_shape)
         The input.
     gradient : Tensor, optional
@@ -271,16 +173,12 @@ def compare(
     workers : sequence of int
         The numbers of workers to count for.
     methods : sequence of TriangularSolver or str, optional
-        The solvers, or their names. By default all but ``richardson``: with ω = 1 that is ``jacobi``, and with another
-        ω its error never becomes zero: in the long run each iteration multiplies it by ``|1 - ω|``.
+        The solvers, or their names. By default all but ``richardson``, which is ``jacobi`` with ω = 1, and those that
+        multiply matrices along a chain where it takes more than 20 seconds or 4 GiB to find their patterns.
     seconds : float
         For how long each solver is timed.
-    progress : callable, optional
+    progress : callable
         Called with the name of each solver before it runs.
-    accept : callable
-        Called with the name of each solver that multiplies matrices along a chain, and a `CountEstimate` of what it
-        takes to find their patterns. Where it returns False, the solver is left out. Called again with the name of each
-        direct solver, and a `SolutionEstimate`. Where it returns False, the solver is counted, but not timed.
 
     Raises
     ------
@@ -298,48 +196,29 @@ def compare(
     check_input("x", x)
     with undisturbed(check_module(module)):
         if gradient is None:
-            shape = _output_shape(module, x)
+            recurrent = isinstance(module, nn.RNN)
+            shape = (*x.shape[:2], module.hidden_size) if recurrent else traced(module, x).output.shape
             gradient = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(x)
-        stretches, cut = stretches_of(module, x, gradient)
-    systems = [part for part in stretches if isinstance(part, BlockTriangular)]
-    if not any(system.depth for system in systems):
+        system = propagation(module, x, gradient).system
+    if not system.depth:
         raise ValueError(f"{type(module).__name__} has no stage with a matrix, so that there is no system to solve")
-    rows, iterative, works = [], dict[str, Work](), dict[str, Work]()
+    rows, works = [], dict[str, Work]()
     for method in solvers:
-        name = SolverFigures(method.name, _options(method)).label
-        if progress is not None:
-            progress(name)
-        row, work = _figures(method, stretches, numbers, seconds, accept)
+        progress(method.name)
+        long = "" if methods is not None else _takes_long(method, system)
+        if obstacle := method.obstacle(system) or long:
+            rows.append(SolverFigures(method.name, remark=obstacle))
+            continue
+        row, work = _figures(method, system, numbers, seconds)
         rows.append(row)
-        if work is not None and row.solved:
-            works[name] = work
-            if row.iterations is not None:
-                iterative[name] = work
-    return SolverComparison(
-        tuple(rows),
-        estimates(systems[0], iterative) if len(stretches) == 1 else (),
-        sum(system.depth for system in systems),
-        max(size for system in systems for size in system.sizes),
-        len(x) if len(stretches) > 1 else systems[0].batch,
-        numbers,
-        fastest_on(_WORKERS if works else (), lambda p: {label: work.time(p) for label, work in works.items()}),
-        tuple(x.shape),
-        str(x.dtype).removeprefix("torch."),
-        str(x.device),
-        torch.get_num_threads(),
-        type(module).__name__,
-        tuple(cut),
-        nan_weights(module),
-    )
-
-
-def _verdict(pays: bool) -> str:
-    return "they would" if pays else "they would not"
+        if row.multiply_adds_until_done is not None:
+            works[method.name] = work
+    fewest = fastest_on(_WORKERS if works else (), lambda p: {name: work.time(p) for name, work in works.items()})
+    sizes = (system.depth, max(system.sizes), system.batch)
+    return SolverComparison(tuple(rows), *sizes, numbers, fewest, type(module).__name__)
 
 
 def _solvers(methods: Sequence[TriangularSolver | str] | None) -> list[TriangularSolver]:
-    from .methods import SOLVERS, solver_of
-
     if methods is None:
         return [solver() for solver in SOLVERS.values() if solver is not Richardson]
     if isinstance(methods, str) or not methods:
@@ -347,110 +226,35 @@ def _solvers(methods: Sequence[TriangularSolver | str] | None) -> list[Triangula
     return [solver_of(method) for method in methods]
 
 
-def _options(method: TriangularSolver) -> dict[str, Any]:
-    """The options of a solver that are not the defaults; those that are no plain value by their names or types."""
-    if not is_dataclass(method):
-        return {}
-    plain, options = int | float | str, {}
-    for option in fields(method):
-        value = getattr(method, option.name)
-        if value is not option.default and not (isinstance(value, plain) and value == option.default):
-            options[option.name] = value if isinstance(value, plain) else getattr(value, "name", type(value).__name__)
-    return options
-
-
-def _output_shape(module: nn.Module, x: torch.Tensor) -> tuple[int, ...]:
-    """The shape of the output of which the gradient is taken; ValueError where the input does not fit."""
-    if not isinstance(module, nn.RNN):
-        return tuple(traced(module, x).output.shape)
-    if x.ndim != 3 or x.shape[2] != module.input_size:
-        raise ValueError(f"x has shape {tuple(x.shape)}; expected three axes, the last of {module.input_size} features")
-    return (*x.shape[:2], module.hidden_size)
-
-
-def _median(solve: Callable[[], object], seconds: float) -> float:
-    """The median time of a call; of one call where there is no time."""
-    from torch.utils.benchmark import Timer
-
-    if not seconds:
-        # A timer would call it three times.
-        begin = perf_counter()
-        solve()
-        return perf_counter() - begin
-    timer = Timer("solve()", globals={"solve": solve}, num_threads=torch.get_num_threads())
-    return float(timer.blocked_autorange(min_run_time=seconds).median)
+def _takes_long(method: TriangularSolver, system: BlockTriangular) -> str:
+    """What it takes to find the patterns of a solver's products, where that is much; else nothing."""
+    schedule, blocks = method.chain_schedule(system), system.off_diagonal.blocks
+    if schedule is None:
+        return ""
+    # The last node's block, which no solver multiplies by, comes first.
+    chain = [Pattern.of(Diagonal(system.sizes[0])), *(blocks[place].pattern for place in sorted(blocks))]
+    estimate = estimate_count(schedule, chain)
+    return f"to count its products takes {estimate}; ask for it by name" if estimate.is_long else ""
 
 
 def _figures(
-    method: TriangularSolver,
-    stretches: Sequence[BlockTriangular | int],
-    workers: Sequence[int],
-    seconds: float,
-    accept: Callable[[str, Effort], bool],
-) -> tuple[SolverFigures, Work | None]:
+    method: TriangularSolver, system: BlockTriangular, workers: Sequence[int], seconds: float
+) -> tuple[SolverFigures, Work]:
     """A solver's figures, and the work that they count."""
-    figures = SolverFigures(method.name, _options(method))
-    for system in (part for part in stretches if isinstance(part, BlockTriangular)):
-        obstacle = method.obstacle(system)
-        if obstacle:
-            return replace(figures, remark=obstacle), None
-        schedules = method.schedules(system)
-        if not schedules:
-            continue
-        estimate = estimate_products(schedules, _chain_patterns(system))
-        if not accept(method.name, estimate):
-            return replace(figures, remark=f"left out, as to count its products takes {estimate}"), None
-    begin = perf_counter()
-    solution = _solved(method, stretches, on_meta=method.direct)
+    from torch.utils.benchmark import Timer
+
+    solution = method.solve(system.on_meta() if method.direct else system)
     work, iterations = solution.work, None if method.direct else solution.iterations
-    figures = replace(
-        figures,
-        steps=work.steps,
-        multiply_adds=work.multiply_adds,
-        entries=work.entries,
-        iterations=iterations,
-        residual=solution.residual,
-        multiply_adds_until_done={p: work.time(p) for p in workers},
-    )
-    untimed = f"not timed: more than {MOST:.0e} multiply-adds" if work.multiply_adds > MOST else ""
-    if method.direct and not untimed:
-        solving = SolutionEstimate.of(work, _itemsize(stretches))
-        untimed = "" if accept(method.name, solving) else f"not timed, as to solve by it takes {solving}"
-    if method.direct and not untimed:
-        begin = perf_counter()
-        solution = _solved(method, stretches)
-    took = perf_counter() - begin
+    figures = SolverFigures(method.name, work.steps, work.multiply_adds, work.entries, iterations)
+    is_timed = work.multiply_adds <= MOST
+    if method.direct and is_timed:
+        solution = method.solve(system)
     if not solution.converged:
         remark = "its solution is not finite" if method.direct else f"did not settle in {iterations} iterations"
-        return replace(figures, multiply_adds_until_done=None, remark=remark), work
-    if untimed:
-        return replace(figures, remark=untimed), work
-    if method.direct or took < _ONCE:
-        # The first solution of a direct one has made plans.
-        took = _median(lambda: _solved(method, stretches), seconds if took < _ONCE else 0.0)
-    return replace(figures, seconds=took), work
-
-
-def _solved(method: TriangularSolver, stretches: Sequence[BlockTriangular | int], *, on_meta: bool = False) -> Solution:
-    """The solutions of all systems in turn as one, whose values are left out; operators between them are counted."""
-    solutions, work = [], Work()
-    for part in stretches:
-        if isinstance(part, BlockTriangular):
-            solutions.append(method.solve(part.on_meta() if on_meta else part))
-            work.levels += solutions[-1].work.levels
-        else:
-            work.levels.append(Level([part]))
-    residuals = [solution.residual for solution in solutions if solution.residual is not None]
-    iterations, converged = sum(each.iterations for each in solutions), all(each.converged for each in solutions)
-    return Solution(method.name, [], work, iterations, max(residuals, default=None), converged)
-
-
-def _itemsize(stretches: Sequence[BlockTriangular | int]) -> int:
-    """Bytes of an element of the systems."""
-    return next(part.right[0].element_size() for part in stretches if isinstance(part, BlockTriangular))
-
-
-def _chain_patterns(system: BlockTriangular) -> list[Pattern]:
-    """The patterns of a chain's blocks, after one for its last node, which no solver multiplies by."""
-    blocks = system.off_diagonal.blocks
-    return [Pattern.of(Diagonal(system.sizes[0])), *(blocks[place].pattern for place in sorted(blocks))]
+        return replace(figures, remark=remark), work
+    figures = replace(figures, multiply_adds_until_done={p: work.time(p) for p in workers})
+    if not is_timed:
+        return replace(figures, remark=f"not timed: more than {MOST:.0e} multiply-adds"), work
+    run = {"solve": method.solve, "system": system}
+    timer = Timer("solve(system)", globals=run, num_threads=torch.get_num_threads())
+    return replace(figures, seconds=timer.blocked_autorange(min_run_time=seconds).median), work

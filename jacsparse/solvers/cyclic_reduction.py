@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..schedule import Schedule, cyclic_reduction
@@ -61,9 +60,9 @@ class CyclicReduction(TriangularSolver):
             return "nested reduction needs a system with groups, as that of a recurrent network"
         return None
 
-    def schedules(self, system: BlockTriangular) -> Sequence[Schedule]:
+    def chain_schedule(self, system: BlockTriangular) -> Schedule | None:
         whole = system.is_bidiagonal and self.depth is None and len(system.levels[0]) == 1
-        return [cyclic_reduction(len(system.right))] if whole else ()
+        return cyclic_reduction(len(system.right)) if whole else None
 
     def run(self, system: BlockTriangular, work: Work) -> Vector:
         inner, outer = system.within_groups() if self.nested else (BlockMatrix({}), system.off_diagonal)

@@ -15,7 +15,7 @@ class Jacobi(Iteration):
     """``u ← D⁻¹ (A u + c)`` (Naumov, equations 36 and 37).
 
     After as many iterations as the system is deep it is exact from ``D⁻¹ c``, and after one more from any guess. Where
-    `BlockTriangular.dominance` is below 1 the error decreases by that factor in each iteration.
+    no row of ``|D⁻¹ A|`` adds up to 1, the error decreases by the largest of these sums in each iteration.
 
     η iterations take η + 1 sweeps, one more than equation 46 counts: the last one shows that the residual is small.
 

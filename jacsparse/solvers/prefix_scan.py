@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -59,9 +58,9 @@ class PrefixScan(TriangularSolver):
             return f"its schedule is for {self.schedule.n} stages, and the system has chains of {lengths} block rows"
         return None
 
-    def schedules(self, system: BlockTriangular) -> Sequence[Schedule]:
+    def chain_schedule(self, system: BlockTriangular) -> Schedule | None:
         (chain, *others) = _chains(system)
-        return () if others else [resolve(self.schedule, len(chain))]
+        return None if others else resolve(self.schedule, len(chain))
 
     def run(self, system: BlockTriangular, work: Work) -> Vector:
         values, works = Vector(), list[Work]()

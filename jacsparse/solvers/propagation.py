@@ -6,53 +6,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+import scipy.sparse
 import torch
 from torch import nn
 
-from ..flop import counted_record
+from ..patterns import Full, Pattern
+from ..recurrence import RNN
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from ..stages import Chain, Run, check_input, forward_pass, pull_back, refuse_hooks
-from ..tracing import check_module, without_autocast
-from .recorded_systems import ChainSystem, GraphSystem, diagonal_block, stretches
-from .recurrent_run import RecurrentRun, check_like, weight_block
+from ..stages import check_input, forward_pass
+from ..tracing import check_module, set_weights, sets_weights, without_autocast
+from .recorded_systems import ChainSystem, GraphSystem, diagonal_block
 from .solver import Solution
 from .systems import BlockTriangular
 
-
-def stretches_of(
-    module: nn.Module, x: torch.Tensor, gradient: torch.Tensor
-) -> tuple[list[BlockTriangular | int], list[str]]:
-    """The systems of a module's back-propagation, from its output on; between them what the other stages take.
-
-    A number stands for a stage that couples samples: the multiply-adds of its operators for the whole batch. Then the
-    paths of the stages whose blocks have no entry, from the input on; empty ones of an RNN.
-    """
-    if isinstance(module, nn.RNN):
-        system = propagation(module, x, gradient).system
-        return [system], ["" for block in system.off_diagonal.blocks.values() if not block.pattern.nnz]
-    chain, run = forward_pass(check_module(module), check_input("x", x), couples=True)
-    _check_run(module, chain, run, gradient)
-    refuse_hooks(run.records)
-    systems, cut, gradient = list[BlockTriangular | int](), list[str](), gradient.detach()
-    with without_autocast(x.device):
-        for part in reversed(stretches(run.records)):
-            if part[0].stage.couples:
-                systems.append(counted_record(part[0]).stage.factor().nnz * len(x))
-            else:
-                chained = ChainSystem(part, gradient)
-                systems.append(chained.system)
-                cut = [*chained.cut(), *cut]
-            if part[0] is not run.records[0]:
-                (gradient,), _ = pull_back(part[::-1], gradient, part[:1], [], ())
-    return systems, cut
-
-
-def _check_run(module: nn.Module, chain: Chain, run: Run, gradient: torch.Tensor) -> None:
-    """Raise where a run has no stages, or the gradient is not one of its output."""
-    if not len(chain):
-        raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
-    check_like("gradient", gradient, run.trace.output.shape, run.trace.output)
+#: A weight with a smaller share of nonzeros is a sparse block.
+_DENSE = 0.5
 
 
 class Propagation(ABC):
@@ -76,7 +45,9 @@ class ModulePropagation(Propagation):
         check_input("x", x)
         self.module = module
         chain, self.run = forward_pass(check_module(module), x)
-        _check_run(module, chain, self.run, gradient)
+        if not len(chain):
+            raise ValueError(f"{type(module).__name__} has no stages; a system needs an operator that does something")
+        _check_like("gradient", gradient, self.run.trace.output.shape, self.run.trace.output)
         with without_autocast(x.device):
             self.recorded = (GraphSystem if graph else ChainSystem)(self.run.records, gradient.detach())
         self.system = self.recorded.system
@@ -95,46 +66,61 @@ class ModulePropagation(Propagation):
 class RecurrentPropagation(Propagation):
     """Back-propagation of a stacked RNN of k layers over τ steps: a two-level system (Naumov, equations 22 to 29).
 
-    Its nodes are those of `RecurrentRun`, and its groups the steps, the last one first.
-
-    Parameters
-    ----------
-    layer : RNN
-        In one direction, and without dropout.
-    x : Tensor, (time, batch, features), or (batch, time, features) where `batch_first`
-        The input.
-    gradient : Tensor
-        Of the output.
-    last : Tensor, (layers, batch, hidden), optional
-        The gradient of the last states.
-    hx : Tensor, (layers, batch, hidden), optional
-        The first states.
+    Node ``(layer, step)`` has the number ``step · (k + 1) + layer``; layer 0 is the input. The groups are the steps,
+    the last one first. Arguments are those of `propagation`.
     """
 
     def __init__(
         self,
-        layer: nn.RNN,
+        layer: nn.Module,
         x: torch.Tensor,
         gradient: torch.Tensor,
         last: torch.Tensor | None = None,
         hx: torch.Tensor | None = None,
     ) -> None:
-        self.run = RecurrentRun(layer, x, hx)
-        check_like("gradient", gradient, (*x.shape[:2], layer.hidden_size), x)
-        if last is not None:
-            check_like("last", last, self.run.first.shape, x)
+        self.layer = layer = _checked(layer)
+        check_input("x", x)
+        if x.ndim != 3 or x.shape[2] != layer.input_size:
+            axes = "batch, time" if layer.batch_first else "time, batch"
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected a padded batch, ({axes}, {layer.input_size})")
+        _check_like("gradient", gradient, (*x.shape[:2], layer.hidden_size), x)
         if layer.batch_first:
-            gradient = gradient.transpose(0, 1)
-        self._recurrent = [weight_block(weights[1].T) for weights in self.run.weights]
+            x, gradient = x.transpose(0, 1), gradient.transpose(0, 1)
+        shape = (layer.num_layers, x.shape[1], layer.hidden_size)
+        for name, states in (("hx", hx), ("last", last)):
+            if states is not None:
+                _check_like(name, states, shape, x)
+        with torch.enable_grad():
+            set_weights(layer)
+            #: The weights of each layer, as masks and parametrisations make them of parameters.
+            self._weights: list[list[torch.Tensor]] = [[*weights] for weights in layer.all_weights]
+        self._first = x.new_zeros(shape) if hx is None else hx.detach().clone()
+        #: The input, and the states of each layer, each (time, batch, elements).
+        self._states = self._run(x.detach().clone())
+        self._recurrent = [_weight_block(weights[1].T) for weights in self._weights]
         self.system = self._system(gradient.detach(), None if last is None else last.detach())
 
+    @torch.no_grad()
+    def _run(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The input, and the states of each layer at each step."""
+        operator = torch.rnn_tanh if self.layer.nonlinearity == "tanh" else torch.rnn_relu
+        states = [x]
+        for weights, first in zip(self._weights, self._first, strict=True):
+            output, _ = operator(states[-1], first[None], weights, self.layer.bias, 1, 0.0, False, False, False)
+            states.append(output)
+        return states
+
+    def _node(self, place: int, step: int) -> int:
+        """The number of a layer at a step."""
+        return step * (self.layer.num_layers + 1) + place
+
     def _system(self, gradient: torch.Tensor, last: torch.Tensor | None) -> BlockTriangular:
-        layer, node_of, time = self.run.layer, self.run.node, len(gradient)
+        layer, node_of, time = self.layer, self._node, len(gradient)
         depth = layer.num_layers
-        entering = [weight_block(weights[0].T) for weights in self.run.weights]
+        entering = [_weight_block(weights[0].T) for weights in self._weights]
         blocks, right, inverse = dict[tuple[int, int], SparseJacobian](), list[torch.Tensor](), list[Any]()
         for step in range(time):
-            for place, states in enumerate(self.run.states):
+            for place, states in enumerate(self._states):
                 node, h = node_of(place, step), states[step]
                 if place < depth:
                     blocks[node, node_of(place + 1, step)] = entering[place]
@@ -150,13 +136,13 @@ class RecurrentPropagation(Propagation):
         return BlockTriangular(blocks, right, inverse_diagonal=inverse, groups=groups, check_finite=False)
 
     def gradients(self, solution: Solution) -> dict[str, torch.Tensor]:
-        layer, states = self.run.layer, self.run.states
+        layer, states = self.layer, self._states
         v = [
-            torch.stack([solution.values[self.run.node(place, step)] for step in range(len(states[0]))])
+            torch.stack([solution.values[self._node(place, step)] for step in range(len(states[0]))])
             for place in range(layer.num_layers + 1)
         ]
         of_weights = list[torch.Tensor]()
-        for place, first in enumerate(self.run.first):
+        for place, first in enumerate(self._first):
             of_gates = v[place + 1].flatten(0, 1)
             before = torch.cat([first[None], states[place + 1][:-1]]).flatten(0, 1)
             of_weights += [of_gates.T @ states[place].flatten(0, 1), of_gates.T @ before]
@@ -169,9 +155,9 @@ class RecurrentPropagation(Propagation):
 
     def _of_parameters(self, of_weights: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The gradients of the parameters that the weights are computed from."""
-        weights = [weight for weights in self.run.weights for weight in weights]
+        weights = [weight for weights in self._weights for weight in weights]
         trained = [pair for pair in zip(weights, of_weights, strict=True) if pair[0].requires_grad]
-        parameters = {name: p for name, p in self.run.layer.named_parameters() if p.requires_grad}
+        parameters = {name: p for name, p in self.layer.named_parameters() if p.requires_grad}
         if not trained:
             return {}
         gradients = torch.autograd.grad(
@@ -182,6 +168,44 @@ class RecurrentPropagation(Propagation):
             allow_unused=True,
         )
         return {name: g for name, g in zip(parameters, gradients, strict=True) if g is not None}
+
+
+def _checked(layer: nn.Module) -> nn.RNN:
+    """The layer; TypeError or ValueError where its system would not be that of its pass."""
+    if not isinstance(layer, nn.RNN):
+        raise TypeError(
+            f"layer is {a_type(layer)}; expected a torch.nn.RNN, whose step is one matrix and f: in a GRU and an LSTM "
+            "states are products with gates"
+        )
+    if layer.bidirectional or (layer.dropout and layer.training):
+        raise ValueError("layer is bidirectional or drops out; expected one direction, and no active dropout")
+    before = (hook for hook in layer._forward_pre_hooks.values() if not sets_weights(hook))
+    hooks = (layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks, list(before))
+    if any(hooks) or type(layer).forward not in (nn.RNN.forward, RNN.forward):
+        raise TypeError("layer has hooks or a forward pass of its own, which its system would not know of; remove them")
+    return layer
+
+
+def _check_like(name: str, tensor: object, shape: Sequence[int], like: torch.Tensor) -> None:
+    """Raise where a tensor's shape, dtype or device is not the expected one."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is {a_type(tensor)}; expected a torch.Tensor of shape {tuple(shape)}")
+    if (tensor.shape, tensor.dtype, tensor.device) != (torch.Size(shape), like.dtype, like.device):
+        raise ValueError(
+            f"{name} is {tensor.dtype} {tuple(tensor.shape)} on {tensor.device}; expected {like.dtype} {tuple(shape)} "
+            f"on {like.device}"
+        )
+
+
+def _weight_block(matrix: torch.Tensor) -> SparseJacobian:
+    """A matrix of weights as a block, sparse where most of it is pruned."""
+    matrix = matrix.detach()
+    mask = matrix != 0
+    if float(mask.sum()) < _DENSE * mask.numel():
+        pattern = Pattern.from_scipy(scipy.sparse.csr_array(mask.cpu().numpy()))
+        return SparseJacobian(pattern, matrix[mask].unsqueeze(1))
+    values = matrix.clone(memory_format=torch.contiguous_format).reshape(-1, 1)
+    return SparseJacobian(Pattern.of(Full(*matrix.shape)), values)
 
 
 def propagation(

@@ -29,11 +29,6 @@ class Group:
     linear: Record | None
     elementwise: tuple[Record, ...]
 
-    @property
-    def records(self) -> tuple[Record, ...]:
-        """All of them, in the order of the forward pass."""
-        return (*([] if self.linear is None else [self.linear]), *self.elementwise)
-
     def scale(self) -> torch.Tensor | None:
         """The product of the elementwise derivatives, ``(batch, elements)``; None where there are none."""
         product: torch.Tensor | None = None
@@ -120,15 +115,6 @@ class ChainSystem(RecordedSystem):
         # As autograd, it passes on infinities.
         scales = [diagonal_block(group.scale()) for group in self.groups]
         self.system = BlockTriangular(blocks, right, inverse_diagonal=scales, check_finite=False)
-
-    def cut(self) -> list[str]:
-        """The paths of the stages whose blocks have no entry, so that no gradient passes them."""
-        blocks = self.system.off_diagonal.blocks
-        return [
-            group.linear.stage.path
-            for place, group in enumerate(self.groups[1:])
-            if group.linear is not None and not blocks[place, place + 1].pattern.nnz
-        ]
 
     def outputs(self, values: Sequence[torch.Tensor]) -> Iterator[tuple[Sequence[Record], torch.Tensor]]:
         for place, group in enumerate(self.groups):

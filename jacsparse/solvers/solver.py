@@ -77,9 +77,9 @@ class TriangularSolver(ABC):
         """Why this solver cannot solve a system; None where it can."""
         return None
 
-    def schedules(self, system: BlockTriangular) -> Sequence[Schedule]:
-        """The schedules of the products of matrices that it makes, where that is known before."""
-        return ()
+    def chain_schedule(self, system: BlockTriangular) -> Schedule | None:
+        """The schedule of the products of matrices that it makes along a chain; None where there is none."""
+        return None
 
     def check(self, system: BlockTriangular) -> None:
         """Raise ValueError where the solver, with its options, does not apply to a system."""

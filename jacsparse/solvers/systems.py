@@ -16,7 +16,7 @@ import torch
 from ..patterns import Diagonal, Full, Identity, Pattern
 from ..runtime import a_type
 from ..spgemm import SparseJacobian
-from .blocks import Block, BlockMatrix, Vector, Work, diagonal_block, identity_block
+from .blocks import Block, BlockMatrix, Vector, diagonal_block, identity_block
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -189,13 +189,6 @@ class BlockTriangular:
         """The most blocks of ``A`` that one node's solution goes through."""
         return len(self.levels) - 1
 
-    @functools.cached_property
-    def iteration(self) -> BlockMatrix:
-        """``N = D⁻¹ A``, which is nilpotent: the solution is the sum of ``N^i D⁻¹ c``."""
-        work = Work()
-        with work.level():
-            return self.inverse.times(self.off_diagonal, work)
-
     def on_meta(self) -> BlockTriangular:
         """The system without numbers: solving it counts."""
         right = {node: part.to("meta") for node, part in self.right.items()}
@@ -205,7 +198,7 @@ class BlockTriangular:
         """The system of the same nodes with other blocks and another right-hand side."""
         other = object.__new__(BlockTriangular)
         other.__dict__.update(self.__dict__)
-        for name in ("iteration", "levels", "reads"):
+        for name in ("levels", "reads"):
             other.__dict__.pop(name, None)
         other.off_diagonal, other.inverse, other.right, other.batch = off_diagonal, inverse, right, right[0].shape[1]
         return other
@@ -221,17 +214,6 @@ class BlockTriangular:
         """Whether each node depends on one other at most, and one other at most on it."""
         rows, columns = ([place[axis] for place in self.off_diagonal.blocks] for axis in (0, 1))
         return len(set(rows)) == len(rows) and len(set(columns)) == len(columns)
-
-    @property
-    def dominance(self) -> float:
-        """The largest sum of a row of ``|N|``: below 1 the system is diagonally dominant by rows (section 3.2)."""
-        sums: dict[int, torch.Tensor] = {}
-        for (row, _), block in self.iteration.blocks.items():
-            total = torch.zeros(block.pattern.shape[0], block.values.shape[1], dtype=block.values.dtype)
-            rows = torch.from_numpy(block.pattern.rows.astype("int64"))
-            total.index_add_(0, rows, block.values.abs().cpu())
-            sums[row] = sums[row] + total if row in sums else total
-        return max((float(total.max()) for total in sums.values() if total.numel()), default=0.0)
 
     def __repr__(self) -> str:
         blocks = len(self.off_diagonal.blocks)

@@ -85,9 +85,9 @@ def leapfrog_backward(module: nn.Module, x: torch.Tensor, grad_output: torch.Ten
     Notes
     -----
     Y. Saraiya, *Leapfrogging for parallelism in deep neural networks*, Algorithm 1, without its prologue: each thread
-    starts from the output's gradient, so that none waits for a parent. `jacsparse.training.simulate_leapfrog` predicts
-    the time. The baseline is back-propagation on one thread: on several, PyTorch's operators use all cores by
-    themselves. The threads' Python runs one at a time, so that narrow layers gain nothing.
+    starts from the output's gradient, so that none waits for a parent. The baseline is back-propagation on one thread:
+    on several, PyTorch's operators use all cores by themselves. The threads' Python runs one at a time, so that narrow
+    layers gain nothing.
 
     Examples
     --------

@@ -40,10 +40,8 @@ COMMANDS = {
     "flop-resnet18": ("flop", *_RESNET),
     "flop-lenet5": ("flop", "lenet5", "--steps"),
     "flop-bitstream": ("flop", "bitstream", "--input", "1,40"),
-    "simulate-vgg11": ("simulate", "vgg11", "--prune", "0.97", "--method", "bp", "--method", "1f1b", *_COUNTED),
     "simulate-lenet5": ("simulate", "lenet5", *_COUNTED),
     "simulate-bitstream": ("simulate", "bitstream", "--steps", "40", *_COUNTED),
-    "simulate-resnet18": ("simulate", *_RESNET, "--method", "bp", "--method", "1f1b", "--batch", "2", *_COUNTED),
     "compare-vgg11": ("compare", "vgg11", "--prune", "0.97", "--method", "substitution"),
     "compare-resnet18": ("compare", *_RESNET, "--method", "substitution"),
     "compare-lenet5": ("compare", "lenet5", "--method", "substitution", "--method", "scan"),
@@ -86,13 +84,8 @@ def _text(shown: list[object], width: int) -> str:
 
 
 def _unmeasured(comparison: SolverComparison) -> SolverComparison:
-    """The comparison with a made-up time and residual of each solver: they differ between machines."""
-    return replace(
-        comparison,
-        rows=tuple(
-            replace(row, seconds=row.seconds and 1.0, residual=row.residual and 1e-6) for row in comparison.rows
-        ),
-    )
+    """The comparison with a made-up time of each solver: they differ between machines."""
+    return replace(comparison, rows=tuple(replace(row, seconds=row.seconds and 1.0) for row in comparison.rows))
 
 
 @pytest.fixture
@@ -298,12 +291,11 @@ def test_every_figure_of_simulate_is_one_in_json(case: str) -> None:
         prune_weights(model, 0.6)
     simulation = simulate(model, torch.randn(2, *shape), workers=(1, 2, 8), rate=1e9)
     figures, page = json.loads(json.dumps(simulation.to_dict())), page_of(simulation)
-    check_figures(page, figures, "log2", "(3.6)", "no more than 1", "1f1b")
-    lines = page.split("per step")[1].splitlines()[2:]
+    check_figures(page, figures, "1f1b")
+    lines = page.split("sent")[1].splitlines()[2:]
     for row, line in zip(figures["rows"], (line for line in lines if line.strip()), strict=False):
-        names = ("workers", "steps", "step_seconds", "seconds", "memory", "sent")
+        names = ("workers", "seconds", "memory", "sent")
         check_row(line.replace(row["method"], "", 1), [row[name] for name in names])
-    assert ("Warning: no gradient passes layer 2, 1 of 5 stages" in page) == (case == "cut in two")
     # One dense training step is what flop counts, and the weights of batch normalisation beside it.
     step = count_flop(model, shape, schedule="linear").summary().steps[0].step
     elements = {"residual": 4096, "normalised": 108}.get(case, 0)
@@ -320,8 +312,7 @@ def test_every_figure_of_compare_is_one_in_json(case: str) -> None:
     methods = ("substitution",) if case == "residual" else None
     comparison = _unmeasured(compare(model, torch.randn(2, *shape), seconds=0.0, methods=methods))
     figures, page = json.loads(json.dumps(comparison.to_dict())), page_of(comparison)
-    check_figures(page, figures, "log2", "ω = 1", "γ = 1")
-    assert ("Warning: no gradient passes layer 2, 1 of 3 layers" in page) == (case == "cut in two")
+    check_figures(page, figures)
     lines = page.splitlines()
     for row in figures["rows"]:
         if row["steps"] is None:
@@ -329,12 +320,10 @@ def test_every_figure_of_compare_is_one_in_json(case: str) -> None:
             assert f"{row['method']}: {row['remark']}." in lines
             continue
         line = next(line for line in lines if line.split()[:1] == [row["method"]])
-        names = ("steps", "multiply_adds", "entries", "iterations", "residual", "seconds")
-        check_row(line.replace(row["method"], "", 1), [row[name] for name in names if row[name] is not None])
-    solved = [row for row in figures["rows"] if row["multiply_adds_until_done"]]
-    for workers in figures["workers"]:
-        line = next(line for line in lines if line.strip().startswith(f"{workers} worker"))
-        check_row(line, [workers, *(row["multiply_adds_until_done"][str(workers)] for row in solved)])
+        names = ("steps", "multiply_adds", "entries", "iterations", "seconds")
+        until_done = (row["multiply_adds_until_done"] or {}).values()
+        expected = [*(row[name] for name in names if row[name] is not None), *until_done]
+        check_row(line.replace(row["method"], "", 1), expected)
 
 
 def test_weights_that_several_operators_read_are_counted_once() -> None:

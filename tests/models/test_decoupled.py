@@ -1,9 +1,11 @@
-"""`train` by delayed and synthetic gradients."""
+"""`train` by delayed gradients, and by a trainer of one's own."""
 
 import dataclasses
 
 import pytest
 from jacsparse.models import default_settings, load_data, train
+
+from jacsparse.training import Backpropagation
 
 
 @pytest.mark.full
@@ -20,8 +22,8 @@ def test_resnet8_by_delayed_gradients_is_as_accurate_as_by_back_propagation():
     assert mean_accuracy(backward="ddg", modules=2) >= plain - 0.01
 
 
-@pytest.mark.parametrize("backward", ["ddg", "dni"])
-def test_resumed_training_is_the_uninterrupted_one(backward, tmp_path):
+@pytest.mark.parametrize("trainer", [None, lambda model, optimizer: Backpropagation(model, optimizer=optimizer)])
+def test_resumed_training_is_the_uninterrupted_one(trainer, tmp_path):
     digits = load_data("digits")
     data = dataclasses.replace(
         digits,
@@ -31,9 +33,9 @@ def test_resumed_training_is_the_uninterrupted_one(backward, tmp_path):
         test_labels=digits.test_labels[:32],
     )
     settings = dataclasses.replace(
-        default_settings("resnet8"), epochs=2, batch=16, backward=backward, modules=3, plot=False
+        default_settings("resnet8"), epochs=2, batch=16, backward="ddg", modules=3, plot=False
     )
-    whole = train(dataclasses.replace(settings, out=tmp_path / "whole.safetensors"), data=data)
+    whole = train(dataclasses.replace(settings, out=tmp_path / "whole.safetensors"), data=data, trainer=trainer)
 
     class StopError(Exception):
         pass
@@ -44,8 +46,8 @@ def test_resumed_training_is_the_uninterrupted_one(backward, tmp_path):
 
     parts = dataclasses.replace(settings, out=tmp_path / "parts.safetensors")
     with pytest.raises(StopError):
-        train(parts, data=data, progress=stop)
-    resumed = train(parts, data=data, resume=True)
+        train(parts, data=data, progress=stop, trainer=trainer)
+    resumed = train(parts, data=data, resume=True, trainer=trainer)
     assert [point.train_loss for point in resumed.points] == [point.train_loss for point in whole.points]
     assert resumed.accuracy == whole.accuracy
 
@@ -61,8 +63,8 @@ def test_fewer_iterations_than_modules():
     [
         ({"backward": "ddg"}, "backward is 'ddg'; set modules, as in 2, or where they begin"),
         ({"backward": "ddg", "modules": 99}, "modules is 99; expected 1 to 9"),
-        ({"backward": "dni", "modules": ["group4"]}, "there is no layer 'group4'"),
-        ({"modules": 2}, "modules is 2, but backward is 'bp'; set backward to 'ddg' or 'dni', or no modules"),
+        ({"backward": "ddg", "modules": ["group4"]}, "there is no layer 'group4'"),
+        ({"modules": 2}, "modules is 2, but backward is 'bp'; set backward to 'ddg', or no modules"),
         ({"backward": "ddg", "modules": ["group1.0.body.1"]}, "is inside 'group1.0', where"),
     ],
 )

@@ -212,7 +212,7 @@ def test_dropout_is_resumed_too(settings: TrainSettings, data: Dataset) -> None:
 @pytest.mark.parametrize("changes", [{"backward": "scan"}, {"backward": "leapfrog", "threads": 2}])
 def test_batch_normalisation_couples_samples(data: Dataset, changes: dict[str, Any]) -> None:
     settings = dataclasses.replace(default_settings("resnet8"), **changes)
-    with pytest.raises(ValueError, match=r"resnet8 has batch normalisation, .* choose bp, ddg or dni"):
+    with pytest.raises(ValueError, match=r"resnet8 has batch normalisation, .* choose bp or ddg"):
         train(settings, data=data)
 
 
@@ -312,7 +312,7 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
             {"data": "mnist"},
             "data is 'mnist'; expected digits, cifar10:DIR, ",
         ),
-        ({"backward": "forward"}, "backward is 'forward'; expected one of bp, ddg, dni, leapfrog, scan"),
+        ({"backward": "forward"}, "backward is 'forward'; expected one of bp, ddg, leapfrog, scan"),
         ({"backward": "leapfrog"}, "backward is 'leapfrog'; set threads, as in 2"),
         ({"backward": "leapfrog", "threads": 0}, "threads is 0; expected an integer"),
         ({"threads": 2}, "threads is 2, but backward is 'bp'; set backward to 'leapfrog'"),

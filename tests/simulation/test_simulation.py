@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import csv
 import itertools
 import json
 import math
@@ -13,17 +12,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from jacsparse.models import build, prune_weights
-from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.spgemm import multiply_adds
+from jacsparse.models import build
+from jacsparse.patterns import Full, Pattern
 from torch import nn
 
 from benchmarks._delayed_times import simulated_times
-from jacsparse.schedule import blelloch, cyclic_reduction
 from jacsparse.simulation import (
     TRAINING_METHODS,
     AcrossRanks,
-    Bppsa,
     GPipe,
     Interconnect,
     Job,
@@ -32,19 +28,14 @@ from jacsparse.simulation import (
     Timetable,
     TrainingMethod,
     Workload,
-    break_even,
     counted_workload,
     measured_workload,
     plan,
     run,
     simulate,
 )
-from jacsparse.simulation.leapfrogging import LeapfroggingWorkers
-from jacsparse.simulation.one_worker import OneWorker
 from jacsparse.simulation.pipelines import PipeDream
-from jacsparse.simulation.scanned import ReducedBackward
-from jacsparse.stages import Region
-from jacsparse.training import simulate_leapfrog
+from jacsparse.simulation.training_method import OneWorker
 
 SCALAR = Pattern.of(Full(1, 1))
 #: Messages take no time.
@@ -66,7 +57,7 @@ def workload(
         StageCost(forward, errors * (stage > 0), gradients, 0.0, samples, samples, weights, SCALAR)
         for stage in range(n)
     ]
-    return Workload(tuple(stages), samples, samples, 2.0 * samples, 2.0 * samples, 1, recurrent)
+    return Workload(tuple(stages), samples, samples, 2.0 * samples, 1, recurrent)
 
 
 def uneven(n: int, seed: int) -> Workload:
@@ -74,11 +65,15 @@ def uneven(n: int, seed: int) -> Workload:
     stages = [
         StageCost(*rng.uniform(0.1, 3, 3) * (1, stage > 0, rng.integers(2)), 0.0, 1, 1, 0, SCALAR) for stage in range(n)
     ]
-    return Workload(tuple(stages), 1, 1, 2.0, 2.0, 1)
+    return Workload(tuple(stages), 1, 1, 2.0, 1)
 
 
 def seconds(method: TrainingMethod, load: Workload, workers: int, interconnect: Interconnect = FREE) -> float:
     return method.plan(load, interconnect, workers)[0].seconds
+
+
+def work(timetable: Timetable) -> float:
+    return math.fsum(job.seconds for job in timetable.jobs)
 
 
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
@@ -95,19 +90,15 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
         # The slowest block.
         ("1f1b", (11, 6, 3)),
         ("ddg", (11, 6, 3)),
-        # Errors through three stages, and the gradients of two, or of one.
-        ("leapfrog", (11, 9, 8)),
-        # A product of matrices and three with vectors; then the worker of the first two stages computes two gradients.
-        (Bppsa("blelloch"), (12, 9, 8)),
-        (Bppsa("linear"), (11, 10, 9)),
-        ("cyclic_reduction", (13, 10, 8)),
+        # One rank after the other.
+        ("ranks", (11, 11, 11)),
     ],
     ids=str,
 )
-def test_four_equal_stages(method: TrainingMethod | str, expected: tuple[float, ...]) -> None:
-    simulation = plan(workload(4, samples=4), FREE, (1, 2, 4), [method])
-    (name,) = simulation.methods
-    times = [simulation.figures(name, workers).seconds for workers in (1, 2, 4)]
+def test_four_equal_stages(method: str, expected: tuple[float, ...]) -> None:
+    rows = plan(workload(4, samples=4), FREE, (1, 2, 4), [method]).methods[method]
+    # Further workers are idle, so that there are no rows of them.
+    times = [row.seconds for row in rows] + [rows[-1].seconds] * (3 - len(rows))
     assert times == pytest.approx(expected, rel=1e-12)
 
 
@@ -119,7 +110,7 @@ def test_messages_and_memory_by_hand() -> None:
     timetable.add(Job(0, 1.0, (second, third, first)))
     outcome = run(timetable, Interconnect(0.5, 8.0))
     # 1 s, a message of 0.5 + 4 / 8 s, 2 + 1 s, a message without bytes, 1 s; the second message comes earlier.
-    assert outcome.seconds == 1 + 1 + 3 + 0.5 + 1 and outcome.steps == 4
+    assert outcome.seconds == 1 + 1 + 3 + 0.5 + 1
     # The message of 4 bytes is sent and stored once; the result of 2 bytes has no reader on worker 1.
     assert outcome.sent == 4 and outcome.memory == 108
     assert run(Timetable([10.0, 0.0], timetable.jobs), FREE).memory == 18
@@ -150,52 +141,21 @@ def test_one_worker_takes_the_time_of_all_jobs(name: str, seed: int) -> None:
     load, method = uneven(9, seed), TRAINING_METHODS[name]()
     timetable = method.timetable(load, 1)
     iterations = max(1, len(timetable.ends))
-    assert run(timetable, Interconnect()).seconds == pytest.approx(timetable.work / iterations, rel=1e-12)
-    if name not in ("gpipe", "bppsa", "cyclic_reduction"):
-        assert timetable.work / iterations == pytest.approx(load.forward + load.backward, rel=1e-12)
+    assert run(timetable, Interconnect()).seconds == pytest.approx(work(timetable) / iterations, rel=1e-12)
+    if name != "gpipe":
+        assert work(timetable) / iterations == pytest.approx(load.forward + load.backward, rel=1e-12)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
-@pytest.mark.parametrize(
-    "method", [Bppsa("blelloch"), Bppsa("chunked:3"), ReducedBackward(), GPipe(), LeapfroggingWorkers()]
-)
+@pytest.mark.parametrize("method", [AcrossRanks(("gather",)), AcrossRanks(("scan",)), GPipe()])
 def test_no_run_beats_its_work_or_its_critical_path(method: TrainingMethod, workers: int) -> None:
     timetable = method.timetable(uneven(13, workers), workers)
     alone = Timetable(
         range(len(timetable.jobs)), [job._replace(worker=number) for number, job in enumerate(timetable.jobs)]
     )
     time, critical = run(timetable, FREE).seconds, run(alone, FREE).seconds
-    assert time >= max(critical, timetable.work / workers) * (1 - 1e-12)
+    assert time >= max(critical, work(timetable) / workers) * (1 - 1e-12)
     assert run(timetable, Interconnect(0.1, 10.0)).seconds >= time
-
-
-@pytest.mark.parametrize("n", [1, 5, 16, 33])
-@pytest.mark.parametrize("workers", [1, 2, 5, 40])
-def test_a_scan_alone_takes_its_makespan(n: int, workers: int) -> None:
-    load = workload(n, forward=0.0, gradients=0.0)
-    for method, schedule in ((Bppsa("blelloch"), blelloch(n)), (ReducedBackward(), cyclic_reduction(n))):
-        assert seconds(method, load, workers) == schedule.complexity(workers).steps
-
-
-def test_equation_3_3() -> None:
-    """Θ(log n) steps with a worker for each stage, and Θ(n / p) with few."""
-    depths = [2**power - 1 for power in range(3, 11)]
-    scans = [seconds(Bppsa("blelloch"), workload(n, 0.0, gradients=0.0), n) for n in depths]
-    # Two sweeps over log2(n + 1) - 1 levels.
-    assert slope(np.log2(np.add(depths, 1)), scans) == pytest.approx(2, rel=1e-9)
-    workers = [2**power for power in range(6)]
-    times = [seconds(Bppsa("blelloch"), workload(4095, 0.0, gradients=0.0), p) for p in workers]
-    # 2 n / p steps, and a few for each of the log p levels: at most log2(1 + 2 · 5 · 32 / 8190) / 5 off in slope.
-    assert slope(np.log2(workers), np.log2(times)) == pytest.approx(-1, abs=0.03)
-
-
-def test_equation_3_4() -> None:
-    """Θ(n) steps of all workers; a scan of half as many levels has Θ(n log n)."""
-    depths = [2**power for power in range(4, 11)]
-    work = [len(blelloch(n).live_steps()) for n in depths]
-    assert slope(np.log2(depths), np.log2(work)) == pytest.approx(1, abs=0.1)
-    reduced = [len(cyclic_reduction(n).live_steps()) for n in depths]
-    assert slope(np.log2(depths), np.divide(reduced, depths)) == pytest.approx(1, abs=0.1)
 
 
 def test_space_of_gpipe() -> None:
@@ -211,15 +171,6 @@ def test_space_of_gpipe() -> None:
     )
 
 
-def test_space_of_bppsa() -> None:
-    """Section 3.6: Θ(max(n/p, 1)) matrices; a worker holds its share and at most as many products."""
-    n = 256
-    for workers in (1, 4, 16, 64, 256):
-        (_, _, matrices, entries) = Bppsa("blelloch").predictions(workload(n), workers, run(Timetable([]), FREE))
-        assert matrices.published == max(n / workers, 1) <= matrices.simulated + 1 <= 2 * math.ceil(n / workers) + 1
-        assert entries.simulated == matrices.simulated
-
-
 @pytest.mark.parametrize("seed", range(4))
 def test_pipelines_beside_their_own_simulations(seed: int) -> None:
     load = uneven(12, seed)
@@ -232,8 +183,6 @@ def test_pipelines_beside_their_own_simulations(seed: int) -> None:
         for name in ("ddg", "1f1b"):
             assert seconds(TRAINING_METHODS[name](), load, workers) == pytest.approx(expected, rel=1e-9)
         assert expected == pytest.approx(max(map(sum, zip(forward, backward, strict=True))), rel=1e-9)
-    timelines = simulate_leapfrog([s.errors for s in load.stages[::-1]], [s.gradients for s in load.stages[::-1]], 3)
-    assert seconds(LeapfroggingWorkers(), load, 3) == pytest.approx(load.forward + timelines.seconds, rel=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -250,17 +199,6 @@ def test_blocks_are_balanced(seed: int) -> None:
         blocks = load.blocks(workers)
         assert [stage for block in blocks for stage in block] == list(range(8)) and 0 < len(blocks) <= workers
         assert max(sum(costs[s] for s in block) for block in blocks) == pytest.approx(best(0, workers), rel=1e-9)
-
-
-def test_break_even_of_the_poster() -> None:
-    for ratio in (0.5, 1.8, 1.9, 1.95, 2.0, 2.5, 7.0, 31.0, 100.0):
-        holds = [n / math.log2(n) > ratio for n in range(2, 2000)]
-        assert break_even(ratio) == 2 + max((n + 1 for n, each in enumerate(holds) if not each), default=0)
-    simulation = plan(workload(64), FREE, (1, 64))
-    assert simulation.break_even is not None and simulation.break_even.holds
-    # All steps take a second.
-    assert simulation.break_even.scan_step == simulation.break_even.base_step == 1 and simulation.break_even.starts == 2
-    assert plan(workload(1), FREE, (1,)).break_even is None
 
 
 def network() -> nn.Module:
@@ -309,33 +247,25 @@ def test_files_and_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     simulation = simulated()
     monkeypatch.setenv("COLUMNS", "80")
     shown = str(simulation)
-    assert (
-        "…" not in shown
-        and max(map(len, shown.splitlines())) <= 80
-        and "idle, beyond 1 (bp); 3 (leapfrog); 5 (bppsa," in shown
-    )
-    assert all(name in shown for name in TRAINING_METHODS) and "Faster than bp:" in shown
+    assert "…" not in shown and max(map(len, shown.splitlines())) <= 80 and "Further" not in shown
+    assert all(name in shown for name in TRAINING_METHODS) and "Fastest: " in shown
     simulation.save_json(tmp_path / "figures.json")
-    simulation.save_csv(tmp_path / "figures.csv")
     simulation.plot(tmp_path / "figures.png")
     figures = json.loads((tmp_path / "figures.json").read_text(encoding="utf-8"))
     assert figures["stages"] == 5 and {row["method"] for row in figures["rows"]} == {*TRAINING_METHODS}
-    with (tmp_path / "figures.csv").open(encoding="utf-8") as file:
-        assert len(list(csv.DictReader(file))) == len(simulation.rows)
-    assert (tmp_path / "figures.png").stat().st_size > 1000 and "bppsa" in repr(simulation)
+    assert (tmp_path / "figures.png").stat().st_size > 1000 and "ranks" in repr(simulation)
     assert [row.workers for row in simulation.methods["bp"]] == [1]
-    assert simulation.figures("gpipe", 10**6) == simulation.methods["gpipe"][-1]
+    assert [row.workers for row in simulation.methods["gpipe"]] == [1, 2, 1024]
 
 
 def test_conclusions() -> None:
     simulation = plan(workload(64, samples=64), Interconnect(0.0, 1e12), (1, 2, 64))
     assert simulation.fastest[-1][1] in ("1f1b", "ddg") and simulation.fastest_exact[-1][1] == "gpipe"
-    assert simulation.pays["ddg"] == 2 and simulation.pays["gpipe"] == 64
+    method, workers, times = simulation.gain
+    assert (method, workers) == ("gpipe", 64) and times > 1 and "Exact gradients are at most" in str(simulation)
     slow = plan(workload(64, samples=64), Interconnect(1e3, 1e12), (1, 64))
-    assert slow.fastest == ((1, "bp"),) and slow.pays["bppsa"] is None and "bppsa never" in str(slow)
-    assert "break-even, C_BPPSA / C_Base < n / log2 n, holds at n = 64 stages: the left side" in " ".join(
-        str(slow).split()
-    )
+    assert slow.fastest == ((1, "bp"),) and slow.gain == ("bp", 1, 1.0)
+    assert "No way to exact gradients is faster than back-propagation" in " ".join(str(slow).split())
     assert "1 stage, batch" in str(plan(workload(1), Interconnect(), (1,)))
 
 
@@ -347,7 +277,7 @@ def test_steps_that_share_weights() -> None:
     outcome = GPipe().plan(counted_workload(nn.RNN(2, 3), torch.randn(9, 4, 2), 1e9), FREE, 4)[0]
     activations = 2 * 3 * 4 * 3 * 4
     assert outcome.sent == 2 * 4 * weights + activations
-    with pytest.raises(ValueError, match="no method can train the model"):
+    with pytest.raises(ValueError, match=r"No method can train it\. ddg is not possible"):
         simulate(nn.RNN(2, 3), torch.randn(9, 4, 2), rate=1e9, methods=["ddg"]).plot("none.png")
 
 
@@ -356,8 +286,8 @@ def test_steps_that_share_weights() -> None:
     [
         ({"workers": (0,)}, r"workers is \(0,\); expected integers of at least 1"),
         ({"methods": "gpipe"}, "methods is 'gpipe'; expected a sequence"),
-        ({"methods": ["pipe"]}, "method is 'pipe'; expected one of bp, bppsa"),
-        ({"methods": [["gpipe"]]}, r"method is \['gpipe'\]; expected one of bp, bppsa"),
+        ({"methods": ["pipe"]}, "method is 'pipe'; expected one of bp, ranks"),
+        ({"methods": [["gpipe"]]}, r"method is \['gpipe'\]; expected one of bp, ranks"),
         ({"methods": ["gpipe", GPipe(2)]}, "methods are gpipe, gpipe; expected each name once"),
         ({"latency": -1.0}, r"latency is -1.0; expected seconds, at least 0"),
         ({"bandwidth": 0.0}, "bandwidth is 0.0; expected bytes per second above 0"),
@@ -372,8 +302,6 @@ def test_what_cannot_be_simulated(options: dict[str, object], message: str) -> N
 def test_options_of_methods() -> None:
     with pytest.raises(TypeError, match="workers is 3; expected integers"):
         simulated(workers=3)
-    with pytest.raises(ValueError, match="schedule is 'balanced:2', which is for one number of workers"):
-        Bppsa("balanced:2")
     with pytest.raises(ValueError, match="microbatches is 0; expected an integer of at least 1"):
         GPipe(0)
     simulation = simulated(methods=[GPipe(8)])
@@ -385,8 +313,7 @@ def test_options_of_methods() -> None:
     for module, shape in ((nn.Linear(2, 3), (0, 2)), (nn.RNN(2, 3), (9, 0, 2))):
         with pytest.raises(ValueError, match="which is empty; pass at least one sample"):
             simulate(module, torch.randn(shape), rate=1e9)
-    with pytest.raises(ValueError, match="method is 'bp'; expected one of those simulated: gpipe"):
-        simulated(methods=["gpipe"]).figures("bp", 1)
+    assert simulated(methods=["gpipe"]).gain is None
 
 
 def test_large_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,12 +321,15 @@ def test_large_products_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
     convolutions = nn.Sequential(*[nn.Conv2d(1, 1, 3, padding=1) for _ in range(8)])
     x = torch.randn(2, 1, 8, 8)
-    exact = simulate(convolutions, x, rate=1e9, workers=(1, 8), methods=["bppsa"])
-    monkeypatch.setattr(workload_module, "MOST", 10_000)
-    bounded = simulate(convolutions, x, rate=1e9, workers=(1, 8), methods=["bppsa"])
-    assert not exact.bounded and bounded.bounded and bounded.largest_product >= exact.largest_product
-    assert "at most" in str(bounded)
-    assert all(row.choice in ("linear", "blelloch:1", "chunked:8") for row in bounded.rows)
+    exact = simulate(convolutions, x, rate=1e9, workers=(4,), methods=[AcrossRanks(("gather",))])
+    monkeypatch.setattr(workload_module, "MOST", 1_000)
+    bounded = simulate(convolutions, x, rate=1e9, workers=(4,), methods=[AcrossRanks(("gather",))])
+    assert exact.rows[0].memory < bounded.rows[0].memory
+    # Products of a chain's matrices are taken where they are asked for, those of a sequence's steps by default.
+    (row,) = simulate(convolutions, x, rate=1e9, workers=(4,), methods=["ranks"]).rows
+    assert row.choice == "linear"
+    (row,) = simulate(nn.RNN(2, 3), torch.randn(64, 4, 2), rate=1e6, workers=(8,), latency=0.0, methods=["ranks"]).rows
+    assert row.choice in ("gather", "scan")
 
 
 @pytest.mark.parametrize("way", ["linear", "gather", "scan"])
@@ -429,36 +359,6 @@ def test_ranks_wait_for_gradients_of_weights_in_chains_alone() -> None:
     assert (chain, sequence) == (6 + 5 + 6, 6 + 5 + 2)
 
 
-@pytest.mark.parametrize(("name", "fraction"), [("lenet5", 0.0), ("lenet5", 0.6), ("resnet8", 0.9)])
-def test_products_are_estimated_before_they_are_made(
-    name: str, fraction: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from jacsparse.simulation import workload as workload_module
-
-    model, told, looked_at, nbytes = build(name).eval(), [], [], []
-    if fraction:
-        prune_weights(model, fraction)
-    make = workload_module.product_pattern
-
-    def counted(left: Pattern, right: Pattern) -> Pattern:
-        product = make(left, right)
-        if not any(isinstance(factor.structure, (Diagonal, Full)) for factor in (left, right)):
-            looked_at.append(multiply_adds(left, right))
-            nbytes.append(product.index_nbytes)
-        return product
-
-    monkeypatch.setattr(workload_module, "product_pattern", counted)
-    x, methods = torch.randn(2, 3, 16 if name == "resnet8" else 32, 16 if name == "resnet8" else 32), ["bp", "bppsa"]
-    simulate(model, x, rate=1e12, methods=methods, workers=(1, 4), accept=lambda each: told.append(each) or True)
-    assert sum(looked_at) / 2 < told[0].pairs + 1e5 and sum(nbytes) / 2 < told[0].nbytes + 2**20
-    regions = any(isinstance(stage.factor, Region) for stage in counted_workload(model, x, 1e12).stages)
-    # A million pairs take milliseconds.
-    assert regions or told[0].pairs < 2 * sum(looked_at) + 1e6
-    declined = simulate(model, x, rate=1e12, methods=["bppsa", "cyclic_reduction"], accept=lambda _: False)
-    assert {row.choice for row in declined.rows} == {"linear"} and declined.break_even is None
-    assert not declined.largest_product and "bppsa" in str(declined)
-
-
 def test_stages_that_couple_samples_have_no_matrix() -> None:
     net = nn.Sequential(
         *(layer for _ in range(3) for layer in (nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.BatchNorm1d(6)))
@@ -468,8 +368,7 @@ def test_stages_that_couple_samples_have_no_matrix() -> None:
     times = {row.method: row.seconds for row in simulation.rows if row.workers == 1}
     expected = {row.method: row.seconds for row in evaluation.rows}
     # In evaluation mode a normalisation is a diagonal, whose gradient takes as much.
-    for method in ("bp", "1f1b", "ddg", "leapfrog"):
+    for method in ("bp", "1f1b", "ddg"):
         assert times[method] == pytest.approx(expected[method])
     assert "whose samples depend on each other" in simulation.obstacles["gpipe"]
     assert {row.choice for row in simulation.rows if row.method == "ranks"} == {"linear"}
-    assert simulation.break_even is None

@@ -11,7 +11,6 @@ from torch import nn
 
 from jacsparse.solvers import (
     SOLVERS,
-    BiCGStab,
     BlockBidiagonal,
     BlockTriangular,
     CyclicReduction,
@@ -101,16 +100,6 @@ def test_chains_of_one_system_are_scanned_side_by_side(schedule: str) -> None:
 def test_blocks_of_a_chunked_scan_are_reduced_side_by_side(length: int, steps: int) -> None:
     system = BlockBidiagonal([EYE] * 63, [ONES] * 64)
     assert PrefixScan(f"chunked:{length}").solve(system).work.steps == steps
-
-
-def test_samples_that_are_solved_apart_are_solved_side_by_side() -> None:
-    torch.manual_seed(0)
-    blocks = [0.5 * torch.randn(3, 2, 2, dtype=torch.float64) for _ in range(4)]
-    system = BlockBidiagonal(blocks, [torch.randn(3, 2, dtype=torch.float64) for _ in range(5)])
-    alone = [BiCGStab(limit=99).solve(system.sample(number)).work for number in range(3)]
-    apart = BiCGStab(together=False, limit=99).solve(system).work
-    assert apart.steps == max(work.steps for work in alone)
-    assert apart.multiply_adds == sum(work.multiply_adds for work in alone)
 
 
 def test_entries_are_of_computed_blocks_that_are_read_later() -> None:

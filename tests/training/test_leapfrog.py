@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import jacsparse
 from jacsparse.stages import Record, chain
-from jacsparse.training import leapfrog, simulate_leapfrog
+from jacsparse.training import leapfrog
 from jacsparse.training.node_gradients import pull_back_by_nodes, pull_back_input
 from tests.example_models import lenet, small
 from tests.helpers import close
@@ -316,26 +315,3 @@ def test_what_backward_refuses_is_refused() -> None:
     hooked[0].register_full_backward_hook(lambda *_: None)
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="a backward hook"):
         jacsparse.leapfrog_backward(hooked, x, x, threads=2)
-
-
-@pytest.mark.parametrize("threads", range(1, 10))
-def test_timelines_are_those_of_a_plain_loop(threads: int) -> None:
-    errors, weights = [3.0, 1.0, 2.0, 5.0, 1.0, 4.0, 1.0], [2.0, 0.0, 7.0, 1.0, 0.0, 3.0, 8.0]
-    timelines = simulate_leapfrog(errors, weights, threads)
-    weighted = [layer for layer in range(7) if weights[layer]]
-    for worker, events in enumerate(timelines.workers):
-        layers = weighted[worker::threads]
-        last = 6 if 6 in layers else layers[-1]
-        assert events[-1].end == sum(errors[: last + 1]) + sum(weights[layer] for layer in layers)
-        assert [event.layer for event in events if event.equation == 7] == layers
-        assert all(before.end == after.begin for before, after in itertools.pairwise(events))
-    assert timelines.seconds == max(events[-1].end for events in timelines.workers)
-    if threads == 1:
-        assert timelines.seconds == sum(errors) + sum(weights)
-
-
-def test_timelines_without_parameters_and_of_unequal_lengths() -> None:
-    assert simulate_leapfrog([1, 2], [0, 0], threads=2).seconds == 3
-    assert simulate_leapfrog([], [], threads=2).seconds == 0
-    with pytest.raises(ValueError, match="errors has 1 layers and gradients 2"):
-        simulate_leapfrog([1], [1, 2], threads=2)

@@ -8,9 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from jacsparse.training import GradientPredictor, SyntheticGradients
-
-from .test_delayed_gradients import SGD, assert_equal_states, convolutional, images
+from benchmarks._synthetic_gradients import GradientPredictor, SyntheticGradients
+from tests.training.test_delayed_gradients import SGD, assert_equal_states, convolutional, images
 
 
 def test_one_module_is_plain_training_bit_for_bit():
@@ -72,25 +71,6 @@ def test_predictions_begin_at_zero_and_see_the_labels(shape):
     assert not torch.equal(predictor(activation, zeros), predictor(activation, ones))
 
 
-def test_resumed_training_goes_on_bit_for_bit(tmp_path):
-    data = images(8)
-
-    def trainer():
-        torch.manual_seed(0)
-        model = convolutional()
-        model[1][3] = nn.Identity()
-        return SyntheticGradients(model, modules=3, classes=3, optimizer=SGD, example=data[0][0])
-
-    whole, first, second = trainer(), trainer(), trainer()
-    for x, y in data[:4]:
-        first.step(x, y)
-    torch.save(first.state_dict(), tmp_path / "state.pt")
-    second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
-    losses = [whole.step(x, y) for x, y in data]
-    assert [second.step(x, y) for x, y in data[4:]] == losses[4:]
-    assert_equal_states(second.state_dict(), whole.state_dict())
-
-
 def test_the_example_changes_nothing():
     model, example = convolutional(), images(1)[0][0]
     before = copy.deepcopy(model.state_dict())
@@ -99,10 +79,7 @@ def test_the_example_changes_nothing():
     assert model.training
 
 
-def test_activations_of_other_shapes_and_empty_batches():
+def test_activations_of_other_shapes():
     model = nn.Sequential(nn.Linear(3, 4), nn.Flatten())
     with pytest.raises(ValueError, match=r"an activation has shape \(5, 4\), without the batch"):
         SyntheticGradients(model, modules=2, classes=3, optimizer=SGD, example=torch.randn(2, 5, 3))
-    dni = SyntheticGradients(model, modules=2, classes=4, optimizer=SGD, example=torch.randn(2, 3))
-    with pytest.raises(ValueError, match="x has no samples"):
-        dni.step(torch.randn(0, 3), torch.zeros(0, dtype=torch.int64))

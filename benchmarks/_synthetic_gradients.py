@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
 from torch.nn import functional
 
-from .delayed_gradients import Loss
-from .delayed_part import OptimizerFactory
-from .modes import in_eval_mode
-from .splitting import partition
+from jacsparse.training import in_eval_mode, partition
 
 
 class GradientPredictor(nn.Module):
-    """Predicts the gradient of an activation from the activation and the labels.
+    """Predicts the gradient of an activation of a shape, without the batch, from the activation and the labels.
 
     Three convolutions of 5 × 5 with as many filters as the activation has channels, or three linear layers where it is
     flat; labels are further channels, one for each class. The last layer begins at zero, and so do the predictions.
-
-    Parameters
-    ----------
-    shape : tuple of int
-        The activation's, without the batch: ``(channels, height, width)`` or ``(units,)``.
-    classes : int
-        The number of classes.
-
-    Notes
-    -----
-    Huo et al. (2018), section 5.1, after Jaderberg et al. (2017).
-
-    Examples
-    --------
-    >>> predictor = GradientPredictor((8, 4, 4), classes=10)
-    >>> predictor(torch.randn(2, 8, 4, 4), torch.tensor([3, 9])).shape
-    torch.Size([2, 8, 4, 4])
     """
 
     def __init__(self, shape: Sequence[int], classes: int) -> None:
@@ -66,41 +44,12 @@ class GradientPredictor(nn.Module):
 
 
 class SyntheticGradients:
-    """Trains a network whose modules use predicted gradients, and learn to predict them.
+    """Trains a classifier whose modules use predicted gradients, and learn to predict them.
 
     A module updates its weights by the prediction of its output's gradient, and the gradient of its input, which
-    follows from that, is what the predictor before it learns.
-
-    Parameters
-    ----------
-    model, modules, optimizer, loss
-        As of `DelayedGradients`; predictors have optimisers of the same kind.
-    example : Tensor, (batch, ...)
-        An input, which tells the shapes of activations.
-    classes : int
-        The number of classes; targets are labels.
-
-    Attributes
-    ----------
-    partition, predictors : list of Module
-        The K modules, and the predictors at their K - 1 boundaries.
-    optimizers : list of Optimizer
-        Of modules and predictors.
-
-    Notes
-    -----
-    The baseline DNI of Huo et al. (2018), section 5.1. With one module it is plain training.
-
-    Examples
-    --------
-    >>> import functools
-    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    >>> x, y = torch.randn(16, 4), torch.randint(3, (16,))
-    >>> optimizer = functools.partial(torch.optim.SGD, lr=0.1)
-    >>> dni = SyntheticGradients(model, modules=2, classes=3, optimizer=optimizer, example=x)
-    >>> losses = [dni.step(x, y).item() for _ in range(30)]
-    >>> losses[-1] < losses[0]
-    True
+    follows from that, is what the predictor before it learns. This is the baseline DNI of Huo et al. (2018), section
+    5.1; with one module it is plain training. `modules` and `optimizer` are as of
+    `jacsparse.training.DelayedGradients`, and `example` is an input, which tells the shapes of activations.
     """
 
     def __init__(
@@ -109,11 +58,10 @@ class SyntheticGradients:
         *,
         modules: int | Sequence[int | str],
         classes: int,
-        optimizer: OptimizerFactory,
-        loss: Loss = functional.cross_entropy,
+        optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer],
         example: torch.Tensor,
     ) -> None:
-        self.model, self.loss = model, loss
+        self.model = model
         self.partition = partition(model, modules)
         self.predictors = [
             GradientPredictor(output.shape[1:], classes).to(output) for output in _outputs(self.partition, example)
@@ -122,15 +70,7 @@ class SyntheticGradients:
         self.optimizers = [optimizer(module.parameters()) for module in trained]
 
     def step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Train on a batch; return its loss, detached.
-
-        Raises
-        ------
-        ValueError
-            Where the batch is empty, or an activation is neither an image nor flat.
-        """
-        if not len(x):
-            raise ValueError("x has no samples; pass batches of at least one")
+        """Train on a batch; return its loss, detached."""
         inputs, outputs = [x.detach()], list[torch.Tensor]()
         for number, part in enumerate(self.partition):
             if number:
@@ -139,7 +79,7 @@ class SyntheticGradients:
             outputs.append(part(inputs[-1].clone() if number else inputs[-1]))
         for optimizer in self.optimizers:
             optimizer.zero_grad()
-        loss = self.loss(outputs[-1], y)
+        loss = functional.cross_entropy(outputs[-1], y)
         predictions = [
             predictor(output.detach(), y) for predictor, output in zip(self.predictors, outputs[:-1], strict=True)
         ]
@@ -156,20 +96,6 @@ class SyntheticGradients:
 
     def synchronize(self) -> None:
         """All weights are in this process."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """All that a training needs to go on: weights of modules and predictors, and their optimisers."""
-        return {
-            "modules": [module.state_dict() for module in (*self.partition, *self.predictors)],
-            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned."""
-        for module, values in zip((*self.partition, *self.predictors), state["modules"], strict=True):
-            module.load_state_dict(values)
-        for optimizer, values in zip(self.optimizers, state["optimizers"], strict=True):
-            optimizer.load_state_dict(copy.deepcopy(values))
 
 
 @torch.no_grad()
