@@ -67,8 +67,8 @@ def test_work_counts_what_samples_share_once() -> None:
 
 
 def test_transpositions_of_transpositions_are_left_out() -> None:
-    graph = calls_of(lambda x, y: x.t().t() @ y.t(), [drawn(3, 4), drawn(5, 4)])
-    assert [node.target for node in graph.graph.nodes].count(torch.ops.aten.t.default) == 1
+    calls = calls_of(lambda x, y: [x.t().t() @ y.t()], [drawn(3, 4), drawn(5, 4)])
+    assert [step.target for step in calls.steps].count(torch.ops.aten.t.default) == 1
 
 
 def test_operators_have_their_names() -> None:
