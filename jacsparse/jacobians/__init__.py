@@ -81,7 +81,7 @@ numbers                                 `JacobianPlan._constants`               
 shapes, dtypes, autocast                `CapturedRun.key`                               `Arguments.form`; `_captures`
 constants among the arguments           `CapturedRun.key`                               `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
-rules that were registered since        `GraphCache.trace_of`                           nothing
+rules that were registered since        `graphs_of`                                     nothing
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in

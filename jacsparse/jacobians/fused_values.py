@@ -242,7 +242,7 @@ class FusedValues:
         ]
         threads = contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread()
         with torch.no_grad(), without_autocast(torch.device("cpu")), threads:
-            results = self._by_pytorch(*begin)
+            results = self._by_pytorch(*begin)  # type: ignore[misc]
         converted = [
             result.to(dtype).resolve_neg().contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)
         ]

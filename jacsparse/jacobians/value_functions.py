@@ -46,9 +46,9 @@ class ValueFunction:
         #: The numbers of the last run, and the same as tensors.
         self._numbers: tuple[list[Any], list[Any]] | None = None
         begin, scalars = function.inputs if function.replays else dict.fromkeys(reads), function.scalars(function.trace)
-        arguments = (each for node in function.nodes for each in node.arguments.values())
+        arguments = (each for node in function.graph.nodes for each in node.arguments.values())
         varying = {each.place: each for each in arguments if type(each) is Scalar and function.varies(each.place)}
-        sources = [*map(Value, begin), *varying.values()]
+        sources: list[Value | Scalar] = [*map(Value, begin), *varying.values()]
         self.sources = list(map(_number_of, sources))
         #: The values that it leaves in the trace of a replay.
         self._kept = [value for value in function.kept if value not in self.sources]

@@ -42,7 +42,7 @@ from .callers import is_recording
 from .calls import calls_of, key_of
 from .functions import function_error
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of, referred
-from .graphs import GRAPHS, traced
+from .graphs import graphs_of, traced
 from .modules import (
     SAMPLES,
     check_initialised,
@@ -69,7 +69,6 @@ from .storages import memory_of
 from .traces import OutsideWrite, StaleError, Trace
 
 __all__ = [
-    "GRAPHS",
     "SAMPLES",
     "BackwardPass",
     "Form",
@@ -99,6 +98,7 @@ __all__ = [
     "facts_of",
     "form_of",
     "function_error",
+    "graphs_of",
     "has_node_hooks",
     "is_hooked",
     "is_recording",

@@ -100,8 +100,8 @@ class _Derivation:
                 raise NotElementwiseError("reads a tensor that is none of its arguments")
             for call in calls.steps:
                 _check_call(call)
-            places = {place: place for place in range(len(vectors))}
-            elements = CallsOfElements(self.elements, calls, vectors, places, leaves=False)
+            sources = {place: place for place in range(len(vectors))}
+            elements = CallsOfElements(self.elements, calls, vectors, sources, leaves=False)
         except UnreadableWriteError as error:
             raise NotElementwiseError("writes to a tensor") from error
         except RuntimeError as error:
