@@ -1,4 +1,7 @@
-"""Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
+"""Calls of operators as one Python function, and their arithmetic on single elements as fused loops.
+
+Loops are machine code, or interpreted by one kernel.
+"""
 
 from .calls import CallResult, Calls, mapped
 from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums

@@ -86,6 +86,12 @@ class Calls:
                 waiting += each.operands
         return sorted(needed.difference(self.inputs), key=operator.attrgetter("number"))
 
+    def returning(self, outputs: Sequence[CallResult], *, least: int = 0) -> Calls:
+        """The same calls with other results, and with those inputs that are read, but for the first ones."""
+        read = Calls(self.inputs, outputs, self.writes).read
+        inputs = [each for place, each in enumerate(self.inputs) if place < least or each in read]
+        return Calls(inputs, outputs, self.writes)
+
     @functools.cached_property
     def read(self) -> set[CallResult]:
         """The tensors that calls read, and what it returns."""
@@ -100,8 +106,9 @@ class Calls:
         for step in self.steps:
             if step.written or not varying.isdisjoint(step.operands):
                 varying.add(step)
-        read = dict.fromkeys([each for step in self.steps if step in varying for each in step.operands])
-        alike = [each for each in dict.fromkeys([*read, *self.outputs]) if each in self.steps and each not in varying]
+        read = [each for step in self.steps if step in varying for each in step.operands]
+        fixed = set(self.steps) - varying
+        alike = [each for each in dict.fromkeys([*read, *self.outputs]) if each in fixed]
         rest = [each for each in self.inputs if each not in inputs]
         return Calls(rest, alike), Calls([*self.inputs, *alike], self.outputs, self.writes)
 

@@ -163,10 +163,9 @@ class FusedValues:
         self.calls_of_pytorch = 0
         used, self._work_of_pytorch = list[int](), 0
         if left:
-            calls = self._calls.calls
-            read = Calls(calls.inputs, left, calls.writes).read
-            used = [place for place, each in enumerate(calls.inputs) if each in read]
-            self._by_pytorch = Calls([calls.inputs[place] for place in used], left, calls.writes)
+            self._by_pytorch = self._calls.calls.returning(left)
+            places = {each: place for place, each in enumerate(self._calls.calls.inputs)}
+            used = [places[each] for each in self._by_pytorch.inputs]
             self._work_of_pytorch = flop_of(self._by_pytorch, ELEMENT)
             self.calls_of_pytorch = len(self._by_pytorch.steps)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.

@@ -67,15 +67,12 @@ class ValueFunction:
             inputs = [*others, *self.inputs(function.trace)]
             of_inputs = [*(None for _ in others), *sources]
             calls = calls_of(computed, inputs, of_inputs, identities=identities, known=known)
-        self._keep_inputs(calls)
+        self._return(calls, calls.outputs)
 
-    def _keep_inputs(self, calls: Calls) -> None:
-        """Take calls for those of the function, with the inputs that they read."""
-        count = self._others
-        inputs = [each for each in calls.inputs[count:] if each in calls.read]
+    def _return(self, calls: Calls, outputs: Sequence[CallResult]) -> None:
+        self.calls = calls.returning(outputs, least=self._others)
         #: What it takes of a run: values and, as tensors without axes, numbers; that at a place is ``~place`` here.
-        self.sources = [_number_of(each.source) for each in inputs]
-        self.calls = Calls([*calls.inputs[:count], *inputs], calls.outputs, calls.writes)
+        self.sources = [_number_of(each.source) for each in self.calls.inputs[self._others :]]
 
     @property
     def outputs(self) -> Sequence[CallResult]:
@@ -84,8 +81,7 @@ class ValueFunction:
 
     def return_only(self, outputs: Sequence[CallResult]) -> None:
         """Return these results of calls alone."""
-        kept = self.calls.outputs[len(self.outputs) :]
-        self._keep_inputs(Calls(self.calls.inputs, [*outputs, *kept], self.calls.writes))
+        self._return(self.calls, [*outputs, *self.calls.outputs[len(self.outputs) :]])
 
     def inputs(self, trace: Trace) -> list[torch.Tensor]:
         """What the graph takes of a run, as plain tensors: those of other classes make others that no call tells of."""
