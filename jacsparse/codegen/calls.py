@@ -146,5 +146,6 @@ class Calls:
             gone = [names[each] for each in used if each.constant is None]
             lines += [f"    del {', '.join(gone)}"] if gone else []
         lines.append(f"    return {text([*self.outputs])}")
-        exec("\n".join(lines), scope)
+        # Under this folder's name, so that messages take its lines for no user's.
+        exec(compile("\n".join(lines), f"{__file__}: emitted", "exec"), scope)
         return scope["function"]  # type: ignore[no-any-return]
