@@ -58,7 +58,7 @@ def _seeded() -> None:
 @pytest.fixture(autouse=True)
 def _without_recent_programs() -> None:
     # Tests whose functions have one code would share programs.
-    importlib.import_module("jacsparse.tracing").GRAPHS.clear()
+    importlib.import_module("jacsparse.tracing").graphs_of.cache_clear()
 
 
 # Test workers share the cores, and OpenMP's threads wait by spinning. Tests of threads ask for more themselves.

@@ -1,5 +1,9 @@
-"""Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
+"""Calls of operators as one Python function, and their arithmetic on single elements as fused loops.
 
+Loops are machine code, or interpreted by one kernel.
+"""
+
+from .calls import CallResult, Calls, mapped
 from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums
 from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
@@ -11,6 +15,8 @@ from .tiles import Scratch
 __all__ = [
     "FLOATS",
     "OUT",
+    "CallResult",
+    "Calls",
     "CallsOfElements",
     "ElementGraph",
     "Fusion",
@@ -22,6 +28,7 @@ __all__ = [
     "TooManyElementsError",
     "UnreadableWriteError",
     "constant",
+    "mapped",
     "may_be_loops",
     "sums",
 ]

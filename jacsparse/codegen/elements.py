@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from ..runtime import index_dtype, row_starts, within_rows
+from .calls import CallResult, Calls, mapped
 from .kernels import mark_makers, number_kinds, sort_sums
 from .operations import FLOATS, OPERAND, ElementOperation, is_operation, operation_of
 
@@ -180,7 +180,7 @@ class CallsOfElements:
     ----------
     elements : ElementGraph
         What they are added to.
-    module : GraphModule
+    calls : Calls
         The calls.
     inputs : sequence of Tensor
         Its inputs in a run.
@@ -205,30 +205,25 @@ class CallsOfElements:
     def __init__(
         self,
         elements: ElementGraph,
-        module: fx.GraphModule,
+        calls: Calls,
         inputs: Sequence[torch.Tensor],
         sources: Mapping[int, Any],
         *,
         leaves: bool,
     ) -> None:
-        self.elements, self.left, self._leaves = elements, list[fx.Node](), leaves
+        self.elements, self.left, self._leaves = elements, list[CallResult](), leaves
         #: The tensors that are the same in each call, and the numbers of the elements of others, in their shapes.
-        self._known: dict[fx.Node, Any] = {}
-        self._numbers: dict[fx.Node, Any] = {}
-        rest = enumerate(inputs)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                place, tensor = next(rest)
-                if place not in sources:
-                    self._known[node] = tensor
-                elif tensor.dtype in _DTYPES and tensor.layout == torch.strided:
-                    self._numbers[node] = self._in_memory(tensor, sources[place])
-            elif node.op == "get_attr":
-                self._known[node] = getattr(module, node.target)
-            elif node.op == "call_function":
-                self._call(node)
-        outputs: Any = module.graph.output_node().args[0]
-        self.results = [self._result(node).numpy() for node in outputs]
+        self._known: dict[CallResult, Any] = {}
+        self._numbers: dict[CallResult, Any] = {}
+        for place, (node, tensor) in enumerate(zip(calls.inputs, inputs, strict=True)):
+            if place not in sources:
+                self._known[node] = tensor
+            elif tensor.dtype in _DTYPES and tensor.layout == torch.strided:
+                self._numbers[node] = self._in_memory(tensor, sources[place])
+        self._known |= {node: node.constant for node in calls.read if node.constant is not None}
+        for node in calls.steps:
+            self._call(node)
+        self.results = [self._result(node).numpy() for node in calls.outputs]
 
     def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
         """The numbers of the elements of a tensor, which may lie in memory in any order."""
@@ -237,28 +232,28 @@ class CallsOfElements:
         numbers = torch.from_numpy(self.elements.tensor(source, extent, tensor.dtype))
         return numbers.as_strided(tensor.shape, tensor.stride())
 
-    def _result(self, node: fx.Node) -> torch.Tensor:
+    def _result(self, node: CallResult) -> torch.Tensor:
         if node not in self._known and node not in self._numbers:
             # It has another dtype, and is converted.
             self._leave(node, torch.float32)
         return self._numbers_of(node, torch.float64)
 
-    def _numbers_of(self, node: fx.Node, dtype: torch.dtype) -> torch.Tensor:
+    def _numbers_of(self, node: CallResult, dtype: torch.dtype) -> torch.Tensor:
         """The numbers of the elements of a tensor; where it is the same in each call, in a dtype."""
         if node in self._numbers:
             return self._numbers[node]  # type: ignore[no-any-return]
         tensor = self._known[node]
         return torch.from_numpy(self.elements.array(tensor.to(dtype))).reshape(tensor.shape)
 
-    def _leave(self, node: fx.Node, dtype: torch.dtype | None = None) -> None:
+    def _leave(self, node: CallResult, dtype: torch.dtype | None = None) -> None:
         """Leave a call to PyTorch, whose result may be converted to a dtype that operations read."""
-        value = node.meta.get("val")
+        value = node.form
         if isinstance(value, torch.Tensor) and (dtype or value.dtype) in _DTYPES:
             self.left.append(node)
             numbers = self.elements.tensor(node, value.numel(), dtype or value.dtype)
             self._numbers[node] = torch.from_numpy(numbers).reshape(value.shape)
 
-    def _call(self, node: fx.Node) -> None:
+    def _call(self, node: CallResult) -> None:
         target: Any = node.target
         first = next((each for each in (self._known, self._numbers) if node.args and node.args[0] in each), None)
         if self._leaves or (target is operator.getitem and first is None):
@@ -269,10 +264,10 @@ class CallsOfElements:
         elif target._schema.is_mutable:
             self._write(node)
         elif _name_of(target) in _FILLS:
-            self._known[node] = target(*fx.map_arg(node.args, _of_form), **node.kwargs)
-        elif all(each in self._known for each in node.all_input_nodes):
-            self._known[node] = target(*fx.map_arg(node.args, self._known.__getitem__), **node.kwargs)
-        elif not all(each in self._known or each in self._numbers for each in node.all_input_nodes):
+            self._known[node] = target(*mapped(node.args, _of_form), **node.kwargs)
+        elif all(each in self._known for each in node.operands):
+            self._known[node] = target(*mapped(node.args, self._known.__getitem__), **node.kwargs)
+        elif not all(each in self._known or each in self._numbers for each in node.operands):
             self._leave(node)
         elif _name_of(target) in _MOVES and target is not aten.view.dtype:
             self._move(node)
@@ -282,22 +277,22 @@ class CallsOfElements:
                 self._leave(node)
             else:
                 self._numbers[node] = numbers
-        if node.meta.get("written"):
+        if node.written:
             self._check_written(node)
 
-    def _move(self, node: fx.Node) -> None:
+    def _move(self, node: CallResult) -> None:
         """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
         target: Any = node.target
         name = target.overloadpacket.__name__
         # Those that are joined may have several dtypes.
-        dtypes = [each.meta["val"].dtype for each in node.all_input_nodes if each in self._numbers]
+        dtypes = [each.value.dtype for each in node.operands if each in self._numbers]
         dtype = functools.reduce(torch.promote_types, dtypes)
-        if node.meta.get("written") and any(argument.alias_info for argument in target._schema.arguments):
+        if node.written and any(argument.alias_info for argument in target._schema.arguments):
             # A view, through which the numbers are written to.
-            self._numbers[node] = target(*fx.map_arg(node.args, self._numbers.__getitem__), **node.kwargs)
+            self._numbers[node] = target(*mapped(node.args, self._numbers.__getitem__), **node.kwargs)
             return
 
-        def argument(each: fx.Node) -> torch.Tensor:
+        def argument(each: CallResult) -> torch.Tensor:
             if name in _INDEXED and each in self._known:
                 return self._known[each]  # type: ignore[no-any-return]
             return self._numbers_of(each, dtype) + 1
@@ -308,7 +303,7 @@ class CallsOfElements:
         if name in ("view", "_unsafe_view"):
             # The numbers may lie in memory otherwise than the elements.
             target = aten.reshape.default
-        args: Any = fx.map_arg(node.args, argument)
+        args: Any = mapped(node.args, argument)
         filling = self.elements.constant(0.0, dtype)
         if target is aten.constant_pad_nd.default and len(args) > 2:
             *args, value = args
@@ -316,14 +311,14 @@ class CallsOfElements:
         result = target(*args, **node.kwargs)
         self._numbers[node] = moved(result) if isinstance(result, torch.Tensor) else [moved(each) for each in result]
 
-    def _computed(self, node: fx.Node) -> torch.Tensor | None:
+    def _computed(self, node: CallResult) -> torch.Tensor | None:
         """The numbers of what an elementwise call computes; None where there is no operation for it."""
         target: Any = node.target
-        value: Any = node.meta.get("val")
+        value: Any = node.form
         given = (
             dict(zip([argument.name for argument in target._schema.arguments], node.args, strict=False)) | node.kwargs
         )
-        forms = {name: each.meta["val"] if isinstance(each, fx.Node) else each for name, each in given.items()}
+        forms = {name: each.value if isinstance(each, CallResult) else each for name, each in given.items()}
         found = operation_of(target, forms, value.dtype) if isinstance(value, torch.Tensor) else None
         if found is None:
             return None
@@ -333,13 +328,13 @@ class CallsOfElements:
             operand: Any = given[name]
             numbers = self._numbers_of(operand, dtype).expand(value.shape).reshape(-1)
             # A later write replaces the numbers of what is written to.
-            operands.append((numbers.clone() if operand.meta.get("written") else numbers).numpy())
+            operands.append((numbers.clone() if operand.written else numbers).numpy())
         return torch.from_numpy(self.elements.compute(operation, operands)).reshape(value.shape)
 
-    def _summed(self, node: fx.Node) -> torch.Tensor | None:
+    def _summed(self, node: CallResult) -> torch.Tensor | None:
         """The numbers of sums along some axes; None where they are long, or of another dtype than their elements."""
         operand: Any = node.args[0]
-        value, dtype = node.meta["val"], operand.meta["val"].dtype
+        value, dtype = node.value, operand.value.dtype
         numbers = self._numbers_of(operand, dtype)
         axes: Any = (node.args[1] if len(node.args) > 1 else None) or range(numbers.ndim)
         numbers = numbers.movedim(list(axes), list(range(-len(axes), 0)))
@@ -352,14 +347,14 @@ class CallsOfElements:
         summed = sums(self.elements, np.arange(rows + 1) * count, [terms], weights, None, dtype)
         return torch.from_numpy(summed).reshape(value.shape)
 
-    def _write(self, node: fx.Node) -> None:
+    def _write(self, node: CallResult) -> None:
         """Write the numbers of elements over those of others, in the memory that views of these share."""
         target, written = node.target, self._numbers.get(node.args[0])  # type: ignore[arg-type]
         if not isinstance(written, torch.Tensor):
             raise UnreadableWriteError
-        dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        dtype = node.args[0].value.dtype
         numbers: torch.Tensor | None
-        if target is aten.copy_.default and node.args[1].meta["val"].dtype == dtype:  # type: ignore[union-attr]
+        if target is aten.copy_.default and node.args[1].value.dtype == dtype:
             numbers = self._numbers_of(node.args[1], dtype)  # type: ignore[arg-type]
         elif target is aten.zero_.default or target is aten.fill_.Scalar:
             value = node.args[1] if len(node.args) > 1 else 0.0
@@ -371,24 +366,24 @@ class CallsOfElements:
         written.copy_(numbers)
         self._numbers[node] = written
 
-    def _check_written(self, node: fx.Node) -> None:
+    def _check_written(self, node: CallResult) -> None:
         """See that the numbers of a tensor that is written to lie in memory as it does."""
         if node in self._known:
-            if node.meta["val"].is_complex():
+            if node.value.is_complex():
                 raise UnreadableWriteError
-            self._numbers[node] = self._numbers_of(node, node.meta["val"].dtype).clone()
+            self._numbers[node] = self._numbers_of(node, node.value.dtype).clone()
             del self._known[node]
         numbers, target = self._numbers.get(node), node.target
         if node in self.left or target is operator.getitem or not isinstance(numbers, torch.Tensor):
             raise UnreadableWriteError
-        aliases = any(argument.alias_info for argument in target._schema.arguments)  # type: ignore[union-attr]
-        if not aliases and numbers.stride() != node.meta["val"].stride():
+        aliases = any(argument.alias_info for argument in target._schema.arguments)
+        if not aliases and numbers.stride() != node.value.stride():
             raise UnreadableWriteError
 
 
-def _of_form(node: fx.Node) -> torch.Tensor:
+def _of_form(node: CallResult) -> torch.Tensor:
     """A tensor of the form of a call's result."""
-    value: torch.Tensor = node.meta["val"]
+    value: torch.Tensor = node.value
     return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
 
 

@@ -41,7 +41,7 @@ an evaluator (`evaluator_of` says which one)
     `FoldedProducts` (`products`): sums of `terms`, by `folding`. `GroupedProducts` and `ChainProducts` (`products`):
     products of operators' matrices, by groups of rows that have entries in the same columns, or in `Chain.order`.
     `Compressed` (`compressed`): `products_with_vectors` for the colours of `colorings`. What all but `ChainProducts`
-    compute of a run's tensors is a graph of calls, a `ValueFunction`, which in a replay has the function's own calls
+    compute of a run's tensors are `Calls` of a `ValueFunction`, which in a replay has the function's own calls
     too. `fused_values` makes loops of that of `FoldedProducts`, and of that of `Compressed` where it is compiled and
     has one part. PyTorch computes what loops cannot, before them. `ForwardAccumulation` (`forward_accumulation`), of
     runs of many small calls: local derivatives of calls that do the same at once, and a kernel for the products.
@@ -81,7 +81,7 @@ numbers                                 `JacobianPlan._constants`               
 shapes, dtypes, autocast                `CapturedRun.key`                               `Arguments.form`; `_captures`
 constants among the arguments           `CapturedRun.key`                               `PreparedJacobian._program`
 hooks                                   `refuse_hooks`                                  nothing
-rules that were registered since        `GraphCache.trace_of`                           nothing
+rules that were registered since        `graphs_of`                                     nothing
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in

@@ -190,7 +190,7 @@ class _Pass:
     def flop(self) -> int:
         """Operations of all runs."""
         if len(self.parts) == 1:
-            return flop_of(self.computed.graph)
+            return flop_of(self.computed.calls)
         alike, of_part = self.computed.apart
         return flop_of(alike) + len(self.parts) * flop_of(of_part)
 

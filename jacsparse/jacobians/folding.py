@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
+from ..codegen import CallResult
 from ..patterns import Diagonal, Identity, Pattern, Rule, compressed_values, row_colors
 from ..runtime import index_dtype, row_starts
 from ..stages import Edge, LocalJacobian, eliminate, empty_pattern
@@ -192,10 +192,10 @@ class Folding:
             references = (value for edge in self.varying for value in edge.operation.referenced.values())
             reads = [value.number for value in references if type(value) is Value]
             computed = self.computed = ValueFunction(self.function, self._derivatives, reads)
-            parts, firsts, self._count = computed.outputs, dict[fx.Node, int](), 0
+            parts, firsts, self._count = computed.outputs, dict[CallResult, int](), 0
             for part in dict.fromkeys(parts):
                 firsts[part] = self._count
-                self._count += part.meta["val"].shape[1]
+                self._count += part.value.shape[1]
             self._firsts = [firsts[part] for part in parts]
             computed.return_only(list(firsts))
         self.algebra.variables = self._count

@@ -11,11 +11,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from ..codegen import (
     OUT,
+    CallResult,
+    Calls,
     CallsOfElements,
     ElementGraph,
     Fusion,
@@ -25,6 +26,7 @@ from ..codegen import (
     Scratch,
     TooManyElementsError,
     UnreadableWriteError,
+    mapped,
 )
 from ..patterns import Pattern, holds_numbers
 from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
@@ -111,7 +113,7 @@ class FusedValues:
 
         def numbered(graph: ElementGraph) -> tuple[ElementGraph, np.ndarray]:
             places = {place: place for place in self._begin}
-            elements = CallsOfElements(graph, self._calls.graph, inputs, places, leaves=leaves)
+            elements = CallsOfElements(graph, self._calls.calls, inputs, places, leaves=leaves)
             return graph, entries(graph, elements.results[: len(self._calls.outputs)])
 
         try:
@@ -131,7 +133,7 @@ class FusedValues:
             if not memory.of_tile:
                 offsets[memory.dtype] = self._bytes
                 self._bytes += -(-count * memory.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        fixed, left, self._alive = list[int](), list[fx.Node](), list[Any](self._code.runs.values())
+        fixed, left, self._alive = list[int](), list[CallResult](), list[Any](self._code.runs.values())
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
@@ -147,7 +149,7 @@ class FusedValues:
             elif isinstance(source, torch.Tensor):
                 self._alive.append(source)
                 address = source.data_ptr()
-            elif isinstance(source, fx.Node):
+            elif isinstance(source, CallResult):
                 left.append(source)
                 self._left.append((slot, graph.nodes[memory].dtype))
             else:
@@ -156,14 +158,16 @@ class FusedValues:
         self._fixed = [*fixed, 0]
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
         self._free: list[tuple[Any, torch.Tensor]] = []
-        self._by_pytorch: fx.GraphModule | None = None
+        self._by_pytorch: Calls | None = None
         #: How many calls are left to PyTorch, and how much these compute.
         self.calls_of_pytorch = 0
         used, self._work_of_pytorch = list[int](), 0
         if left:
-            self._by_pytorch, used = _returning(self._calls.graph, left)
+            self._by_pytorch = self._calls.calls.returning(left)
+            places = {each: place for place, each in enumerate(self._calls.calls.inputs)}
+            used = [places[each] for each in self._by_pytorch.inputs]
             self._work_of_pytorch = flop_of(self._by_pytorch, ELEMENT)
-            self.calls_of_pytorch = sum(node.op == "call_function" for node in self._by_pytorch.graph.nodes)
+            self.calls_of_pytorch = len(self._by_pytorch.steps)
         #: What PyTorch's calls begin with: values of the function in their shapes, or tensors.
         self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
@@ -237,7 +241,7 @@ class FusedValues:
         ]
         threads = contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread()
         with torch.no_grad(), without_autocast(torch.device("cpu")), threads:
-            results = self._by_pytorch.forward(*begin)  # type: ignore[union-attr]
+            results = self._by_pytorch(*begin)  # type: ignore[misc]
         converted = [
             result.to(dtype).resolve_neg().contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)
         ]
@@ -246,31 +250,15 @@ class FusedValues:
         return converted
 
 
-def _returning(module: fx.GraphModule, nodes: Sequence[fx.Node]) -> tuple[fx.GraphModule, list[int]]:
-    """The graph of the calls for some results, and the places of the inputs that it takes."""
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    graph.graph_copy(module.graph, copies)
-    graph.output([copies[node] for node in nodes])
-    graph.eliminate_dead_code()
-    used = []
-    for place, node in enumerate([node for node in graph.nodes if node.op == "placeholder"]):
-        if node.users:
-            used.append(place)
-        else:
-            graph.erase_node(node)
-    return fx.GraphModule(module, graph), used
-
-
-def flop_of(module: fx.GraphModule, element: int = 1) -> int:
-    """The work of a graph's calls: two for each multiply-add of a matrix product, else so much for each element."""
+def flop_of(calls: Calls, element: int = 1) -> int:
+    """The work of calls: two for each multiply-add of a matrix product, else so much for each element."""
     total = 0
-    for node in module.graph.nodes:
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.Tensor):
-            count = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    for step in calls.steps:
+        if step.form is not None:
+            count = flop_registry.get(getattr(step.target, "overloadpacket", None))
             if count is None:
-                total += element * value.numel()
+                total += element * step.form.numel()
             else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-                total += int(count(*args, **kwargs, out_val=value))
+                args, kwargs = mapped((step.args, step.kwargs), lambda each: each.value)
+                total += int(count(*args, **kwargs, out_val=step.form))
     return total

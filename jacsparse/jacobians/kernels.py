@@ -160,32 +160,6 @@ def add_terms(
 
 
 @kernel
-def select_terms(
-    first, last, indptr, selected, column, variable, coefficient, out_indptr, out_column, out_variable, out_coefficient
-):  # fmt: skip
-    """The terms where a mask is true; one call is for all rows."""
-    end = 0
-    for row in range(first, last):
-        for p in range(indptr[row], indptr[row + 1]):
-            if selected[p]:
-                out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
-                end += 1
-        out_indptr[row + 1] = end
-
-
-@kernel
-def find_entries(first, last, indptr, column, entries, begins):
-    """Where the entries of each row begin, and the terms of each entry; one call is for all rows."""
-    entry = 0
-    for row in range(first, last):
-        for p in range(indptr[row], indptr[row + 1]):
-            if p == indptr[row] or column[p] != column[p - 1]:
-                begins[entry] = p
-                entry += 1
-        entries[row + 1] = entry
-
-
-@kernel
 def number_entries(first, last, entries, begins, following, numbers, counts):
     """Numbers of entries: first the first ones of all rows, then the second ones; one call is for all rows."""
     for row in range(first, last):

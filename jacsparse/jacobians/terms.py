@@ -17,7 +17,7 @@ import numpy as np
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import frozen, index_dtype, row_starts, run_rows
 from ..spgemm import product_pattern
-from .kernels import add_terms, find_entries, multiply_terms, number_entries, order_terms, select_terms
+from .kernels import add_terms, multiply_terms, number_entries, order_terms
 
 #: The variable of a term that has none.
 NONE = -1
@@ -43,19 +43,17 @@ class Terms:
 
     def __getitem__(self, selected: np.ndarray) -> Terms:
         """The matrix of the terms where a mask is true."""
-        count, arrays = np.count_nonzero(selected), (self.column, self.variable, self.coefficient)
-        if count == len(self):
+        if selected.all():
             return self
-        indptr, results = np.zeros_like(self.indptr), [np.empty(count, array.dtype) for array in arrays]
-        select_terms(0, self.shape[0], self.indptr, selected, *arrays, indptr, *results)
-        return Terms(self.shape, indptr, *results)
+        arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
+        return Terms(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
-        indptr, begins = np.zeros_like(self.indptr), np.empty(len(self) + 1, np.int64)
-        find_entries(0, self.shape[0], self.indptr, self.column, indptr, begins)
-        begins[indptr[-1]] = len(self)
-        return indptr, begins[: indptr[-1] + 1]
+        first = np.ones(len(self) + 1, np.bool_)
+        np.not_equal(self.column[1:], self.column[:-1], out=first[1:-1])
+        first[self.indptr] = True
+        return row_starts(first[:-1], np.int64)[self.indptr], np.flatnonzero(first)
 
     @functools.cached_property
     def varies(self) -> np.ndarray:

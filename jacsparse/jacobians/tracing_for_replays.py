@@ -214,7 +214,7 @@ def _run(f: Callable[..., Any], arguments: Arguments, options: Options) -> tuple
                 f"registered and may be others{registered.source}; {remedy}"
             )
         _check_replays(trace, f, numbers)
-    values = map(Value, trace.beside)
+    values = (Value(trace.graph.numbers[number]) for number in trace.run.beside)
     return trace, replace(returned, aux=_pytree.tree_map_only(torch.Tensor, lambda _: next(values), returned.aux))
 
 
@@ -269,7 +269,7 @@ def _check_replays(trace: Trace, f: Callable[..., Any], numbers: Sequence[torch.
         for each in (varies, floats):
             if each.intersection(values):
                 each.update(node.results)
-    for write in trace.writes_outside:
+    for write in trace.run.writes_outside:
         for buffer, tensor in trace.module.named_buffers():
             if memory_of(tensor) == write.memory:
                 remedy = in_training if in_training == again else f"{in_training} with batched=False"

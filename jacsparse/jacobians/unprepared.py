@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, Literal, Unpack, overload
 
 import torch
@@ -194,7 +193,7 @@ def _of_run(
     create_graph, trace = options.create_graph, traced(function, x, cached=True)
     # A gradient is made anew by each call, and reads the weights of its function.
     owner = f.f if isinstance(f, Gradient) else f
-    chained = partial(chain_of_trace, trace, owner, arguments=arguments.others)
+    chained = functools.partial(chain_of_trace, trace, owner, arguments=arguments.others)
     chain = chained(pruned=options.pruned)
     if isinstance(f, Gradient):
         f.check_derivatives(trace, arguments)
@@ -202,7 +201,7 @@ def _of_run(
         if chain.trained_zeros(trace):
             chain = chained(pruned=False)
         check_second_derivatives(trace, chain, chain.records(trace), of_gradient=isinstance(f, Gradient))
-    pattern, values = PLANS.of(chain).evaluated(trace)
+    pattern, values = plan_of(chain).evaluated(trace)
     if create_graph:
         # All entries, those of pruned weights too.
         every = chained(pruned=False) if chain.pruned_weights else chain
@@ -281,30 +280,5 @@ def _is_autograds(jacobian: SparseJacobian, function: TracedFunction) -> bool:
     return error_of_product(jacobian, g, expected, limit) <= limit
 
 
-class _Plans:
-    """The plans of the chains that were used last."""
-
-    #: The most of them.
-    MOST = 64
-
-    def __init__(self) -> None:
-        # By the chain's id: a plan holds its chain, so that no other chain gets the id. The last used come last.
-        self._plans: dict[int, JacobianPlan] = {}
-        self._lock = threading.Lock()
-
-    def of(self, chain: Chain) -> JacobianPlan:
-        """The plan of a chain."""
-        with self._lock:
-            plan = self._plans.pop(id(chain), None)
-            plan = self._plans[id(chain)] = JacobianPlan(chain) if plan is None else plan
-            while len(self._plans) > self.MOST:
-                del self._plans[next(iter(self._plans))]
-            return plan
-
-    def clear(self) -> None:
-        """Forget all plans."""
-        with self._lock:
-            self._plans.clear()
-
-
-PLANS = _Plans()
+#: The plans of the chains that were used last.
+plan_of = functools.lru_cache(64)(JacobianPlan)

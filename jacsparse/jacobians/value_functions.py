@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import operator
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 
+from ..codegen import CallResult, Calls
 from ..patterns import gradients_of
-from ..tracing import Scalar, Trace, Value, Values, calls_of, with_constants, with_identities
+from ..tracing import Scalar, Trace, Value, Values, calls_of, key_of
 from .traced_function import TracedFunction
 
 #: ``compute(values, *others)``: tensors of values of the function, and of other tensors.
@@ -47,10 +46,15 @@ class ValueFunction:
         #: The numbers of the last run, and the same as tensors.
         self._numbers: tuple[list[Any], list[Any]] | None = None
         begin, scalars = function.inputs if function.replays else dict.fromkeys(reads), function.scalars(function.trace)
-        #: What it takes of a run: values and, as tensors without axes, numbers; that at a place is ``~place`` here.
-        self.sources = [*begin, *(() if function.replays else (~place for place in function.scalar_dtypes))]
+        arguments = (each for node in function.graph.nodes for each in node.arguments.values())
+        varying = {each.place: each for each in arguments if type(each) is Scalar and function.varies(each.place)}
+        sources: list[Value | Scalar] = [*map(Value, begin), *varying.values()]
+        self.sources = list(map(_number_of, sources))
         #: The values that it leaves in the trace of a replay.
         self._kept = [value for value in function.kept if value not in self.sources]
+        # A run has the results of its calls: they are not computed again.
+        nodes = [] if function.replays else function.nodes
+        known = {key_of(n.overload, n.args, n.kwargs): list(map(Value, n.results)) for n in nodes if n.facts.overload}
 
         def computed(*tensors: torch.Tensor) -> Sequence[torch.Tensor]:
             known, of_run = dict(zip(self.sources, tensors[count:], strict=True)), list(scalars)
@@ -60,35 +64,24 @@ class ValueFunction:
             return [*compute(values, *tensors[:count]), *(values[value] for value in self._kept)]
 
         with torch.no_grad():
-            self.graph = with_identities(calls_of(computed, [*others, *self.inputs(function.trace)]), identities)
-        if not function.replays:
-            self.sources += _take_results(self.graph, function, self.sources, count)
-        with torch.no_grad():
-            self.graph = with_constants(self.graph, [*others, *self.inputs(function.trace)])
-        self._take_what_is_used(count)
+            inputs = [*others, *self.inputs(function.trace)]
+            of_inputs = [*(None for _ in others), *sources]
+            calls = calls_of(computed, inputs, of_inputs, identities=identities, known=known)
+        self._return(calls, calls.outputs)
 
-    def _take_what_is_used(self, others: int) -> None:
-        """Leave out what no call of the graph takes."""
-        placeholders = [node for node in self.graph.graph.nodes if node.op == "placeholder"][others:]
-        pairs = [*zip(placeholders, self.sources, strict=True)]
-        self.sources = [source for node, source in pairs if node.users]
-        for node in placeholders:
-            if not node.users:
-                self.graph.graph.erase_node(node)
-        self.graph.recompile()
+    def _return(self, calls: Calls, outputs: Sequence[CallResult]) -> None:
+        self.calls = calls.returning(outputs, least=self._others)
+        #: What it takes of a run: values and, as tensors without axes, numbers; that at a place is ``~place`` here.
+        self.sources = [_number_of(each.source) for each in self.calls.inputs[self._others :]]
 
     @property
-    def outputs(self) -> list[fx.Node]:
+    def outputs(self) -> Sequence[CallResult]:
         """The results of calls that it returns."""
-        every: list[fx.Node] = list(self.graph.graph.output_node().args[0])  # type: ignore[arg-type]
-        return every[: len(every) - len(self._kept)]
+        return self.calls.outputs[: len(self.calls.outputs) - len(self._kept)]
 
-    def return_only(self, outputs: Sequence[fx.Node]) -> None:
+    def return_only(self, outputs: Sequence[CallResult]) -> None:
         """Return these results of calls alone."""
-        node = self.graph.graph.output_node()
-        every: Any = node.args[0]
-        node.args = ([*outputs, *every[len(self.outputs) :]],)
-        self.graph.recompile()
+        self._return(self.calls, [*outputs, *self.calls.outputs[len(self.outputs) :]])
 
     def inputs(self, trace: Trace) -> list[torch.Tensor]:
         """What the graph takes of a run, as plain tensors: those of other classes make others that no call tells of."""
@@ -104,7 +97,7 @@ class ValueFunction:
 
     def __call__(self, trace: Trace, *others: torch.Tensor) -> Sequence[torch.Tensor]:
         """The tensors of a run."""
-        return self._returned(trace, self.graph.forward(*others, *self.inputs(trace)))
+        return self._returned(trace, self.calls(*others, *self.inputs(trace)))
 
     def of_parts(self, trace: Trace, parts: Sequence[Sequence[torch.Tensor]]) -> Iterator[Sequence[torch.Tensor]]:
         """The tensors of a run for each of several groups of other tensors; what depends on none is computed once."""
@@ -113,9 +106,9 @@ class ValueFunction:
             return
         alike, of_part = self.apart
         inputs = self.inputs(trace)
-        results = alike.forward(*inputs)
+        results = alike(*inputs)
         for others in parts:
-            yield self._returned(trace, of_part.forward(*others, *inputs, *results))
+            yield self._returned(trace, of_part(*others, *inputs, *results))
 
     def _returned(self, trace: Trace, results: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """The results but for those that a replay keeps, which are left in its trace."""
@@ -125,31 +118,9 @@ class ValueFunction:
         return results
 
     @functools.cached_property
-    def apart(self) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """The calls that depend on no other tensors; and all calls, which take the results of the former as inputs."""
-        graphs, (of_alike, of_rest) = (fx.Graph(), fx.Graph()), (dict[fx.Node, fx.Node](), dict[fx.Node, fx.Node]())
-        nodes = self.graph.graph.nodes
-        graphs[1].output(graphs[1].graph_copy(self.graph.graph, of_rest))
-        placeholders = [node for node in nodes if node.op == "placeholder"]
-        # What is written to is made anew for each part.
-        varying = {node for node in nodes if node.meta.get("written")}.union(placeholders[: self._others])
-        for node in nodes:
-            if node.op == "output" or not varying.isdisjoint(node.all_input_nodes):
-                varying.add(node)
-            if node not in varying or node in placeholders[self._others :]:
-                of_alike[node] = graphs[0].node_copy(node, of_alike.__getitem__)
-        alike = [n for n in of_alike if n.op == "call_function" and not varying.isdisjoint(n.users)]
-        graphs[0].output([of_alike[node] for node in alike])
-        last = of_rest[placeholders[-1]]
-        for node in alike:
-            with graphs[1].inserting_after(last):
-                last = graphs[1].placeholder(f"alike_{node.name}")
-            # Counts of operations read shapes there.
-            last.meta.update(node.meta)
-            of_rest[node].replace_all_uses_with(last)
-        for graph in graphs:
-            graph.eliminate_dead_code()
-        return fx.GraphModule(self.graph, graphs[0]), fx.GraphModule(self.graph, graphs[1])
+    def apart(self) -> tuple[Calls, Calls]:
+        """The calls that depend on no other tensors; and all others, which take the results of the former as inputs."""
+        return self.calls.apart(self.calls.inputs[: self._others])
 
 
 def elementwise_derivatives(
@@ -170,48 +141,8 @@ def elementwise_derivatives(
     return {name: torch.zeros_like(operand) if each is None else each for (name, operand), each in pairs}
 
 
-def _take_results(module: fx.GraphModule, function: TracedFunction, sources: Sequence[int], count: int) -> list[int]:
-    """Make results of a function's calls inputs of a graph, after its others, where it would compute them."""
-    graph = module.graph
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    names: dict[Any, Hashable] = {
-        node: Value(source) if source >= 0 else ("scalar", ~source)
-        for node, source in zip(placeholders[count:], sources, strict=True)
-    }
-    calls = {_key((each.overload, each.args, each.kwargs), {}): each for each in function.nodes}
-    taken = dict(zip(sources, placeholders[count:], strict=True))
-    for node in list(graph.nodes):
-        if node.op != "call_function" or node.meta.get("written") or node.target is operator.getitem:
-            continue
-        call = calls.get(_key((node.target, node.args, node.kwargs), names))
-        returns = [] if call is None else node.target._schema.returns
-        if call is None or len(returns) != len(call.results):
-            continue
-        users = [user for user in node.users if user.target is operator.getitem] if len(returns) > 1 else [node]
-        for user in users:
-            value = call.results[user.args[1] if len(returns) > 1 else 0]  # type: ignore[index]
-            if value not in taken:
-                with graph.inserting_after([*placeholders, *taken.values()][-1]):
-                    taken[value] = graph.placeholder(f"value_{value}")
-                taken[value].meta.update(user.meta)
-                names[taken[value]] = Value(value)
-            user.replace_all_uses_with(taken[value])
-    graph.eliminate_dead_code()
-    return list(taken)[len(sources) :]
-
-
-def _key(value: Any, names: Mapping[Any, Hashable]) -> Hashable:
-    """A call, or a part of it, with other names for tensors and numbers that vary."""
-    if isinstance(value, dict):
-        return tuple((name, _key(part, names)) for name, part in sorted(value.items()))
-    if isinstance(value, (list, tuple)):
-        return tuple(_key(part, names) for part in value)
-    if isinstance(value, fx.Node):
-        return names.get(value, value)
-    if isinstance(value, Scalar):
-        return "scalar", value.place
-    # By its text: zeros have signs, and a bool is no number.
-    return value if isinstance(value, Value) else (type(value), repr(value))
+def _number_of(source: Value | Scalar) -> int:
+    return source.number if isinstance(source, Value) else ~source.place
 
 
 def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -259,7 +259,9 @@ def _compared(
     """The largest difference as a share of the largest element, and the places of the first that are errors."""
     difference, largest = difference_of(actual, expected), largest_finite(expected)
     over = places_over(difference, max(limit * largest, rounding))
-    return share_of(magnitude(difference), largest, rounding, limit), over[:NAMED].tolist()
+    # Where rounding errors are larger, they are the measure.
+    share = magnitude(difference) / max(largest, rounding / limit if limit else 0.0, 1e-300)
+    return share, over[:NAMED].tolist()
 
 
 def _vjp(call: Call, seed: torch.Tensor) -> torch.Tensor:
@@ -405,11 +407,6 @@ def rounding_of(x: torch.Tensor, y: torch.Tensor | None) -> float:
     """The rounding error of a derivative that is zero: some units in the last place of output over input."""
     scale = 0.0 if y is None else largest_finite(y.detach()) / (largest_finite(x.detach()) or 1.0)
     return MOST_ROUNDINGS * torch.finfo(x.dtype).eps * scale
-
-
-def share_of(difference: float, largest: float, rounding: float, limit: float) -> float:
-    """A difference as a share of the largest element, or of the rounding error where that is larger."""
-    return difference / max(largest, rounding / limit if limit else 0.0, 1e-300)
 
 
 def places_over(difference: torch.Tensor, limit: float) -> torch.Tensor:

@@ -203,11 +203,6 @@ class Accumulation:
                 others.update(matrix.operands)
         return sorted(large)
 
-    @property
-    def moved(self) -> int:
-        """The number of values of all matrices, and of those that products and sums read, for one sample."""
-        return self.work(1, lambda key: True)[0]
-
     def work(self, batch: int, is_shared: Callable[[Any], bool]) -> tuple[int, int]:
         """For so many samples, the values of all matrices and those that products and sums read, and the multiply-adds.
 

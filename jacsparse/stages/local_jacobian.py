@@ -118,7 +118,7 @@ class LocalJacobian:
     def node(self) -> Any:
         """Autograd's node, with the tensors that the forward pass saved; None where it is not of this call alone."""
         edge, node = self.trace.gradient_edge(self.edge.target), self._operation.node
-        by_hooks = self.trace.saved_by_hooks and not self._operation.random
+        by_hooks = self.trace.run.saved_by_hooks and not self._operation.random
         if edge is None or edge.node is None or node.shift is None or by_hooks:
             # Hooks may have kept nothing for a call of one node alone, as those of a checkpoint.
             return None

@@ -39,10 +39,10 @@ from .autograd_nodes import (
     without_saving_hooks,
 )
 from .callers import is_recording
-from .calls import calls_of, with_constants, with_identities
+from .calls import calls_of, key_of
 from .functions import function_error
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of, referred
-from .graphs import GRAPHS, traced
+from .graphs import graphs_of, traced
 from .modules import (
     SAMPLES,
     check_initialised,
@@ -69,7 +69,6 @@ from .storages import memory_of
 from .traces import OutsideWrite, StaleError, Trace
 
 __all__ = [
-    "GRAPHS",
     "SAMPLES",
     "BackwardPass",
     "Form",
@@ -99,9 +98,11 @@ __all__ = [
     "facts_of",
     "form_of",
     "function_error",
+    "graphs_of",
     "has_node_hooks",
     "is_hooked",
     "is_recording",
+    "key_of",
     "mask_of",
     "memory_of",
     "module_of",
@@ -124,8 +125,6 @@ __all__ = [
     "trains",
     "undisturbed",
     "with_all_gradients",
-    "with_constants",
-    "with_identities",
     "without_autocast",
     "without_saving_hooks",
 ]

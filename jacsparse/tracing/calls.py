@@ -1,4 +1,4 @@
-"""Functions of tensors as graphs of ATen calls, made simple: what repeated calls run, and compilers take.
+"""Functions of tensors as ATen calls, made simple: what repeated calls run, and loops are made of.
 
 What is left out changes no place in memory of what remains: some kernels refuse other operands than contiguous ones,
 and some read them as if they were.
@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import fx, nn
-from torch.utils._pytree import tree_map
 
+from ..codegen import CallResult, Calls, mapped
 from ..runtime import DispatchMode
 from .operators import RUNNING, WITHOUT_MEMORY, is_lazily_changed, is_written, tensors_in
 from .storages import memory_of
@@ -22,85 +21,175 @@ from .storages import memory_of
 aten = torch.ops.aten
 
 
-def calls_of(function: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The graph of the ATen calls that a function of tensors makes, of which only the values count.
+def calls_of(
+    function: Callable[..., Sequence[torch.Tensor]],
+    inputs: Sequence[torch.Tensor],
+    sources: Sequence[Any] = (),
+    *,
+    identities: Collection[int] = (),
+    known: Mapping[str, Sequence[Any]] | None = None,
+) -> Calls:
+    """The ATen calls that a function of tensors makes, of which only the values count.
 
-    It is to be recompiled before it runs.
+    Parameters
+    ----------
+    function : callable
+        The function.
+    inputs : sequence of Tensor
+        Its arguments.
+    sources : sequence, optional
+        What each of these is of.
+    identities : collection of int
+        The places of those that are identity matrices in each call.
+    known : mapping of str to sequence, optional
+        By `key_of` of some calls, the sources of their results: these become inputs, behind the others.
     """
     inputs = [tensor.detach() for tensor in inputs]
-    calls = _Calls(inputs)
-    with _FORWARD_MODE, DispatchMode(calls.call):
-        output = function(*inputs)
-    return _simplified(calls.finished(output))
+    recording = _Recording(inputs, sources)
+    with _FORWARD_MODE, DispatchMode(recording.call):
+        outputs = function(*inputs)
+    return recording.simplified(outputs, identities, known or {})
 
 
-class _Calls:
-    """Collects calls: PyTorch's own tracer first loads its compiler, which takes seconds."""
+def key_of(target: Any, args: Any, kwargs: Mapping[str, Any]) -> str:
+    """A text that is equal for equal calls."""
+    return repr((target, _in_tuples(args), _in_tuples(sorted(kwargs.items()))))
 
-    def __init__(self, inputs: Sequence[torch.Tensor]) -> None:
-        self.graph, self.constants = fx.Graph(), nn.Module()
-        #: By a tensor's id. An operator may return its argument itself, which then has another node.
-        self.nodes: dict[int, fx.Node] = {}
-        self.alive: list[tuple[torch.Tensor, fx.Node]] = []
+
+def _in_tuples(value: Any) -> Any:
+    return tuple(map(_in_tuples, value)) if type(value) in (tuple, list) else value
+
+
+class _Recording:
+    """Records calls, and makes them simple."""
+
+    def __init__(self, inputs: Sequence[torch.Tensor], sources: Sequence[Any]) -> None:
+        #: By a tensor's id. An operator may return its argument itself, which then is another result.
+        self.results: dict[int, CallResult] = {}
+        self.alive: list[tuple[torch.Tensor, CallResult]] = []
+        self.inputs, self.calls = list[CallResult](), list[CallResult]()
         self.written: set[int] = set()
-        for number, tensor in enumerate(inputs):
-            self.note(tensor, self.graph.placeholder(f"input_{number}"))
+        for place, tensor in enumerate(inputs):
+            source = sources[place] if sources else None
+            self.inputs.append(self.note(tensor, CallResult(-1 - place, source=source)))
+        self.of_source = {each.source: each for each in self.inputs}
+        devices = {tensor.device for tensor in inputs}
+        self.device = devices.pop() if len(devices) == 1 else None
+        #: By results that depend on no elements, the same as constants; and one element of either.
+        self.fills: dict[CallResult, CallResult] = {}
+        self.ones: dict[CallResult, torch.Tensor] = {}
+
+    # Recording.
 
     def call(self, overload: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Run a call of an operator, and collect it."""
+        """Run a call of an operator, and record it."""
         overload = aten.zeros.default if overload is WITHOUT_MEMORY else overload
-        node = self.graph.call_function(overload, *fx.node.map_aggregate((args, kwargs), self.argument))
+        call = self.new(overload, *self.arguments((args, kwargs)))
         result = overload(*args, **kwargs)
         if returns_one_tensor(overload):
-            self.note(result, node)
+            self.note(result, call)
         else:
             for place, part in enumerate(result if isinstance(result, (list, tuple)) else ()):
                 if isinstance(part, torch.Tensor):
-                    self.note(part, self.graph.call_function(operator.getitem, (node, place)))
+                    self.note(part, self.new(operator.getitem, (call, place), {}))
         for place, parameter in enumerate(overload._schema.arguments):
             if is_written(parameter) or parameter.name in RUNNING:
                 value = args[place] if place < len(args) else kwargs.get(parameter.name)
                 self.written |= set(map(memory_of, tensors_in(value)))
         return result
 
-    def note(self, tensor: torch.Tensor, node: fx.Node) -> None:
-        """Take a node for what computes a tensor."""
-        self.nodes[id(tensor)] = node
-        self.alive.append((tensor, node))
-        node.meta["lazy"] = is_lazily_changed(tensor)
+    def new(self, target: Any, args: Any, kwargs: dict[str, Any]) -> CallResult:
+        """Add a call."""
+        self.calls.append(CallResult(len(self.calls), target, tuple(args), kwargs))
+        return self.calls[-1]
+
+    def note(self, tensor: torch.Tensor, result: CallResult) -> CallResult:
+        """Take a result for a tensor."""
+        self.results[id(tensor)] = result
+        self.alive.append((tensor, result))
+        result.lazy = is_lazily_changed(tensor)
         if tensor.layout == torch.strided:
             form = tensor.shape, tensor.stride()
-            node.meta["val"] = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
+            result.form = torch.empty_strided(*form, dtype=tensor.dtype, device="meta")
         else:
-            node.meta["val"] = tensor.detach().to("meta")
+            result.form = tensor.detach().to("meta")
+        return result
 
-    def argument(self, value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if id(value) not in self.nodes:
-            name = f"constant_{len(self.alive)}"
-            self.constants.register_buffer(name, value)
-            self.note(value, self.graph.get_attr(name))
-        return self.nodes[id(value)]
+    def arguments(self, value: Any) -> Any:
+        """Arguments with results for tensors, and tuples for lists; what no call has made is a constant."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self.results:
+                self.note(value, CallResult(-1 - len(self.alive), constant=value))
+            return self.results[id(value)]
+        if isinstance(value, dict):
+            return {name: self.arguments(part) for name, part in value.items()}
+        return tuple(map(self.arguments, value)) if type(value) in (tuple, list) else value
 
-    def finished(self, output: Any) -> fx.GraphModule:
-        """The graph of all calls, whose nodes tell whether their results are written to."""
-        self.graph.output(tree_map(self.argument, output))
-        for tensor, node in self.alive:
-            node.meta["written"] = memory_of(tensor) in self.written
-        return _GraphModule(self.constants, self.graph)
+    # Simplification.
 
+    def simplified(
+        self, outputs: Sequence[torch.Tensor], identities: Collection[int], known: Mapping[str, Sequence[Any]]
+    ) -> Calls:
+        """The calls that the outputs need, each once, without those that return what others hold."""
+        returned = self.arguments(outputs)
+        for tensor, result in self.alive:
+            result.written = memory_of(tensor) in self.written
+        for call in self.calls:
+            if call.target is operator.getitem:
+                call.args[0].written |= call.written
+        matrices = {self.inputs[place] for place in identities}
+        # Some calls take places in memory.
+        moves = not any(call.target in _OF_PLACES for call in self.calls)
+        #: What takes the place of other results; and the calls so far.
+        same: dict[CallResult, CallResult] = {}
+        so_far: dict[str, CallResult] = {}
+        for call in self.calls:
+            call.args, call.kwargs = mapped((call.args, call.kwargs), lambda each: same.get(each, each))
+            if moves:
+                _skip_views(call)
+            other = _equal(call, matrices) if moves else None
+            if other is None and not call.written:
+                other = self._known(call, known)
+            if other is None and not call.written:
+                self._take_fills(call)
+                other = so_far.setdefault(key_of(call.target, call.args, call.kwargs), call)
+            if other is not None and other is not call:
+                same[call] = other
+        writes = [call for call in self.calls if call.target is not operator.getitem and call.target._schema.is_mutable]
+        return Calls(self.inputs, [same.get(each, each) for each in returned], writes)
 
-class _GraphModule(fx.GraphModule):
-    """A graph that is compiled when it first runs, however often it was changed before."""
+    def _known(self, call: CallResult, known: Mapping[str, Sequence[Any]]) -> CallResult | None:
+        """The input for a result that the caller knows, a new one where there is none yet."""
+        whole, place = (call.args[0], call.args[1]) if call.target is operator.getitem else (call, 0)
+        sources = known.get(key_of(whole.target, whole.args, whole.kwargs)) if known else None
+        if sources is None or call.form is None or len(sources) != len(whole.target._schema.returns):
+            return None
+        source = sources[place]
+        if source not in self.of_source:
+            self.inputs.append(CallResult(call.number, form=call.form, lazy=call.lazy, source=source))
+            self.of_source[source] = self.inputs[-1]
+        return self.of_source[source]
 
-    def recompile(self) -> Any:
-        type(self).forward = _compile_and_run
+    def _take_fills(self, call: CallResult) -> None:
+        """Let an elementwise call read what depends on no elements as constants of one element each."""
+        if self.device is None or call.form is None:
+            return
+        operands = call.operands
+        if self.fills and _takes_constants(call, operands):
+            call.args, call.kwargs = mapped((call.args, call.kwargs), lambda each: self.fills.get(each, each))
+        known = bool(operands) and all(each in self.ones for each in operands)
+        if call.target in _FILLS or (known and _is_fresh(call)):
+            args, kwargs = mapped((call.args, call.kwargs), self._one)
+            one, shape = call.target(*args, **kwargs), call.form.shape
+            form = call.form.new_empty((1,) * len(shape)).expand(shape)
+            constant = CallResult(call.number, call.target, form=form, constant=one.expand(shape))
+            self.fills[call], self.ones[call], self.ones[constant] = constant, one, one
 
-
-def _compile_and_run(module: fx.GraphModule, *inputs: torch.Tensor) -> Any:
-    fx.GraphModule.recompile(module)
-    return module.forward(*inputs)
+    def _one(self, result: CallResult) -> torch.Tensor:
+        """One element of a result, any one where it is no constant, with as many axes."""
+        if result in self.ones:
+            return self.ones[result]
+        return torch.empty((1,) * result.value.ndim, dtype=result.value.dtype, device=self.device)
 
 
 #: PyTorch's forward mode has one state for all threads, and ends the process where two of them enter it at once.
@@ -111,40 +200,6 @@ def returns_one_tensor(overload: Any) -> bool:
     """Whether an operator returns a tensor, and no list or tuple."""
     returns = overload._schema.returns
     return len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
-
-
-def _without_repeats(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with each call once, and only those that the output needs."""
-    calls: dict[str, fx.Node] = {}
-    for node in list(graph.graph.nodes):
-        # Two tensors of equal elements are one only as long as neither is written to.
-        if node.op == "call_function" and not node.meta.get("written"):
-            call = repr((node.target, node.args, node.kwargs))
-            if call in calls:
-                node.replace_all_uses_with(calls[call])
-                graph.graph.erase_node(node)
-            calls.setdefault(call, node)
-    graph.graph.eliminate_dead_code()
-    return graph
-
-
-def _simplified(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph without calls that return what one of their arguments holds."""
-    graph = _without_repeats(graph)
-    if any(node.target in _OF_PLACES for node in graph.graph.nodes):
-        return graph
-    while True:
-        replaced = 0
-        for node in list(graph.graph.nodes):
-            _skip_views(node)
-            other = _simpler(node) if node.op == "call_function" else None
-            if other is not None:
-                node.replace_all_uses_with(other)
-                graph.graph.erase_node(node)
-                replaced += 1
-        graph = _without_repeats(graph)
-        if not replaced:
-            return graph
 
 
 #: What takes places in memory.
@@ -163,96 +218,53 @@ _FILLS = (aten.ones_like.default, aten.zeros_like.default, aten.full_like.defaul
 _ONES = (aten.ones_like.default, aten.ones.default, aten.new_ones.default)
 
 
-def _simpler(node: fx.Node) -> fx.Node | None:
-    """The node whose result a call's result equals, in all places; None where there is none."""
-    operands: list[Any] = list(node.args[:2])
-    if node.target is aten.mul.Tensor:
+def _equal(call: CallResult, identities: Collection[CallResult]) -> CallResult | None:
+    """What a call's result equals, in all places; None where there is none."""
+    operands: list[Any] = list(call.args[:2])
+    if call.target is aten.mul.Tensor:
         # The factors of ones.
         factors = zip(operands, reversed(operands), strict=True)
-        operands = [each for each, other in factors if isinstance(other, fx.Node) and other.target in _ONES]
-    elif node.target in (*_COPIES, *_MOVES):
+        operands = [each for each, other in factors if isinstance(other, CallResult) and other.target in _ONES]
+    elif call.target is aten.mm.default:
+        operands = operands[1:] if operands[0] in identities else []
+    elif call.target in (*_COPIES, *_MOVES):
         operands = operands[:1]
-    elif node.target is aten.t.default and operands[0].target is aten.t.default:
-        return operands[0].args[0]
+    elif call.target is aten.t.default and operands[0].target is aten.t.default:
+        return operands[0].args[0]  # type: ignore[no-any-return]
     else:
         return None
     for each in operands:
-        if isinstance(each, fx.Node) and _form(each) == _form(node):
-            writes = node.meta.get("written") or each.meta.get("written")
-            return each if node.target in _MOVES or not writes else None
+        if isinstance(each, CallResult) and _form(each) == _form(call):
+            return each if call.target in _MOVES or not (call.written or each.written) else None
     return None
 
 
-def _skip_views(node: fx.Node) -> None:
+def _skip_views(call: CallResult) -> None:
     """Let a view of a tensor that holds the elements of another one in their order take that one."""
-    first: Any = node.args[0] if node.target in _VIEWS else None
-    while first is not None and first.target in _ORDERED:
-        if any(each.meta.get("written") for each in (node, first, first.args[0])):
+    while call.target in _VIEWS and call.args[0].target in _ORDERED:
+        first = call.args[0].args[0]
+        if call.written or call.args[0].written or first.written:
             return
-        first = first.args[0]
-        node.args = (first, *node.args[1:])
+        call.args = (first, *call.args[1:])
 
 
-def with_identities(graph: fx.GraphModule, places: Collection[int]) -> fx.GraphModule:
-    """The same graph without the products with those of its inputs that are identity matrices."""
-    inputs = [node for node in graph.graph.nodes if node.op == "placeholder"]
-    for node in list(graph.graph.nodes) if places else ():
-        if node.target is aten.mm.default and any(node.args[0] is inputs[place] for place in places):
-            matrix = node.args[1]
-            if _form(matrix) == _form(node) and not matrix.meta.get("written"):
-                node.replace_all_uses_with(matrix)
-                graph.graph.erase_node(node)
-    return _simplified(graph) if places else graph
-
-
-def with_constants(graph: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The same graph, in which elementwise calls read what depends on no elements as constants of one element each."""
-    constants: dict[fx.Node, torch.Tensor] = {}
-    devices = {tensor.device for tensor in inputs}
-    for node in list(graph.graph.nodes) if len(devices) == 1 else ():
-        value = node.meta.get("val")
-        if node.op != "call_function" or node.meta.get("written") or not isinstance(value, torch.Tensor):
-            continue
-        known = all(each in constants for each in node.all_input_nodes)
-        if node.target in _FILLS or (_is_fresh(node) and known and node.all_input_nodes):
-            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: constants.get(each, _one(each, devices)))
-            filled, name = node.target(*args, **kwargs), f"filled_{node.name}"
-            # A module finds its buffers later than other attributes.
-            setattr(graph, name, filled.expand(value.shape))
-            with graph.graph.inserting_after(node):
-                constant = graph.graph.create_node("get_attr", name)
-            constants[node] = constants[constant] = filled
-            constant.meta["val"] = value.new_empty((1,) * value.ndim).expand(value.shape)
-            node.replace_all_uses_with(constant, delete_user_cb=_takes_constants)
-    if constants:
-        graph.graph.eliminate_dead_code()
-    return graph
-
-
-def _one(node: fx.Node, devices: Iterable[torch.device]) -> torch.Tensor:
-    """A tensor of one element with as many axes as a result, and of its dtype."""
-    value: torch.Tensor = node.meta["val"]
-    return torch.empty((1,) * value.ndim, dtype=value.dtype, device=next(iter(devices)))
-
-
-def _is_fresh(node: fx.Node) -> bool:
+def _is_fresh(call: CallResult) -> bool:
     """Whether a call computes new elements one by one, and writes to no argument."""
-    overload: Any = node.target
-    if node.op != "call_function" or torch.Tag.pointwise not in getattr(overload, "tags", ()):
+    if torch.Tag.pointwise not in getattr(call.target, "tags", ()):
         return False
-    return all(argument.alias_info is None for argument in overload._schema.arguments)
+    return all(argument.alias_info is None for argument in call.target._schema.arguments)
 
 
-def _takes_constants(node: fx.Node) -> bool:
+def _takes_constants(call: CallResult, operands: Sequence[CallResult]) -> bool:
     """Whether a call works on elements one by one, and no constant of one element moves its result in memory."""
-    if not _is_fresh(node):
+    if not _is_fresh(call):
         return False
-    values = (each.meta["val"] for each in (node, *node.all_input_nodes))
+    values = (each.value for each in (call, *operands))
     # Where an operand is expanded, strides of axes of one element decide how the result lies in memory.
     return all(each.stride() in (each.new_empty(each.shape).stride(), (0,) * each.ndim) for each in values)
 
 
-def _form(node: fx.Node) -> tuple[Any, ...] | None:
-    value = node.meta["val"]
-    form = value.shape, value.stride(), value.dtype, node.meta.get("lazy", False)
+def _form(result: CallResult) -> tuple[Any, ...] | None:
+    value = result.value
+    form = value.shape, value.stride(), value.dtype, result.lazy
     return form if value.layout == torch.strided else None

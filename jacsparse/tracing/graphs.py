@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,68 +30,14 @@ from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun
 _CROSS = torch.ops.aten.linalg_cross.default
 
 
-class GraphCache:
-    """The graphs of recent runs, by key."""
-
-    #: The most keys, and the most graphs of one, for other indices and masks.
-    MOST_KEYS, MOST_GRAPHS = 64, 8
-
-    def __init__(self) -> None:
-        self._graphs: dict[Hashable, _OfKey] = {}
-        self._lock, self._calls = threading.RLock(), itertools.count()
-
-    def __len__(self) -> int:
-        return len(self._graphs)
-
-    def trace_of(self, module: nn.Module, run: CapturedRun) -> Trace:
-        """The trace of a run, with the graph that an earlier one of its key and its indices has made, or a new one."""
-        # A rule may be another one by now.
-        key = run.key, len(REGISTERED)
-        known = self._graphs.get(key)
-        if known is None:
-            known = self._new(key)
-        known.last = next(self._calls)
-        for graph in known.graphs:
-            trace = Trace.of_run(module, graph, run)
-            for value, each in graph.contents.items():
-                if not torch.equal(trace.elements(value), each):
-                    break
-            else:
-                if graph is not known.graphs[0]:
-                    self._put_first(graph, known)
-                return trace
-        trace = new_trace(module, run)
-        self._put_first(trace.graph, known)
-        return trace
-
-    def _put_first(self, graph: Graph, known: _OfKey) -> None:
-        # Other threads may go through the list meanwhile.
-        known.graphs = [graph, *(each for each in known.graphs if each is not graph)][: self.MOST_GRAPHS]
-
-    def _new(self, key: Hashable) -> _OfKey:
-        """Those of a key that has none yet; the one that was used longest ago goes."""
-        with self._lock:
-            known = self._graphs.setdefault(key, _OfKey(next(self._calls)))
-            while len(self._graphs) > self.MOST_KEYS:
-                del self._graphs[min(self._graphs, key=lambda each: self._graphs[each].last)]
-            return known
-
-    def clear(self) -> None:
-        """Forget all graphs."""
-        with self._lock:
-            self._graphs.clear()
+#: The most keys whose graphs are remembered, and the most graphs of one.
+MOST_KEYS, MOST_GRAPHS = 64, 8
 
 
-@dataclass(eq=False)
-class _OfKey:
-    """The graphs of a key, for other elements of indices and masks, and when they were used last."""
-
-    last: int
-    graphs: list[Graph] = field(default_factory=list)
-
-
-#: Those of all modules and functions.
-GRAPHS = GraphCache()
+@functools.lru_cache(MOST_KEYS)
+def graphs_of(key: Hashable) -> list[Graph]:
+    """The graphs of recent runs of a key, for other elements of indices and masks; the one used last comes first."""
+    return []
 
 
 def traced(
@@ -141,7 +85,23 @@ def traced(
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         raise callers.in_users_words(x, error) from error
     check_outside_transforms(module, run.tensors)
-    return GRAPHS.trace_of(module, run) if cached else new_trace(module, run)
+    return _known_trace(module, run) if cached else new_trace(module, run)
+
+
+def _known_trace(module: nn.Module, run: CapturedRun) -> Trace:
+    """The trace of a run, with the graph that an earlier one of its key and its indices has made, or a new one."""
+    # A rule may be another one by now.
+    known = graphs_of((run.key, len(REGISTERED)))
+    for graph in tuple(known):
+        trace = Trace.of_run(module, graph, run)
+        if all(torch.equal(trace.elements(value), each) for value, each in graph.contents.items()):
+            break
+    else:
+        trace = new_trace(module, run)
+    if not known or known[0] is not trace.graph:
+        # Other threads may go through the list meanwhile.
+        known[:] = [trace.graph, *(each for each in known if each is not trace.graph)][:MOST_GRAPHS]
+    return trace
 
 
 def new_trace(module: nn.Module, run: CapturedRun) -> Trace:
@@ -157,19 +117,16 @@ class _Analysis:
 
     def __init__(self, module: nn.Module, run: CapturedRun) -> None:
         self.graph = graph = Graph(spreads=bool(run.spread))
-        self.trace = trace = Trace(module, graph, run.tensors[0])
+        self.trace = trace = Trace(module, graph, run)
         trace.tensors, trace.versions = [], []
-        trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
-        trace.calls, trace.writes_outside = run.calls, run.writes_outside
         graph.numbers.append(self._new_value(Info(None, dependent=True), run, 0))
         with torch.no_grad(), without_autocast(trace.input.device):
             for call in run.calls:
                 self._take_captures(run, call.results.start)
                 graph.nodes.append(self._node(call, run, graph.numbers))
         self._take_captures(run, len(run.tensors))
-        trace.output, graph.output = run.tensors[run.output], graph.numbers[run.output]
+        graph.output = graph.numbers[run.output]
         graph.hooked_spans = run.hooked_spans
-        trace.beside = [graph.numbers[number] for number in run.beside]
         graph.last = Operand("", graph.output, run.active)
         check_derivatives(trace)
 

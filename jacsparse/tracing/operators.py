@@ -17,7 +17,6 @@ import torch
 
 from ..decompositions import WEIGHTED, decomposition
 from ..patterns import CONSTANT, RULES, Rule, rule_of
-from .storages import Contents, extent_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,8 +173,7 @@ def _new_facts(overload: Any) -> Facts:
     rule, random, parts = rule_of(name), torch.Tag.nondeterministic_seeded in tags, None
     # The parts of a random operator would draw other numbers.
     if rule is None and name not in CONSTANT and not random:
-        is_scatter = overload == torch.ops.prims.as_strided_scatter.default
-        parts = _as_strided_scatter if is_scatter else decomposition(overload)
+        parts = decomposition(overload)
     contents, weighted = rule is not None and rule.reads_contents, WEIGHTED.get(overload)
     return Facts(
         name=name,
@@ -242,19 +240,6 @@ def is_written(parameter: Any) -> bool:
 def is_lazily_changed(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements are conjugates or negatives of what is in its memory."""
     return tensor.is_conj() or tensor.is_neg()
-
-
-def _as_strided_scatter(
-    x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int
-) -> torch.Tensor:
-    """What a forward-mode derivative of a write to a view writes, in graphs without writes."""
-    contents = Contents(x.untyped_storage().nbytes() // x.element_size())
-    contents.write(extent_of(x), 0)
-    contents.write((torch.Size(size), tuple(stride), offset), 1)
-    pieces = contents.read(extent_of(x))
-    if isinstance(pieces, int):
-        return source.reshape(x.shape)
-    return Gather(pieces.which, pieces.places)(*((x, source)[value] for value in pieces.values))
 
 
 def operator_name(overload: Any) -> str:

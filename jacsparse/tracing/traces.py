@@ -152,32 +152,22 @@ class Trace:
     A tensor that was overwritten during the run is computed anew where its elements are asked for.
     """
 
-    def __init__(self, module: nn.Module, graph: Graph, x: torch.Tensor) -> None:
-        self.module, self.graph, self.input = module, graph, x
-        self.output = x
+    def __init__(self, module: nn.Module, graph: Graph, run: CapturedRun) -> None:
+        self.module, self.graph, self.run, self.scalars = module, graph, run, run.scalars
+        self.input, self.output = run.tensors[0], run.tensors[run.output]
         #: By value, as the run left them; None for values that the run did not compute.
-        self.tensors: list[torch.Tensor | None] = [x]
+        self.tensors: list[torch.Tensor | None] = [self.input]
         #: Their versions when the run ended; -1 of those that it had overwritten by then.
         self.versions = [0]
         #: The elements of values that were overwritten; in a replay, of all that were computed.
         self.copies: dict[int, torch.Tensor] = {}
-        self.scalars: list[Any] = []
-        #: The run's calls.
-        self.calls: Sequence[CapturedCall] = ()
-        self.writes_outside: Sequence[OutsideWrite] = ()
         #: Where autograd computes the gradients of values, as far as that is known.
         self.gradient_edges: dict[int, GradientEdge | tuple[Any, int]] = {}
-        #: Whether what its operators saved passed through hooks, as those of a checkpoint within the module.
-        self.saved_by_hooks = False
-        #: The values of what the function returned beside its output.
-        self.beside: list[int] = []
-        #: How many hooks had been registered when it began.
-        self.hooks = 0
 
     @classmethod
     def of_run(cls, module: nn.Module, graph: Graph, run: CapturedRun) -> Trace:
         """The trace of a run that has this graph."""
-        trace = cls(module, graph, run.tensors[0])
+        trace = cls(module, graph, run)
         if graph.numbers_as_runs:
             trace.tensors, trace.copies, trace.gradient_edges = [*run.tensors], run.copies, {**run.gradient_edges}
             trace.versions = versions_of(run.tensors)
@@ -188,8 +178,6 @@ class Trace:
             # Backwards: an operator may return an argument, whose value that is.
             trace.place(reversed([*zip(graph.numbers, range(len(run.tensors)), strict=True)]), run)
             trace.copies |= graph.constants
-        trace.scalars, trace.saved_by_hooks, trace.hooks = run.scalars, run.saved_by_hooks, run.hooks
-        trace.calls, trace.writes_outside, trace.output = run.calls, run.writes_outside, run.tensors[run.output]
         for value in graph.complex_parts:
             trace.place_parts(value)
         return trace
@@ -225,9 +213,8 @@ class Trace:
         scalars: Sequence[Any],
     ) -> Trace:
         """A trace without a run: values are computed from these where they are asked for, and have no gradients."""
-        trace = cls(module, graph, x)
-        trace.hooks = hooks_so_far()
-        trace.scalars, missing = list(scalars), len(graph.infos) - 1
+        trace = cls(module, graph, CapturedRun(tensors=[x], scalars=list(scalars), hooks=hooks_so_far()))
+        missing = len(graph.infos) - 1
         trace.tensors += [None] * missing
         trace.versions = [version_of(x)] + [0] * missing
         trace.copies |= graph.constants
@@ -237,20 +224,22 @@ class Trace:
 
     def without_elements(self) -> Trace:
         """A trace of the same run whose tensors have no elements, unless they are sparse."""
-        trace = Trace(self.module, self.graph, _without_elements(self.input))
-        trace.scalars, trace.versions = self.scalars, list(self.versions)
+        trace = Trace(
+            self.module, self.graph, CapturedRun(tensors=[_without_elements(self.input)], scalars=self.scalars)
+        )
+        trace.versions = list(self.versions)
         trace.tensors = [None if tensor is None else _without_elements(tensor) for tensor in self.tensors]
         return trace
 
     @functools.cached_property
     def sequences(self) -> list[int]:
         """By call, the number of the node that autograd made last when it began."""
-        return [call.sequence for call in self.calls]
+        return [call.sequence for call in self.run.calls]
 
     @property
     def may_have_hooks(self) -> bool:
         """Whether any hook was registered anywhere since the run began; if not, no tensor of the run has one."""
-        return self.hooks != hooks_so_far()
+        return self.run.hooks != hooks_so_far()
 
     @property
     def externals(self) -> list[torch.Tensor]:

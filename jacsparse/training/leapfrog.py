@@ -120,7 +120,7 @@ class Leapfrogger:
         backwards, places = records[::-1], set(externals)
         weighted = [layer for layer, record in enumerate(backwards) if record.externals & places]
         depth = len(records) if for_input else max(weighted, default=-1) + 1
-        if depth and records[0].trace.saved_by_hooks:
+        if depth and records[0].trace.run.saved_by_hooks:
             return _in_one_pass(backwards[:depth], gradient, places, for_input)
         tasks = [
             _Task(backwards[:end], gradient, places, layers) for layers, end in shares(weighted, depth, self.threads)

@@ -332,7 +332,7 @@ def judged(draw: Draw) -> Verdict:
 def compared(draw: Draw) -> Verdict:
     """Run a case on both sides, and compare."""
     # What earlier draws left would hide what this one does.
-    importlib.import_module("jacsparse.tracing").GRAPHS.clear()
+    importlib.import_module("jacsparse.tracing").graphs_of.cache_clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from jacsparse import hessian, jacobian
-from jacsparse.jacobians import forward_accumulation
+from jacsparse.jacobians import forward_accumulation, unprepared
 from jacsparse.jacobians.evaluator import Evaluator
 from jacsparse.jacobians.forward_accumulation import ForwardAccumulation
-from jacsparse.jacobians.unprepared import PLANS
 from tests.helpers import drawn
 
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -86,10 +86,11 @@ LOOPS = [running, diffused, written, apart, periods, of_pairs, of_powers, beside
 
 def way_of(f: Function, x: torch.Tensor) -> Evaluator:
     """The way to the values that a first call takes."""
-    PLANS.clear()
-    jacobian(f, x)
-    (plan,) = PLANS._plans.values()
-    (way,) = plan._ways.values()
+    unprepared.plan_of.cache_clear()
+    with patch.object(unprepared, "evaluator_of", wraps=unprepared.evaluator_of) as chosen:
+        jacobian(f, x)
+    ((function,), _) = chosen.call_args
+    (way,) = unprepared.plan_of(function.chain)._ways.values()
     return way
 
 

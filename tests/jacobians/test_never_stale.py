@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 import jacsparse
-from jacsparse.jacobians.unprepared import PLANS
-from jacsparse.tracing import GRAPHS, traced
+from jacsparse.jacobians.unprepared import plan_of
+from jacsparse.tracing import graphs_of, traced
 from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 from tests.patterns.operators import Apply
 
@@ -409,7 +409,7 @@ def test_sizes_that_take_turns_have_a_graph_each() -> None:
         x = -drawn(6).abs() - 1
         x[: 3 + number % 2] *= -1
         assert_equal(jacsparse.jacobian(f, x), dense(f, x, batched=False))
-    assert len(GRAPHS) == 2
+    assert graphs_of.cache_info().currsize == 2
 
 
 def test_later_calls_make_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,10 +429,10 @@ def test_later_calls_make_no_chain(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graphs_in_use_are_remembered() -> None:
     first = traced(nn.ReLU(), torch.ones(1, 1), cached=True).graph
-    for size in range(2, GRAPHS.MOST_KEYS + 3):
+    for size in range(2, graphs_of.cache_parameters()["maxsize"] + 3):
         traced(nn.ReLU(), torch.ones(1, size), cached=True)
         assert traced(nn.ReLU(), torch.ones(1, 1), cached=True).graph is first
-    assert len(GRAPHS) == GRAPHS.MOST_KEYS
+    assert graphs_of.cache_info().currsize == graphs_of.cache_parameters()["maxsize"]
 
 
 def test_places_of_writes_end_with_their_graphs() -> None:
@@ -442,11 +442,11 @@ def test_places_of_writes_end_with_their_graphs() -> None:
             y[number] = x[number] ** 2
         return y
 
-    PLANS.clear()
+    plan_of.cache_clear()
     before = count_of("Gather")
     jacsparse.jacobian(f, drawn(5))
-    GRAPHS.clear()
-    PLANS.clear()
+    graphs_of.cache_clear()
+    plan_of.cache_clear()
     assert count_of("Gather") == before
 
 

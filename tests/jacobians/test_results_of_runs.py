@@ -114,7 +114,7 @@ def test_a_network_is_not_computed_again() -> None:
     f, shape = FUNCTIONS["network"]
     evaluator = evaluator_of(traced_function(f, drawn(1, *shape)), "compressed")
     (only,) = evaluator._passes  # type: ignore[attr-defined]
-    names = [str(node.target) for node in only.computed.graph.graph.nodes if node.op == "call_function"]
+    names = [str(step.target) for step in only.computed.calls.steps]
     assert not [
         name for name in names if name in ("aten.convolution.default", "aten.relu.default", "aten.addmm.default")
     ]
@@ -404,7 +404,7 @@ def test_all_rows_at_once_are_not_multiplied_by_an_identity(compile: bool) -> No
     network, x = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 4)).double(), drawn(2, 7)
     prepared = prepare_jacobian(network, x, method="compressed", compile=compile)
     (of_rows,) = prepared._first.evaluator._passes
-    products = [node for node in of_rows.computed.graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+    products = [step for step in of_rows.computed.calls.steps if step.target is torch.ops.aten.mm.default]
     assert len(products) == 1
     for seed in range(2):
         assert_equal(prepared(drawn(2, 7, seed=seed)), dense(network, drawn(2, 7, seed=seed)))

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 
-from ...codegen import CallsOfElements, ElementGraph, Printer, UnreadableWriteError, constant
+from ...codegen import CallResult, CallsOfElements, ElementGraph, Printer, UnreadableWriteError, constant
 from ...tracing import calls_of
 
 if TYPE_CHECKING:
@@ -96,20 +95,21 @@ class _Derivation:
         vectors = _inputs(cell, places, "cpu")
         self.elements = ElementGraph()
         try:
-            graph = calls_of(functools.partial(_step_and_gradients, cell), vectors)
-            for node in graph.graph.nodes:
-                _check_call(node)
-            calls = CallsOfElements(
-                self.elements, graph, vectors, {place: place for place in range(len(vectors))}, leaves=False
-            )
+            calls = calls_of(functools.partial(_step_and_gradients, cell), vectors)
+            if any(each.target is None and each.constant is not None for each in calls.read):
+                raise NotElementwiseError("reads a tensor that is none of its arguments")
+            for call in calls.steps:
+                _check_call(call)
+            sources = {place: place for place in range(len(vectors))}
+            elements = CallsOfElements(self.elements, calls, vectors, sources, leaves=False)
         except UnreadableWriteError as error:
             raise NotElementwiseError("writes to a tensor") from error
         except RuntimeError as error:
             raise NotElementwiseError(f"fails for vectors of {places} elements: {error}") from error
         #: The numbers of the results: the states after the step, and the gradients of all inputs but those of states.
-        self.results = [result[0].tolist() for result in calls.results]
-        if calls.left:
-            raise NotElementwiseError(f"calls {calls.left[0].target}")
+        self.results = [result[0].tolist() for result in elements.results]
+        if elements.left:
+            raise NotElementwiseError(f"calls {elements.left[0].target}")
 
     def result(self) -> ElementwiseStep:
         first, *others = (self._at(place) for place in range(self.places))
@@ -253,13 +253,11 @@ class _Body:
         return "\n".join(f"    {line}" for line in self.lines)
 
 
-def _check_call(node: fx.Node) -> None:
+def _check_call(call: CallResult) -> None:
     """Raise where a call is no arithmetic of the step's arguments in their type."""
-    if node.op == "get_attr":
-        raise NotElementwiseError("reads a tensor that is none of its arguments")
-    if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+    if torch.Tag.nondeterministic_seeded in getattr(call.target, "tags", ()):
         raise NotElementwiseError("draws random numbers")
-    value = node.meta.get("val")
+    value = call.form
     if isinstance(value, torch.Tensor) and value.ndim and value.is_floating_point() and value.dtype != torch.float32:
         raise NotElementwiseError(f"computes in {value.dtype}, whatever its arguments are")
 
