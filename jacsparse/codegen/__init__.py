@@ -1,27 +1,65 @@
 """Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
 
 from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums
+from .emitter import (
+    BYTE,
+    DOUBLE,
+    FLOATS,
+    INT32,
+    INT64,
+    SINGLE,
+    Emitter,
+    MachineModule,
+    Memory,
+    Value,
+    Variable,
+    call,
+    emitted,
+    vector,
+)
 from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
-from .operations import FLOATS
 from .printer import Printer, constant
+from .rows import WIDE, add_products, any_nonzero, copy_elements, dot, lowest_bit, multiply_by, population, scale
 from .tiles import Scratch
 
 __all__ = [
+    "BYTE",
+    "DOUBLE",
     "FLOATS",
+    "INT32",
+    "INT64",
     "OUT",
+    "SINGLE",
+    "WIDE",
     "CallsOfElements",
     "ElementGraph",
+    "Emitter",
     "Fusion",
     "Interpreted",
     "MachineCode",
+    "MachineModule",
+    "Memory",
     "MixedDtypesError",
     "Printer",
     "Scratch",
     "TooManyElementsError",
     "UnreadableWriteError",
+    "Value",
+    "Variable",
+    "add_products",
+    "any_nonzero",
+    "call",
     "constant",
+    "copy_elements",
+    "dot",
+    "emitted",
+    "lowest_bit",
     "may_be_loops",
+    "multiply_by",
+    "population",
+    "scale",
     "sums",
+    "vector",
 ]

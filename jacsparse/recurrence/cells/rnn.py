@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from ...codegen import any_nonzero, copy_elements
 from ...runtime import flushing, kernel
-from ..vector import any_nonzero, copy_elements, multiply_rows, tanh
+from ..vector import multiply_rows, tanh
 from .cell import Terms, Weights
 from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
