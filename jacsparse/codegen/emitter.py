@@ -1,15 +1,15 @@
 """Vectors, arrays and loops in LLVM's instructions, written with Python's operators.
 
-Numba's own loops keep no array in registers, and LLVM vectorises no loop whose operands it cannot prove apart. So kernels
-call functions whose instructions are written here: `emitted` ones become part of the kernel that calls them, and those
-of a `MachineModule` are called by their addresses.
+Numba's own loops keep no array in registers, and LLVM vectorises no loop whose operands may overlap. So kernels call
+functions whose instructions are written here: `emitted` ones become part of the kernel that calls them, and those of a
+`MachineModule` are called by their addresses.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from ..runtime import compiled_module
+from .operand import RELATIONS, Operand
 
 #: The dtypes that are computed in, and their types in memory and in registers.
 FLOATS = {torch.float32: ir.FloatType(), torch.float64: ir.DoubleType()}
@@ -29,41 +30,10 @@ TABLE = BYTE.as_pointer().as_pointer()
 #: For sums whose order is free.
 ANY_ORDER = ("reassoc", "contract")
 
-_RELATIONS = ("<", "<=", ">", ">=", "==", "!=")
 _OF_FLOATS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "neg": "fneg"}
 #: Quotients are those of unsigned integers.
 _OF_INTEGERS = {"div": "udiv", "and": "and_", "or": "or_", "not": "not_"}
 _INTRINSICS = ("copysign", "cos", "exp", "fabs", "fmuladd", "log", "pow", "sin", "sqrt")
-
-
-def _applied(name: str) -> Callable[..., Any]:
-    return lambda *operands: operands[0].emitter.apply(name, *operands)
-
-
-def _reflected(name: str) -> Callable[..., Any]:
-    return lambda self, other: self.emitter.apply(name, other, self)
-
-
-class Operand:
-    """What instructions compute with: a Python operator on it is an instruction of its emitter.
-
-    The other operand may be a Python number. Equality remains that of objects; see `equals`.
-    """
-
-    emitter: Any
-    __add__, __radd__ = _applied("add"), _reflected("add")
-    __sub__, __rsub__ = _applied("sub"), _reflected("sub")
-    __mul__, __rmul__ = _applied("mul"), _reflected("mul")
-    __truediv__, __rtruediv__ = _applied("div"), _reflected("div")
-    __floordiv__, __neg__, __invert__ = _applied("div"), _applied("neg"), _applied("not")
-    __and__, __or__, __xor__ = _applied("and"), _applied("or"), _applied("xor")
-    __lt__, __le__, __gt__, __ge__ = (_applied(relation) for relation in ("<", "<=", ">", ">="))
-    equals, differs = _applied("=="), _applied("!=")
-
-
-def is_number(x: Any) -> bool:
-    """Whether an operand is a Python number, and not in registers."""
-    return isinstance(x, (bool, int, float))
 
 
 class Value(Operand):
@@ -156,9 +126,15 @@ class Variable:
 class Memory:
     """Elements of one type one after the other: ``memory[place]`` is one, and ``memory[place, lanes]`` a vector."""
 
-    def __init__(self, emitter: Emitter, begin: Any, stride: Any = None, *, signed: bool = True) -> None:
+    def __init__(
+        self, emitter: Emitter, begin: Any, count: Value | None = None, stride: Any = None, *, signed: bool = True
+    ) -> None:
         self.emitter, self._begin, self._stride, self._signed = emitter, begin, stride, signed
-        self.element = begin.type.pointee
+        self.element, self.count = begin.type.pointee, count
+
+    def pointer(self, place: Any) -> Value:
+        """The pointer to a place."""
+        return Value(self.emitter, self._pointer(place, 1))
 
     def _pointer(self, place: Any, lanes: int) -> Any:
         builder, begin = self.emitter.builder, self._begin
@@ -221,7 +197,7 @@ class Emitter:
         type = next((each.type for each in operands if isinstance(each, Value)), self.type)
         registers = [self.constant(each, type) for each in operands]
         is_float = not isinstance(_element(type), ir.IntType)
-        if name in _RELATIONS:
+        if name in RELATIONS:
             # No NaN is anything but different.
             compare = self.builder.fcmp_unordered if name == "!=" else self.builder.fcmp_ordered
             return Value(self, (compare if is_float else self.builder.icmp_signed)(name, *registers))
@@ -277,6 +253,26 @@ class Emitter:
             self, self.builder.call(cgutils.get_or_insert_function(self.builder.module, type, name), arguments)
         )
 
+    def allocated(self, nbytes: int, alignment: int) -> Value:
+        """The address of memory on the stack of the thread."""
+        memory = self.builder.alloca(BYTE, INT64(nbytes))
+        memory.align = alignment
+        return Value(self, memory)
+
+    def call(self, function: Any, *arguments: Value) -> None:
+        """Call a function of the same module, which takes addresses as pointers of any kind."""
+        registers = [each.register for each in arguments]
+        for place, (register, argument) in enumerate(zip(registers, function.args, strict=True)):
+            if register.type != argument.type:
+                registers[place] = self.builder.bitcast(register, argument.type)
+        self.builder.call(function, registers)
+
+    @contextmanager
+    def unlikely(self, condition: Value) -> Iterator[None]:
+        """The code's place where a condition is true, which is rare."""
+        with self.builder.if_then(condition.register, likely=False):
+            yield
+
     def at(self, address: Value, type: Any) -> Any:
         """The pointer to a type at an address."""
         return self.builder.inttoptr(address.register, type.as_pointer())
@@ -319,7 +315,7 @@ class Emitter:
             with otherwise:
                 yield False
 
-    def cases(self, number: Value, values: Sequence[int]) -> Iterator[int]:
+    def cases(self, number: Value, values: Iterable[int]) -> Iterator[int]:
         """The code's places for each value that a number may have, and no other."""
         builder = self.builder
         end, never = (builder.append_basic_block(name) for name in ("end", "never"))
@@ -405,7 +401,9 @@ def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Memor
     array = context.make_array(kind)(context, emitter.builder, argument)
     # Equal elements may be one with a stride of 0.
     stride = None if kind.layout == "C" else emitter.builder.extract_value(array.strides, 0)
-    return Memory(emitter, array.data, stride, signed=getattr(kind.dtype, "signed", False))
+    return Memory(
+        emitter, array.data, Value(emitter, array.nitems), stride, signed=getattr(kind.dtype, "signed", False)
+    )
 
 
 @intrinsic

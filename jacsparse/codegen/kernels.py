@@ -5,7 +5,6 @@ Beside it are those for elements, and for the tiles of these programs.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numba
@@ -14,14 +13,17 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..runtime import inlined, inlined_with_arrays, kernel
+from .emitter import Emitter, Memory, Value, emitted
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
-#: What an instruction does.
-(
-    LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL, ADD, SUB, MUL, DIV, NEG, LESS, LESS_EQUAL,
-    EQUAL, NOT_EQUAL, OR, SELECT, COS, EXP, FABS, LOG, POW, SIN, SQRT, TAN, TANH,
-) = range(26)  # fmt: skip
+#: What an instruction does to a memory, or to a register by a constant; those of registers follow.
+LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL = range(6)
+INSTRUCTIONS = (
+    "add", "sub", "mul", "div", "pow", "or", "<", "<=", "==", "!=", "select",
+    "neg", "fabs", "sqrt", "cos", "exp", "log", "sin", "tan", "tanh",
+)  # fmt: skip
+OPCODES = {name: opcode for opcode, name in enumerate(INSTRUCTIONS, FILL + 1)}
 
 
 @intrinsic
@@ -32,6 +34,22 @@ def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
 
     return types.CPointer(like.dtype)(address, like), generate  # type: ignore[attr-defined]
+
+
+@emitted()
+def _compute(e: Emitter, op: Value, out: Memory, x: Memory, y: Memory, z: Memory) -> None:
+    """What an instruction on registers does to the points of a block."""
+    for opcode in e.cases(op, OPCODES.values()):
+        name = INSTRUCTIONS[opcode - FILL - 1]
+        with e.each(0, out.count) as k:
+            if name == "select":
+                # Both are read, so that the loop is vectorised.
+                result = e.select(x[k].differs(0.0), y[k], z[k])
+            elif name == "or":
+                result = e.select(x[k] > y[k], x[k], y[k])
+            else:
+                result = e.apply(name, *(each[k] for each in ((x,) if opcode >= OPCODES["neg"] else (x, y))))
+            out[k] = result.to(out.element)
 
 
 @inlined_with_arrays
@@ -120,68 +138,8 @@ def interpret(first, last, begin, ends, blocks, counts, starts, program, constan
                 value = constants[p]
                 for k in range(n):
                     out[k] = value
-            elif op == ADD:
-                for k in range(n):
-                    out[k] = x[k] + y[k]
-            elif op == SUB:
-                for k in range(n):
-                    out[k] = x[k] - y[k]
-            elif op == MUL:
-                for k in range(n):
-                    out[k] = x[k] * y[k]
-            elif op == DIV:
-                for k in range(n):
-                    out[k] = x[k] / y[k]
-            elif op == NEG:
-                for k in range(n):
-                    out[k] = -x[k]
-            elif op == LESS:
-                for k in range(n):
-                    out[k] = x[k] < y[k]
-            elif op == LESS_EQUAL:
-                for k in range(n):
-                    out[k] = x[k] <= y[k]
-            elif op == EQUAL:
-                for k in range(n):
-                    out[k] = x[k] == y[k]
-            elif op == NOT_EQUAL:
-                for k in range(n):
-                    out[k] = x[k] != y[k]
-            elif op == SELECT:
-                for k in range(n):
-                    # Both are read, so that the loop is vectorised.
-                    chosen, other = y[k], z[k]
-                    out[k] = chosen if x[k] != 0 else other
-            elif op == OR:
-                for k in range(n):
-                    out[k] = max(x[k], y[k])
-            elif op == FABS:
-                for k in range(n):
-                    out[k] = abs(x[k])
-            elif op == SQRT:
-                for k in range(n):
-                    out[k] = math.sqrt(x[k])
-            elif op == COS:
-                for k in range(n):
-                    out[k] = math.cos(x[k])
-            elif op == EXP:
-                for k in range(n):
-                    out[k] = math.exp(x[k])
-            elif op == LOG:
-                for k in range(n):
-                    out[k] = math.log(x[k])
-            elif op == POW:
-                for k in range(n):
-                    out[k] = x[k] ** y[k]
-            elif op == SIN:
-                for k in range(n):
-                    out[k] = math.sin(x[k])
-            elif op == TAN:
-                for k in range(n):
-                    out[k] = math.tan(x[k])
-            elif op == TANH:
-                for k in range(n):
-                    out[k] = math.tanh(x[k])
+            else:
+                _compute(op, out, x, y, z)
 
 
 @kernel
