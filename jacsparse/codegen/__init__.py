@@ -1,6 +1,7 @@
 """Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
 
-from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums
+from .calls import CallsOfElements, UnreadableWriteError, may_be_loops
+from .elements import ElementGraph, TooManyElementsError, sums
 from .emitter import (
     BYTE,
     DOUBLE,

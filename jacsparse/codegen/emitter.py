@@ -27,8 +27,8 @@ SINGLE, DOUBLE = FLOATS.values()
 TRUTH, BYTE, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 #: The memory of addresses.
 TABLE = BYTE.as_pointer().as_pointer()
-#: For sums whose order is free.
-ANY_ORDER = ("reassoc", "contract")
+#: Flags of sums that may be vectorised.
+_ANY_ORDER = ("reassoc", "contract")
 
 _OF_FLOATS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "neg": "fneg"}
 #: Quotients are those of unsigned integers.
@@ -141,9 +141,9 @@ class Memory:
         place = self.emitter.constant(place, INT64)
         if self._stride is not None:
             begin = builder.gep(builder.bitcast(begin, BYTE.as_pointer()), [builder.mul(place, self._stride)])
-            return builder.bitcast(begin, vector(self.element, lanes).as_pointer())
-        begin = builder.gep(begin, [place], inbounds=True)
-        return begin if lanes == 1 else builder.bitcast(begin, vector(self.element, lanes).as_pointer())
+        else:
+            begin = builder.gep(begin, [place], inbounds=True)
+        return builder.bitcast(begin, vector(self.element, lanes).as_pointer())
 
     def __getitem__(self, where: Any) -> Value:
         place, lanes = where if isinstance(where, tuple) else (where, 1)
@@ -208,10 +208,12 @@ class Emitter:
             name = f"llvm.{name}.{_suffix(type)}"
         elif type == SINGLE:
             name += "f"
-        kind = ir.FunctionType(type, [type] * len(registers))
-        return Value(
-            self, self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), registers)
-        )
+        return self._called(name, type, registers)
+
+    def _called(self, name: str, type: Any, registers: Sequence[Any]) -> Value:
+        kind = ir.FunctionType(type, [each.type for each in registers])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return Value(self, self.builder.call(function, registers))
 
     def select(self, condition: Value, x: Any, y: Any) -> Value:
         type = next((each.type for each in (x, y) if isinstance(each, Value)), self.type)
@@ -221,10 +223,10 @@ class Emitter:
         """``a * b + total``, rounded once where the processor does so."""
         return self.apply("fmuladd", a, b, total)
 
-    def add_in_any_order(self, total: Value, a: Value, b: Any) -> Value:
-        """``total + a * b``, a term of a sum that may be vectorised."""
-        product = self.builder.fmul(a.register, self.constant(b, a.type), flags=ANY_ORDER)
-        return Value(self, self.builder.fadd(total.register, product, flags=ANY_ORDER))
+    def doubt(self, total: Value, value: Value) -> Value:
+        """``total + 0 * value``, a term of a sum in any order, which is no number where a value is not finite."""
+        product = self.builder.fmul(value.register, self.constant(0.0, value.type), flags=_ANY_ORDER)
+        return Value(self, self.builder.fadd(total.register, product, flags=_ANY_ORDER))
 
     def loaded(self, pointer: Any) -> Value:
         loaded = self.builder.load(pointer)
@@ -238,20 +240,15 @@ class Emitter:
 
     def lanes_of(self, numbers: Sequence[Any], element: Any) -> Value:
         """A vector of known numbers."""
-        return Value(
-            self, ir.Constant(vector(element, len(numbers)), list(numbers) if len(numbers) > 1 else numbers[0])
-        )
+        known = list(numbers) if len(numbers) > 1 else numbers[0]
+        return Value(self, ir.Constant(vector(element, len(numbers)), known))
 
     def masked(self, pointer: Any, mask: Sequence[bool]) -> Value:
         """The lanes in memory where a mask is true, and zeros; no others are read."""
         kind = pointer.type.pointee
         zeros, alignment = self.constant(0.0, kind), INT32(_alignment(kind))
         arguments = pointer, alignment, self.lanes_of(mask, TRUTH).register, zeros
-        type = ir.FunctionType(kind, [each.type for each in arguments])
-        name = f"llvm.masked.load.{_suffix(kind)}.p0"
-        return Value(
-            self, self.builder.call(cgutils.get_or_insert_function(self.builder.module, type, name), arguments)
-        )
+        return self._called(f"llvm.masked.load.{_suffix(kind)}.p0", kind, arguments)
 
     def allocated(self, nbytes: int, alignment: int) -> Value:
         """The address of memory on the stack of the thread."""
@@ -261,16 +258,13 @@ class Emitter:
 
     def call(self, function: Any, *arguments: Value) -> None:
         """Call a function of the same module, which takes addresses as pointers of any kind."""
-        registers = [each.register for each in arguments]
-        for place, (register, argument) in enumerate(zip(registers, function.args, strict=True)):
-            if register.type != argument.type:
-                registers[place] = self.builder.bitcast(register, argument.type)
-        self.builder.call(function, registers)
+        pairs = zip(arguments, function.args, strict=True)
+        self.builder.call(function, [self.builder.bitcast(each.register, argument.type) for each, argument in pairs])
 
     @contextmanager
-    def unlikely(self, condition: Value) -> Iterator[None]:
-        """The code's place where a condition is true, which is rare."""
-        with self.builder.if_then(condition.register, likely=False):
+    def when(self, condition: Value, *, likely: bool | None = None) -> Iterator[None]:
+        """The code's place where a condition is true."""
+        with self.builder.if_then(condition.register, likely=likely):
             yield
 
     def at(self, address: Value, type: Any) -> Any:
@@ -297,7 +291,7 @@ class Emitter:
         for number, width in enumerate(widths):
             end = count & -width
             if number and widths[number - 1] == 2 * width:
-                with self.builder.if_then((begin < end).register):
+                with self.when(begin < end):
                     yield begin, width
             else:
                 with self.each(begin, end, width) as place:
@@ -401,9 +395,8 @@ def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Memor
     array = context.make_array(kind)(context, emitter.builder, argument)
     # Equal elements may be one with a stride of 0.
     stride = None if kind.layout == "C" else emitter.builder.extract_value(array.strides, 0)
-    return Memory(
-        emitter, array.data, Value(emitter, array.nitems), stride, signed=getattr(kind.dtype, "signed", False)
-    )
+    signed = getattr(kind.dtype, "signed", False)
+    return Memory(emitter, array.data, Value(emitter, array.nitems), stride, signed=signed)
 
 
 @intrinsic

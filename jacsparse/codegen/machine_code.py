@@ -116,7 +116,7 @@ class MachineCode:
             named = {memory: Memory(e, each.register) for memory, each in zip(memories, pointers, strict=True)}
             table = named[memories[-1]]
             doubt = Variable(e.value(0.0, FLOATS[self._dtype]))
-            single, width = loop.strides is None, loop.runs.shape[1]
+            single, strides, width = loop.strides is None, loop.strides or [], loop.runs.shape[1]
 
             def point(number: Value, starts: Sequence[Any], step: Value | None = None) -> None:
                 """Compute a point: of its own places, or so many steps from those of a run."""
@@ -128,7 +128,7 @@ class MachineCode:
                         if step is None:
                             places[n] = table[number + n * len(loop.runs)]
                         else:
-                            places[n] = starts[n] + step * loop.strides[n] if loop.strides[n] else starts[n]
+                            places[n] = starts[n] + step * strides[n] if strides[n] else starts[n]
                     return named[place.memory], places[n] + place.distance
 
                 values = list[Any]()
@@ -147,7 +147,7 @@ class MachineCode:
                 for n, place in loop.stores:
                     value = _converted(e, values[n], place.dtype)
                     if place.memory == OUT and isinstance(value, Value):
-                        doubt.value = e.add_in_any_order(doubt.value, value, 0.0)
+                        doubt.value = e.doubt(doubt.value, value)
                     memory, where = at(place)
                     memory[where] = e.value(value, _in_memory(place.dtype)).to(memory.element)
 
@@ -163,7 +163,7 @@ class MachineCode:
                     with e.each(0, count) as step:
                         point(number, starts, step)
             if any(place.memory == OUT for _, place in loop.stores):
-                with e.unlikely(doubt.value.differs(doubt.value)):
+                with e.when(doubt.value.differs(doubt.value), likely=False):
                     Memory(e, answer.register)[0] = e.value(1, INT64)
         return function
 

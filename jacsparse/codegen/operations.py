@@ -1,7 +1,7 @@
 """Elementwise operations as instructions, with PyTorch's results at kinks, ties, infinities and NaN.
 
-Those are of LLVM (`emitter`), of the kernel that interprets loops (`interpreter`), or of CUDA (`printer`): each emitter
-has `value`, `apply` and `select`. A function that an operation applies is one of LLVM's or the C library's, and is among
+Those are of LLVM (`emitter`), of the kernel that interprets loops (`interpreter`), or of CUDA (`printer`): each has
+`value`, `apply` and `select`. A function that an operation applies is one of LLVM's or the C library's, and is among
 `INSTRUCTIONS` in `kernels`.
 """
 
@@ -76,7 +76,7 @@ def _sum(b: Any, operands: Iterator[Value], start: Any, terms: Sequence[tuple[An
     for weight, factors in terms:
         if weight is OPERAND:
             weight = next(operands)
-        product = None if weight in (1.0, -1.0) else weight
+        product: Any = None if weight in (1.0, -1.0) else weight
         for _ in range(factors):
             factor = b.value(next(operands))
             product = factor if product is None else product * factor

@@ -36,8 +36,8 @@ def _positions(write: TileWriter, x: Value, steps: Any, counts: Any, numbers: An
             for row, column in itertools.product(*map(range, size)):
                 yield x + steps[0] * row + steps[1] * column, write.numbered(row * size[1] + column)
         else:
-            with write.each(0, counts[0]) as row, write.each(0, counts[1]) as column:
-                yield x + steps[0] * row + steps[1] * column, write.numbered(first + number_step * row + column)
+            with write.each(0, counts[0]) as i, write.each(0, counts[1]) as j:
+                yield x + steps[0] * i + steps[1] * j, write.numbered(first + number_step * i + j)
 
 
 @on_tile(_ARGUMENTS)
