@@ -22,7 +22,18 @@ from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
 from .printer import Printer, constant
-from .rows import WIDE, add_products, any_nonzero, copy_elements, dot, lowest_bit, multiply_by, population, scale
+from .rows import (
+    WIDE,
+    add_products,
+    any_nonzero,
+    copy_elements,
+    copy_row,
+    dot,
+    lowest_bit,
+    multiply_by,
+    population,
+    scale,
+)
 from .tiles import Scratch
 
 __all__ = [
@@ -54,6 +65,7 @@ __all__ = [
     "call",
     "constant",
     "copy_elements",
+    "copy_row",
     "dot",
     "emitted",
     "lowest_bit",

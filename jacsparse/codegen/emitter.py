@@ -351,7 +351,7 @@ def _alignment(type: Any) -> int:
 def emitted(returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a function for kernels, whose instructions the decorated function writes wherever it is called.
 
-    That is given an emitter, and the arguments: contiguous vectors as `Memory`, and numbers as `Value`.
+    That is given an emitter, and the arguments: contiguous vectors as `Memory`, numbers as `Value`, and tuples of these.
 
     Parameters
     ----------
@@ -389,7 +389,10 @@ def _as_argument(kind: Any) -> Any:
     return types.intp if isinstance(kind, types.Integer) and kind != types.uint64 else kind
 
 
-def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Memory | Value:
+def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Any:
+    if isinstance(kind, types.BaseTuple):
+        values = cgutils.unpack_tuple(emitter.builder, argument)
+        return tuple(_argument(emitter, context, *each) for each in zip(kind.types, values, strict=True))
     if not isinstance(kind, types.Array):
         return Value(emitter, argument)
     array = context.make_array(kind)(context, emitter.builder, argument)

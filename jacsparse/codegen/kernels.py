@@ -5,6 +5,7 @@ Beside it are those for elements, and for the tiles of these programs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -13,7 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..runtime import inlined, inlined_with_arrays, kernel
-from .emitter import Emitter, Memory, Value, emitted
+from .emitter import BYTE, INT64, TRUTH, Emitter, Memory, Value, Variable, emitted
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
@@ -57,40 +58,34 @@ def _at(address, like, count):
     return numba.carray(_pointer(address, like), count)
 
 
-@inlined
-def _load(out, memory, counts, starts, single, stride, distance):
-    if single:
-        for k in range(len(out)):
-            out[k] = memory[np.uint64(starts[k] + distance)]
-        return
-    begin = 0
-    for piece in range(len(counts)):
-        start, count = starts[piece] + distance, counts[piece]
-        if stride == 1:
-            for k in range(count):
-                out[np.uint64(begin + k)] = memory[np.uint64(start + k)]
-        else:
-            for k in range(count):
-                out[np.uint64(begin + k)] = memory[np.uint64(start + k * stride)]
-        begin += count
+def _points(
+    e: Emitter, count: Value, counts: Memory, starts: Memory, single: Value, stride: Value, distance: Value
+) -> Iterator[tuple[Value, Value]]:
+    """The code's places for the points of a block's pieces: their numbers, and their places in a memory."""
+    for is_single in e.either(single.differs(0)):
+        if is_single:
+            with e.each(0, count) as k:
+                yield k, starts[k] + distance
+            continue
+        begin = Variable(e.value(0, INT64))
+        with e.each(0, counts.count) as piece:
+            first, start = begin.value, starts[piece] + distance
+            for is_row in e.either(stride.equals(1)):
+                with e.each(0, counts[piece]) as k:
+                    yield first + k, start + (k if is_row else k * stride)
+            begin.value = first + counts[piece]
 
 
-@inlined
-def _store(memory, values, counts, starts, single, stride, distance):
-    if single:
-        for k in range(len(values)):
-            memory[np.uint64(starts[k] + distance)] = values[k]
-        return
-    begin = 0
-    for piece in range(len(counts)):
-        start, count = starts[piece] + distance, counts[piece]
-        if stride == 1:
-            for k in range(count):
-                memory[np.uint64(start + k)] = values[np.uint64(begin + k)]
-        else:
-            for k in range(count):
-                memory[np.uint64(start + k * stride)] = values[np.uint64(begin + k)]
-        begin += count
+@emitted()
+def _load(e, out, memory, counts, starts, single, stride, distance):
+    for k, place in _points(e, out.count, counts, starts, single, stride, distance):
+        out[k] = memory[place].to(out.element)
+
+
+@emitted()
+def _store(e, memory, values, counts, starts, single, stride, distance):
+    for k, place in _points(e, values.count, counts, starts, single, stride, distance):
+        memory[place] = values[k].to(TRUTH if memory.element == BYTE else memory.element).to(memory.element)
 
 
 # A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
