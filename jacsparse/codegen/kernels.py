@@ -59,33 +59,38 @@ def _at(address, like, count):
 
 
 def _points(
-    e: Emitter, count: Value, counts: Memory, starts: Memory, single: Value, stride: Value, distance: Value
-) -> Iterator[tuple[Value, Value]]:
-    """The code's places for the points of a block's pieces: their numbers, and their places in a memory."""
+    e: Emitter, n: Value, pieces: Value, counts: Memory, at_counts: Value, starts: Memory, at_starts: Value,
+    single: Value, stride: Value, distance: Value,
+) -> Iterator[tuple[Value, Value, int]]:  # fmt: skip
+    """The code's places for the points of a block's pieces: their numbers, their places in a memory, and how many."""
     for is_single in e.either(single.differs(0)):
         if is_single:
-            with e.each(0, count) as k:
-                yield k, starts[k] + distance
+            with e.each(0, n) as k:
+                yield k, starts[at_starts + k] + distance, 1
             continue
         begin = Variable(e.value(0, INT64))
-        with e.each(0, counts.count) as piece:
-            first, start = begin.value, starts[piece] + distance
+        with e.each(0, pieces) as piece:
+            first, start, count = begin.value, starts[at_starts + piece] + distance, counts[at_counts + piece]
             for is_row in e.either(stride.equals(1)):
-                with e.each(0, counts[piece]) as k:
-                    yield first + k, start + (k if is_row else k * stride)
-            begin.value = first + counts[piece]
+                # Pieces are mostly short.
+                for k, lanes in e.blocks(count, (32, 8, 1) if is_row else (1,)):
+                    yield first + k, start + (k if is_row else k * stride), lanes
+            begin.value = first + count
 
 
 @emitted()
-def _load(e, out, memory, counts, starts, single, stride, distance):
-    for k, place in _points(e, out.count, counts, starts, single, stride, distance):
-        out[k] = memory[place].to(out.element)
+def _load(e, out, memory, pieces, counts, at_counts, starts, at_starts, single, stride, distance):
+    arguments = pieces, counts, at_counts, starts, at_starts, single, stride, distance
+    for k, place, lanes in _points(e, out.count, *arguments):
+        out[k] = memory[place, lanes].to(out.element)
 
 
 @emitted()
-def _store(e, memory, values, counts, starts, single, stride, distance):
-    for k, place in _points(e, values.count, counts, starts, single, stride, distance):
-        memory[place] = values[k].to(TRUTH if memory.element == BYTE else memory.element).to(memory.element)
+def _store(e, memory, values, pieces, counts, at_counts, starts, at_starts, single, stride, distance):
+    arguments = pieces, counts, at_counts, starts, at_starts, single, stride, distance
+    kind = TRUTH if memory.element == BYTE else memory.element
+    for k, place, lanes in _points(e, values.count, *arguments):
+        memory[place] = values[k, lanes].to(kind).to(memory.element)
 
 
 # A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
@@ -105,21 +110,24 @@ def interpret(first, last, begin, ends, blocks, counts, starts, program, constan
     largest = np.finfo(constants.dtype).max
     for block in range(ends[begin + first], ends[begin + last]):
         first_instruction, last_instruction, pieces, of_counts, of_starts, across, single, n = blocks[block]
-        lengths = counts[of_counts : of_counts + pieces]
         for place in range(first_instruction, last_instruction):
             op, to, p, q, r, stride = program[place]
             if op <= STORE_CHECKED:
                 register = _at(base + to, constants, n)
                 address = table[p] if p >= 0 else of_tile + ~p
-                where = starts[of_starts + q * across : of_starts + q * across + pieces]
+                at = of_starts + q * across
                 if op == LOAD:
-                    _load(register, _at(address, constants, 1), lengths, where, single, stride, r)
+                    _load(
+                        register, _at(address, constants, 1), pieces, counts, of_counts, starts, at, single, stride, r
+                    )
                 elif op == LOAD_TRUTH:
-                    _load(register, _at(address, truth, 1), lengths, where, single, stride, r)
+                    _load(register, _at(address, truth, 1), pieces, counts, of_counts, starts, at, single, stride, r)
                 elif op == STORE_TRUTH:
-                    _store(_at(address, truth, 1), register, lengths, where, single, stride, r)
+                    _store(_at(address, truth, 1), register, pieces, counts, of_counts, starts, at, single, stride, r)
                 else:
-                    _store(_at(address, constants, 1), register, lengths, where, single, stride, r)
+                    _store(
+                        _at(address, constants, 1), register, pieces, counts, of_counts, starts, at, single, stride, r
+                    )
                     if op == STORE_CHECKED:
                         others = 0
                         for k in range(n):
