@@ -1,4 +1,4 @@
-"""Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
+"""One emitter of instructions, and with it arithmetic on single elements of tensors as fused loops."""
 
 from .calls import CallsOfElements, UnreadableWriteError, may_be_loops
 from .elements import ElementGraph, TooManyElementsError, sums

@@ -10,7 +10,7 @@ from numba.core import types
 from .emitter import TRUTH, Emitter, Memory, Value, Variable, emitted
 
 #: Lanes of vectors, and of those where several are under way at once.
-_WIDTHS, WIDE = (8, 4, 1), (64, 32, 16, 8, 4, 1)
+_WIDTHS, WIDE = (8, 4, 2, 1), (64, 32, 16, 8, 4, 2, 1)
 
 
 def copy_row(e: Emitter, c: Memory, at_c: Value, b: Memory, at_b: Value, count: Value) -> None:
