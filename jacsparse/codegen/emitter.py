@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
 from ..runtime import compiled_module
@@ -275,12 +276,8 @@ class Emitter:
     def each(self, first: Any, last: Any, step: int = 1) -> Iterator[Value]:
         """The code's place for each number from `first` to before `last`."""
         first, last = (self.constant(each, INT64) for each in (first, last))
-        if step == 1:
-            with cgutils.for_range(self.builder, last, start=first) as loop:
-                yield Value(self, loop.index)
-        else:
-            with cgutils.for_range_slice(self.builder, first, last, INT64(step)) as (index, _):
-                yield Value(self, index)
+        with cgutils.for_range_slice(self.builder, first, last, INT64(step)) as (index, _):
+            yield Value(self, index)
 
     def blocks(self, count: Any, widths: Sequence[int]) -> Iterator[tuple[Value, int]]:
         """The code's places for blocks of a row: where each begins, and its width.
@@ -351,7 +348,7 @@ def _alignment(type: Any) -> int:
 def emitted(returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a function for kernels, whose instructions the decorated function writes wherever it is called.
 
-    That is given an emitter, and the arguments: contiguous vectors as `Memory`, numbers as `Value`, and tuples of these.
+    That is given an emitter, and the arguments: vectors as `Memory`, numbers as `Value`, and tuples of these.
 
     Parameters
     ----------
@@ -390,7 +387,7 @@ def _as_argument(kind: Any) -> Any:
 
 
 def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Any:
-    if isinstance(kind, types.BaseTuple):
+    if isinstance(kind, BaseTuple):
         values = cgutils.unpack_tuple(emitter.builder, argument)
         return tuple(_argument(emitter, context, *each) for each in zip(kind.types, values, strict=True))
     if not isinstance(kind, types.Array):
