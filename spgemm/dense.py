@@ -96,7 +96,7 @@ def _sparse_full_one(first, last, indptr, indices, states, bits, magnitude, infi
         for listed in range(begin, row):
             stop = stops[listed - begin]
             if c_indptr[listed + 1] > c_indptr[listed]:
-                write_sum_of_rows(c, np.int64(c_indptr[listed]), columns, values, starts, term, stop, b, 0, False)
+                write_sum_of_rows(c, np.int64(c_indptr[listed]), columns, values, starts, term, stop, b, 0)
             term = stop
 
 

@@ -15,9 +15,10 @@ from functools import cached_property
 
 import numpy as np
 
+from ..codegen import copy_elements, multiply_by, scale
 from ..patterns import Csr, Identity, Pattern
 from ..runtime import MEMORY_POOL, SIMD, inlined, kernel, row_starts, run_rows, thread_count, within_rows
-from .lanes import copy, multiply_by, scale, write_sum_of_rows
+from .lanes import write_sum_of_rows
 from .symbolic import product_pattern, row_work
 
 #: Elements that lie side by side where groups are small: of several samples.
@@ -53,7 +54,7 @@ def _multiply(
             for step in range(template * steps, (template + 1) * steps):
                 for line in range(line_begins[step], line_begins[step + 1]):
                     at, width, stop = target + line_starts[line], np.int64(line_widths[line]), begin + line_stops[line]
-                    write_sum_of_rows(scratch, at, width, weights, starts, term, stop, scratch, source, False)
+                    write_sum_of_rows(scratch, at, width, weights, starts, term, stop, scratch, source)
                     term = stop
                 source, target, at = target, source, target
                 for column in range(column_begins[step], column_begins[step + 1]):
@@ -64,7 +65,7 @@ def _multiply(
             for row in range(size):
                 at = source + row * samples
                 for entry in range(entries[top + row], entry_stops[top + row]):
-                    copy(out, entry * batch + sample, scratch, at, count)
+                    copy_elements(out, entry * batch + sample, scratch, at, count)
                     at += size * samples
 
 

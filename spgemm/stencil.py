@@ -28,9 +28,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ..codegen import add_products
 from ..patterns import Convolution, Pattern, ShiftedDiagonals
 from ..runtime import frozen, kernel, row_starts, run_rows
-from .lanes import add_products, finish_writes, write_sums_of_lines
+from .lanes import finish_writes, write_sums_of_lines
 from .symbolic import multiply_adds, product_pattern
 from .vectors import matvec
 

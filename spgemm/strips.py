@@ -73,7 +73,7 @@ def _multiply(
             for factor in range(len(rows)):
                 for row in range(begin, begin + rows[factor]):
                     at, start, stop = target + (row - begin) * width, begins[row], stops[row]
-                    write_sum_of_rows(scratch, at, size, values, places, start, stop, scratch, source, False)
+                    write_sum_of_rows(scratch, at, size, values, places, start, stop, scratch, source)
                 begin += rows[factor]
                 source, target = target, source
             # In blocks, as a transposition.

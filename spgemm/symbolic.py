@@ -11,10 +11,8 @@ import hashlib
 from typing import Any
 
 import numpy as np
-from llvmlite import ir
-from numba.core import types
-from numba.extending import intrinsic
 
+from ..codegen import lowest_bit, population
 from ..patterns import Convolution, Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import cached_arrays, frozen, index_dtype, inlined, inlined_with_arrays, kernel, row_starts, run_rows
 
@@ -24,26 +22,6 @@ SLOW_WORK = 1_000_000
 PACKED = 32
 #: Columns of a row up to which each is put in its place: fewer than a call of a sort takes the time for.
 SHORT = 32
-
-
-@intrinsic
-def _population(typing_context, word):
-    """The number of set bits of a word."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.ctpop(args[0])
-
-    return types.uint64(types.uint64), generate
-
-
-@intrinsic
-def _lowest(typing_context, word):
-    """The place of the lowest set bit of a word that is not zero."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.cttz(args[0], ir.Constant(ir.IntType(1), 1))
-
-    return types.uint64(types.uint64), generate
 
 
 @kernel
@@ -92,7 +70,7 @@ def _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indic
             left = bits[word]
             bits[word] = 0
             while left:
-                c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
                 entry += 1
                 left &= left - one
     if entry - begin > SHORT:
@@ -117,11 +95,11 @@ def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, count
             for p in range(a_indptr[row], a_indptr[row + 1]):
                 k = a_indices[p]
                 for q in range(b_indptr[k], b_indptr[k + 1]):
-                    total += _population(bits[b_indices[q] >> 6])
+                    total += population(bits[b_indices[q] >> 6])
                     bits[b_indices[q] >> 6] = 0
         else:
             for word in range(low, high):
-                total += _population(bits[word])
+                total += population(bits[word])
                 bits[word] = 0
         counts[row] = total
 
@@ -140,7 +118,7 @@ def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indp
                 left = bits[word]
                 bits[word] = 0
                 while left:
-                    c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                    c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
                     entry += 1
                     left &= left - one
 
@@ -171,7 +149,7 @@ def _count_packed(first, last, a_indptr, a_indices, words, counts):
         _merge(row, a_indptr, a_indices, words, bits)
         total = np.uint64(0)
         for word in range(len(bits)):
-            total += _population(bits[word])
+            total += population(bits[word])
         counts[row] = total
 
 
@@ -185,7 +163,7 @@ def _fill_packed(first, last, a_indptr, a_indices, words, c_indptr, c_indices):
         for word in range(len(bits)):
             left = bits[word]
             while left:
-                c_indices[entry] = (word << 6) + np.int64(_lowest(left))
+                c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
                 entry += 1
                 left &= left - one
 
@@ -212,13 +190,13 @@ def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, colum
                 k = a_indices[p]
                 for q in range(b_indptr[k], b_indptr[k + 1]):
                     word = b_indices[q] >> 6
-                    total += _population(bits[word])
-                    met += _population(bits[word] & occupied[word])
+                    total += population(bits[word])
+                    met += population(bits[word] & occupied[word])
                     bits[word] = 0
         else:
             for word in range(low, high):
-                total += _population(bits[word])
-                met += _population(bits[word] & occupied[word])
+                total += population(bits[word])
+                met += population(bits[word] & occupied[word])
                 bits[word] = 0
         counts[row] = total
         pairs[row] = met

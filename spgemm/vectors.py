@@ -35,15 +35,9 @@ def _matvec_one(first, last, indptr, indices, values, x, y):
 
 @kernel
 def _matvec(first, last, indptr, indices, values, values_batch, x, x_batch, y, batch):
-    if values_batch == 1:
-        for row in range(first, last):
-            write_row_times_vectors(y, row, values, indices, indptr[row], indptr[row + 1], x, batch, "values")
-    elif x_batch == 1:
-        for row in range(first, last):
-            write_row_times_vectors(y, row, values, indices, indptr[row], indptr[row + 1], x, batch, "x")
-    else:
-        for row in range(first, last):
-            write_row_times_vectors(y, row, values, indices, indptr[row], indptr[row + 1], x, batch, "")
+    for row in range(first, last):
+        begin, end = indptr[row], indptr[row + 1]
+        write_row_times_vectors(y, row, values, indices, begin, end, x, batch, values_batch, x_batch)
 
 
 @uncompiled

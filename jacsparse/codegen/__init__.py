@@ -1,34 +1,85 @@
-"""Calls of operators as one Python function, and their arithmetic on single elements as fused loops.
+"""Calls of operators as one Python function, and one emitter of instructions, which makes fused loops of them.
 
-Loops are machine code, or interpreted by one kernel.
+Arithmetic on single elements of tensors is machine code, interpreted by one kernel, or printed for a GPU.
 """
 
 from .calls import CallResult, Calls, mapped
-from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums
+from .calls_of_elements import CallsOfElements, UnreadableWriteError, may_be_loops
+from .elements import ElementGraph, TooManyElementsError, sums
+from .emitter import (
+    BYTE,
+    DOUBLE,
+    FLOATS,
+    INT32,
+    INT64,
+    SINGLE,
+    Emitter,
+    MachineModule,
+    Memory,
+    Value,
+    Variable,
+    call,
+    emitted,
+    vector,
+)
 from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
-from .operations import FLOATS
 from .printer import Printer, constant
+from .rows import (
+    WIDE,
+    add_products,
+    any_nonzero,
+    copy_elements,
+    copy_row,
+    dot,
+    lowest_bit,
+    multiply_by,
+    population,
+    scale,
+)
 from .tiles import Scratch
 
 __all__ = [
+    "BYTE",
+    "DOUBLE",
     "FLOATS",
+    "INT32",
+    "INT64",
     "OUT",
+    "SINGLE",
+    "WIDE",
     "CallResult",
     "Calls",
     "CallsOfElements",
     "ElementGraph",
+    "Emitter",
     "Fusion",
     "Interpreted",
     "MachineCode",
+    "MachineModule",
+    "Memory",
     "MixedDtypesError",
     "Printer",
     "Scratch",
     "TooManyElementsError",
     "UnreadableWriteError",
+    "Value",
+    "Variable",
+    "add_products",
+    "any_nonzero",
+    "call",
     "constant",
+    "copy_elements",
+    "copy_row",
+    "dot",
+    "emitted",
+    "lowest_bit",
     "mapped",
     "may_be_loops",
+    "multiply_by",
+    "population",
+    "scale",
     "sums",
+    "vector",
 ]

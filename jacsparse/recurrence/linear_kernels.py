@@ -8,57 +8,11 @@ processors adjoints below the smallest normal number become zeros.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
+from ..codegen import copy_elements, dot
 from ..runtime import flushing, inlined, kernel
-from .vector import LANES, as_elements, copy_elements, multiply_rows
-
-
-@intrinsic
-def _dot(typing_context, a, at_a, b, at_b, count):
-    """``Σ_i a[at_a + i] * b[at_b + i]`` in the dtype of `b`: `LANES` sums side by side, added in a fixed order."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        left_, place_a, right_, place_b, size = args
-        left = context.make_array(a)(context, builder, left_).data
-        right = context.make_array(b)(context, builder, right_).data
-        element, integer = context.get_data_type(b.dtype), size.type
-        vector = ir.VectorType(element, LANES)
-        zero = ir.Constant(element, 0.0)
-        sums = cgutils.alloca_once_value(builder, ir.Constant(vector, [zero] * LANES))
-        rest = cgutils.alloca_once_value(builder, zero)
-
-        def wide(data: Any, place: Any) -> Any:
-            kind = data.type.pointee
-            loaded = builder.load(builder.bitcast(builder.gep(data, [place]), ir.VectorType(kind, LANES).as_pointer()))
-            loaded.align = context.get_abi_alignment(kind)
-            return as_elements(builder, loaded, element)
-
-        lanes = ir.Constant(integer, LANES)
-        groups = builder.sdiv(size, lanes)
-        with cgutils.for_range(builder, groups, intp=integer) as loop:
-            at = builder.mul(loop.index, lanes)
-            term = builder.fmul(wide(left, builder.add(place_a, at)), wide(right, builder.add(place_b, at)))
-            builder.store(builder.fadd(builder.load(sums), term), sums)
-        done = builder.mul(groups, lanes)
-        with cgutils.for_range(builder, builder.sub(size, done), intp=integer) as loop:
-            at = builder.add(done, loop.index)
-            one = builder.load(builder.gep(left, [builder.add(place_a, at)]))
-            one = context.cast(builder, one, a.dtype, b.dtype)
-            other = builder.load(builder.gep(right, [builder.add(place_b, at)]))
-            builder.store(builder.fadd(builder.load(rest), builder.fmul(one, other)), rest)
-        total, lanes = builder.load(rest), builder.load(sums)
-        for lane in range(LANES):
-            total = builder.fadd(total, builder.extract_element(lanes, ir.Constant(ir.IntType(32), lane)))
-        return total
-
-    integer = types.intp
-    return b.dtype(a, integer, b, integer, integer), generate
+from .vector import multiply_rows
 
 
 @inlined
@@ -80,7 +34,7 @@ def dense_sweep(first, last, sample, begin, count, direction, batch, blocks, sha
             row = (time * batch + sample[run]) * size
             at = _block(time, sample[run], batch, shared) * size * size
             for i in range(size):
-                fresh[i] = _dot(flat, at + i * size, state, 0, size)
+                fresh[i] = dot(flat, at + i * size, state, 0, size)
             if len(added):
                 for i in range(size):
                     fresh[i] += added[row + i]
@@ -183,7 +137,7 @@ def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shar
                 state[i] = 0
             if len(added):
                 copy_elements(state, 0, added, row, size)
-            multiply_rows(state, 0, width, weights, 0, width, scale, 0, width, size, width, 1)
+            multiply_rows(state, weights, 0, width, scale, size, width, 1)
             if len(shown):
                 copy_elements(shown, row, state, 0, size)
         copy_elements(ends, run * size, state, 0, size)
@@ -209,7 +163,7 @@ def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, sh
                 state[i] = 0
             if len(shown):
                 copy_elements(shown, row, adjoint, 0, size)
-            multiply_rows(state, 0, width, weights, 0, width, adjoint, 0, width, size, width, 1)
+            multiply_rows(state, weights, 0, width, adjoint, size, width, 1)
             copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
             for i in range(width):
                 state[i] = scale[i] * state[i]

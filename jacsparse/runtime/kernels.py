@@ -26,20 +26,23 @@ from numba.extending import intrinsic
 from .disk_cache import KERNELS, sources_digest
 from .messages import announce
 
+#: The packages whose compiled functions kernels of all packages call.
+_SHARED = ("jacsparse.codegen", "jacsparse.runtime")
+
 
 @functools.cache
 def kernel_cache(room: str) -> Path | None:
     """The directory of a package's compiled kernels, or None where nothing can be written.
 
     Its name is a digest of the package's sources together: an edit to any of them, the file of a kernel's callee
-    included, starts a fresh one. So a kernel calls only compiled functions of its own package.
+    included, starts a fresh one. So a kernel calls only compiled functions of its own package, and of `_SHARED` ones.
 
     Parameters
     ----------
     room : str
         Two levels of the package's name, as in ``jacsparse.spgemm``.
     """
-    directory = KERNELS.folder / sources_digest(room, "jacsparse.runtime")
+    directory = KERNELS.folder / sources_digest(room, *_SHARED)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=directory).close()

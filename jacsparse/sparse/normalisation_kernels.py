@@ -13,55 +13,50 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils
-
+from ..codegen import DOUBLE, INT64, Value, Variable, call
 from ..runtime import inlined, kernel
-from .vectors import INT64, VectorWriter, call, on_tile
+from .vectors import TileWriter, on_tile
 
 #: Vectors whose sums are added up in the elements' dtype; the sums of as many are added in float64.
 _SUMMED = 256
 
 
 @contextmanager
-def _two_sums(write: VectorWriter, totals: Any) -> Iterator[Any]:
+def _two_sums(write: TileWriter, totals: Value) -> Iterator[Any]:
     """What adds vectors to two sums, in several chains; in the end all lanes are added to the float64 of `totals`."""
-    builder = write.builder
-    sums = [[cgutils.alloca_once_value(builder, write.zero) for _ in range(write.tile.unrolled)] for _ in range(2)]
+    sums = [[Variable(write.zero) for _ in range(write.tile.unrolled)] for _ in range(2)]
 
-    def add(side: int, value: Any, factor: Any) -> None:
+    def add(side: int, value: Value, factor: Value) -> None:
         """Add a value to the first sum, and its product with a factor to the second one."""
-        builder.store(builder.fadd(builder.load(sums[0][side]), value), sums[0][side])
-        builder.store(write.multiply_add(value, factor, builder.load(sums[1][side])), sums[1][side])
+        sums[0][side].value += value
+        sums[1][side].value = write.multiply_add(value, factor, sums[1][side].value)
 
     yield add
     for number, chains in enumerate(sums):
-        write.add_lanes([builder.load(chain) for chain in chains], write.shifted(totals, 8, number), ir.DoubleType())
+        write.add_lanes([chain.value for chain in chains], totals + 8 * number, DOUBLE)
 
 
 @on_tile(4, 1)
 def sum_deviations(write, x, count, samples, totals, centre):
     """``totals[0] += Σ (x - centre)`` and ``totals[1] += Σ (x - centre)²`` over the lanes of samples."""
-    builder, is_sample, centre = write.builder, write.first_lanes(samples), write.filled(centre)
+    is_sample, centre = write.first_lanes(samples), write.filled(centre)
     with _two_sums(write, totals) as add:
-        for place, side in write.side_by_side(INT64(0), count):
-            deviation = builder.fsub(write.load(write.shifted(x, write.width, place)), centre)
-            deviation = builder.select(is_sample, deviation, write.zero)
+        for place, side in write.side_by_side(write.value(0, INT64), count):
+            deviation = write.select(is_sample, write.load(x + place * write.width) - centre, write.zero)
             add(side, deviation, deviation)
 
 
 def _normalise(write, x, other, y, count, samples, centre, scale, shift, floor):
-    builder, is_sample = write.builder, write.first_lanes(samples)
+    is_sample = write.first_lanes(samples)
     centre, scale, shift, floor = (write.filled(each) for each in (centre, scale, shift, floor))
-    with write.each(INT64(0), count) as place:
-        distance = builder.mul(place, INT64(write.width))
-        deviation = builder.fsub(write.load(builder.add(x, distance)), centre)
-        result = write.multiply_add(deviation, scale, shift)
+    with write.each(0, count) as place:
+        distance = place * write.width
+        result = write.multiply_add(write.load(x + distance) - centre, scale, shift)
         if other is not None:
-            result = builder.fadd(result, write.load(builder.add(other, distance)))
+            result = result + write.load(other + distance)
         # What is no number is not below the floor.
-        result = builder.select(builder.fcmp_ordered("<", result, floor), floor, result)
-        write.store(builder.select(is_sample, result, write.zero), builder.add(y, distance))
+        result = write.select(result < floor, floor, result)
+        write.put(write.select(is_sample, result, write.zero), y + distance)
 
 
 @on_tile(5, 4)
@@ -82,29 +77,27 @@ def mask_and_sum(write, gradient, x, y, masked, count, samples, totals, centre, 
 
     A floor that is no number masks nothing but lanes without samples.
     """
-    builder, is_sample = write.builder, write.first_lanes(samples)
-    centre, floor = write.filled(centre), write.filled(floor)
+    is_sample, centre, floor = write.first_lanes(samples), write.filled(centre), write.filled(floor)
     with _two_sums(write, totals) as add:
-        for place, side in write.side_by_side(INT64(0), count):
-            distance = builder.mul(place, INT64(write.width))
-            of_output, value, output = (write.load(builder.add(each, distance)) for each in (gradient, x, y))
-            lost = builder.or_(builder.fcmp_ordered("<=", output, floor), builder.not_(is_sample))
-            of_sum = builder.select(lost, write.zero, of_output)
-            write.store(of_sum, builder.add(masked, distance))
-            add(side, of_sum, builder.fsub(value, centre))
+        for place, side in write.side_by_side(write.value(0, INT64), count):
+            distance = place * write.width
+            of_output, value, output = (write.load(each + distance) for each in (gradient, x, y))
+            of_sum = write.select((output <= floor) | ~is_sample, write.zero, of_output)
+            write.put(of_sum, masked + distance)
+            add(side, of_sum, value - centre)
 
 
 @on_tile(5, 4)
 def set_gradient(write, gradient, x, of_x, count, samples, centre, scale, slope, shift):
     """``of_x = scale * gradient + slope * (x - centre) + shift``, and zeros in lanes without samples."""
-    builder, is_sample = write.builder, write.first_lanes(samples)
+    is_sample = write.first_lanes(samples)
     centre, scale, slope, shift = (write.filled(each) for each in (centre, scale, slope, shift))
-    with write.each(INT64(0), count) as place:
-        distance = builder.mul(place, INT64(write.width))
-        of_sum, value = (write.load(builder.add(each, distance)) for each in (gradient, x))
-        moved = write.multiply_add(slope, builder.fsub(value, centre), shift)
-        result = builder.select(is_sample, write.multiply_add(scale, of_sum, moved), write.zero)
-        write.store(result, builder.add(of_x, distance))
+    with write.each(0, count) as place:
+        distance = place * write.width
+        of_sum, value = (write.load(each + distance) for each in (gradient, x))
+        moved = write.multiply_add(slope, value - centre, shift)
+        result = write.select(is_sample, write.multiply_add(scale, of_sum, moved), write.zero)
+        write.put(result, of_x + distance)
 
 
 @inlined

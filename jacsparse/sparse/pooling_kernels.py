@@ -6,11 +6,9 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from llvmlite import ir
-from numba.core import cgutils
-
+from ..codegen import BYTE, Value, Variable, call
 from ..runtime import kernel
-from .vectors import INT64, VectorWriter, call, on_tile
+from .vectors import TileWriter, on_tile
 
 #: Of each function of windows, which lie side by side in a row and are alike: the address of the first one's first
 #: position that is in the plane, the steps to the next row and column, how many rows and columns of a window are in the
@@ -19,46 +17,40 @@ from .vectors import INT64, VectorWriter, call, on_tile
 _ARGUMENTS = 11
 
 
-def _windows(write: VectorWriter, x: Any, y: Any, winner: Any, count: Any, step: Any) -> Iterator[tuple[Any, Any, Any]]:
+def _windows(
+    write: TileWriter, x: Value, y: Value, winner: Value, count: Value, step: Value
+) -> Iterator[tuple[Value, Value, Value]]:
     """The code's place for each window: its first position, its output and its winner."""
-    with write.each(INT64(0), count) as number:
-        at = (x, step), (y, write.width), (winner, write.tile.lanes)
-        yield tuple(write.shifted(begin, distance, number) for begin, distance in at)
+    with write.each(0, count) as number:
+        yield x + step * number, y + number * write.width, winner + number * write.tile.lanes
 
 
-def _positions(write: VectorWriter, x: Any, steps: Any, counts: Any, numbers: Any) -> Iterator[tuple[Any, Any]]:
+def _positions(write: TileWriter, x: Value, steps: Any, counts: Any, numbers: Any) -> Iterator[tuple[Value, Value]]:
     """The code's places for the positions of a window: their addresses, and their numbers in each lane.
 
     Windows of the tile's size have a place for each position, all others one for any.
     """
-    builder, size, (first, number_step) = write.builder, write.tile.pool, numbers
-    whole = [builder.icmp_signed("==", count, INT64(full)) for count, full in zip(counts, size, strict=True)]
-    with builder.if_else(builder.and_(*whole)) as (unrolled, otherwise):
-        with unrolled:
+    size, (first, number_step) = write.tile.pool, numbers
+    for is_whole in write.either(counts[0].equals(size[0]) & counts[1].equals(size[1])):
+        if is_whole:
             for row, column in itertools.product(*map(range, size)):
-                address = write.shifted(write.shifted(x, steps[0], row), steps[1], column)
-                yield address, write.integer(row * size[1] + column)
-        with otherwise, write.each(INT64(0), counts[0]) as row, write.each(INT64(0), counts[1]) as column:
-            address = write.shifted(write.shifted(x, steps[0], row), steps[1], column)
-            yield address, write.integers(builder.add(write.shifted(first, number_step, row), column))
+                yield x + steps[0] * row + steps[1] * column, write.numbered(row * size[1] + column)
+        else:
+            with write.each(0, counts[0]) as i, write.each(0, counts[1]) as j:
+                yield x + steps[0] * i + steps[1] * j, write.numbered(first + number_step * i + j)
 
 
 @on_tile(_ARGUMENTS)
 def find_winners(write, x, x_row, x_column, rows, columns, number, number_step, y, winner, count, step):
     """Set the outputs to the maxima, and the winners to their numbers."""
-    builder = write.builder
-    best, at = (cgutils.alloca_once(builder, vector.type) for vector in (write.zero, write.integer(0)))
-    least = ir.Constant(write.vector, [float("-inf")] * write.tile.lanes)
+    best, at = Variable(write.zero), Variable(write.numbered(0))
     for first, output, won in _windows(write, x, y, winner, count, step):
         # Dilated windows may have no position in the plane.
-        builder.store(least, best)
-        builder.store(write.integers(number), at)
+        best.value, at.value = write.filled(float("-inf")), write.numbered(number)
         for address, each in _positions(write, first, (x_row, x_column), (rows, columns), (number, number_step)):
-            larger = write.larger(builder.load(best), builder.load(at), write.load(address), each)
-            for vector, place in zip(larger, (best, at), strict=True):
-                builder.store(vector, place)
-        write.store(builder.load(best), output)
-        write.store(builder.trunc(builder.load(at), write.bytes), won)
+            best.value, at.value = write.larger(best.value, at.value, write.load(address), each)
+        write.put(best.value, output)
+        write.put(at.value.to(BYTE), won)
 
 
 @on_tile(6)
@@ -69,52 +61,47 @@ def set_row(write, x, x_row, y, marks, count, total):
     of `marks` say, and the other positions get zeros. The marks of windows of one position are the outputs: those that
     are not above zero have no gradient.
     """
-    builder, (rows, columns) = write.builder, write.tile.pool
-    alone = (rows, columns) == (1, 1)
-    added = cgutils.alloca_once_value(builder, write.zero)
-    with write.each(INT64(0), count) as window:
-        gradient = write.load(write.shifted(y, write.width, window))
+    rows, columns = write.tile.pool
+    alone, added = (rows, columns) == (1, 1), Variable(write.zero)
+    with write.each(0, count) as window:
+        gradient = write.load(y + window * write.width)
         if alone:
-            won, none = write.load(write.shifted(marks, write.width, window)), write.zero
-            lost = builder.fcmp_ordered("<=", won, none)
+            lost = write.load(marks + window * write.width) <= 0.0
         else:
-            won = write.widened(write.load(write.shifted(marks, write.tile.lanes, window), write.bytes))
-            lost = builder.icmp_unsigned("==", won, write.integer(rows * columns))
-        passed = builder.select(lost, write.zero, gradient)
-        builder.store(builder.fadd(builder.load(added), passed), added)
+            won = write.load(marks + window * write.tile.lanes, write.bytes).to(write.integer)
+            lost = won.equals(rows * columns)
+        passed = write.select(lost, write.zero, gradient)
+        added.value += passed
         for row in range(rows):
-            first = write.shifted(write.shifted(x, x_row, row), columns * write.width, window)
+            first = x + x_row * row + window * (columns * write.width)
             for column in range(columns):
                 value = passed
                 if not alone:
-                    wins = builder.icmp_unsigned("==", won, write.integer(row * columns + column))
-                    value = builder.select(wins, gradient, write.zero)
-                write.store(value, write.shifted(first, write.width, column))
-    write.add_lanes([builder.load(added)], total)
+                    value = write.select(won.equals(row * columns + column), gradient, write.zero)
+                write.put(value, first + column * write.width)
+    write.add_lanes([added.value], total)
 
 
 @on_tile(_ARGUMENTS)
 def add_to_winners(write, x, x_row, x_column, rows, columns, number, number_step, y, winner, count, step):
     """Add the outputs to the positions that have won."""
-    builder = write.builder
     for first, output, at in _windows(write, x, y, winner, count, step):
-        won, gradient = write.widened(write.load(at, write.bytes)), write.load(output)
+        won, gradient = write.load(at, write.bytes).to(write.integer), write.load(output)
         for address, each in _positions(write, first, (x_row, x_column), (rows, columns), (number, number_step)):
-            value = builder.select(builder.icmp_unsigned("==", won, each), gradient, write.zero)
-            write.store(builder.fadd(write.load(address), value), address)
+            value = write.select(won.equals(each), gradient, write.zero)
+            write.put(write.load(address) + value, address)
 
 
 @on_tile(_ARGUMENTS)
 def take_winners(write, x, x_row, x_column, rows, columns, number, number_step, y, winner, count, step):
     """Set the outputs to the positions that have won, or to zero where none has."""
-    builder, taken = write.builder, cgutils.alloca_once(write.builder, write.vector)
+    taken = Variable(write.zero)
     for first, output, at in _windows(write, x, y, winner, count, step):
-        won = write.widened(write.load(at, write.bytes))
-        builder.store(write.zero, taken)
+        won = write.load(at, write.bytes).to(write.integer)
+        taken.value = write.zero
         for address, each in _positions(write, first, (x_row, x_column), (rows, columns), (number, number_step)):
-            wins = builder.icmp_unsigned("==", won, each)
-            builder.store(builder.select(wins, write.load(address), builder.load(taken)), taken)
-        write.store(builder.load(taken), output)
+            taken.value = write.select(won.equals(each), write.load(address), taken.value)
+        write.put(taken.value, output)
 
 
 @kernel
@@ -126,17 +113,8 @@ def on_channels(first, last, set_row, x, y, marks, sums, blocks, channels, rows,
         for block in range(blocks):
             for row in range(rows):
                 at = ((block * channels + channel) * rows + row) * columns
-                call(
-                    set_row,
-                    (
-                        x + at * window[0] * window[1] * width,
-                        columns * window[1] * width,
-                        y + at * width,
-                        marks + at * marks_width,
-                        columns,
-                        sums_begin + channel * sums.itemsize,
-                    ),
-                )
+                planes = (x + at * window[0] * window[1] * width, columns * window[1] * width, y + at * width)
+                call(set_row, (*planes, marks + at * marks_width, columns, sums_begin + channel * sums.itemsize))
 
 
 @kernel
@@ -162,20 +140,8 @@ def on_windows(first, last, function, x, y, winners, sizes, window, lanes, items
                     count = min((columns - span - left) // window[3] + 1, out_columns - out_column)
                 at = (plane * out_rows + out_row) * out_columns + out_column
                 source = (plane * rows + top + begin_i * window[6]) * columns + left + begin_j * window[7]
-                call(
-                    function,
-                    (
-                        x + source * width,
-                        window[6] * columns * width,
-                        window[7] * width,
-                        end_i - begin_i,
-                        end_j - begin_j,
-                        begin_i * window[1] + begin_j,
-                        window[1],
-                        y + at * width,
-                        winners + at * lanes,
-                        count,
-                        window[3] * width,
-                    ),
-                )
+                steps = (window[6] * columns * width, window[7] * width)
+                positions = (end_i - begin_i, end_j - begin_j, begin_i * window[1] + begin_j, window[1])
+                outputs = (y + at * width, winners + at * lanes, count, window[3] * width)
+                call(function, (x + source * width, *steps, *positions, *outputs))
                 out_column += count

@@ -9,13 +9,9 @@ Addresses and steps between them are in bytes.
 
 from __future__ import annotations
 
-from typing import Any
-
-from llvmlite import ir
-from numba.core import cgutils
-
+from ..codegen import Value, Variable, call
 from ..runtime import inlined, kernel
-from .vectors import INT64, VectorWriter, call, on_tile
+from .vectors import TileWriter, on_tile
 
 
 @on_tile(14, 1)
@@ -28,57 +24,51 @@ def correlate_tile(
     window. `winners`, which the tile may leave alone, has a byte for each element of `y`: the place in the window where
     the maximum is, or one past the last place where it is the floor.
     """
-    builder, compiled = write.builder, write.tile
+    tile, start = write.tile, write.filled(write.load(bias, write.element))
     sums = {
-        (side, position): cgutils.alloca_once(builder, write.vector)
-        for side in range(compiled.unrolled)
-        for position in compiled.positions
+        (side, position): Variable(write.zero if side else start)
+        for side in range(tile.unrolled)
+        for position in tile.positions
     }
-    start = write.filled(write.load(bias, write.element))
-    for (side, _), total in sums.items():
-        builder.store(write.zero if side else start, total)
-    rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
-
+    rows = [x + x_row * row for row in range(tile.rows)]
     for bounds, first, last in write.weights(groups, count, starts):
         for place, side in write.side_by_side(first, last):
-            weight = write.filled(write.load(write.shifted(values, compiled.itemsize, place), write.element))
+            weight = write.filled(write.load(values + place * tile.itemsize, write.element))
             for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
                 total = sums[side, position]
-                builder.store(write.multiply_add(weight, loaded, builder.load(total)), total)
+                total.value = write.multiply_add(weight, loaded, total.value)
     results = {
-        position: write.added([builder.load(sums[side, position]) for side in range(compiled.unrolled)])
-        for position in compiled.positions
+        position: write.added([sums[side, position].value for side in range(tile.unrolled)])
+        for position in tile.positions
     }
     least = write.filled(floor)
-    window_rows, window_columns = compiled.pool
+    window_rows, window_columns = tile.pool
     # Two columns of a vector become one.
-    pooled = VectorWriter(builder, compiled._replace(lanes=compiled.lanes // 2)) if compiled.along else write
-    for row, column in compiled.positions:
+    pooled = TileWriter(write.builder, tile._replace(lanes=tile.lanes // 2)) if tile.along else write
+    for row, column in tile.positions:
         if row % window_rows or column % window_columns:
             continue
-        place = write.shifted(write.shifted(y, y_row, row // window_rows), y_column, column // window_columns)
-        if compiled.pool == (1, 1):
+        place = y + y_row * (row // window_rows) + y_column * (column // window_columns)
+        if tile.pool == (1, 1):
             result = results[row, column]
-            if compiled.adds:
-                result = builder.fadd(result, write.load(builder.add(place, distance)))
+            if tile.adds:
+                result = result + write.load(place + distance)
             # A sum that is no number is not below the floor.
-            below = builder.fcmp_ordered("<", result, least)
-            write.store(builder.select(below, least, result), place)
+            write.put(write.select(result < least, least, result), place)
             continue
         window = [
             each
             for i in range(window_rows)
             for each in (
                 pooled.split(results[row + i, column])
-                if compiled.along
+                if tile.along
                 else [results[row + i, column + j] for j in range(window_columns)]
             )
         ]
         best, winner = pooled.winner(window, pooled.filled(floor))
-        pooled.store(best, place)
-        if compiled.winners:
-            distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
-            pooled.store(winner, builder.add(winners, distance))
+        pooled.put(best, place)
+        if tile.winners:
+            pooled.put(winner, winners + (place - y_start) // tile.itemsize)
 
 
 @on_tile(14)
@@ -90,26 +80,24 @@ def add_products(
     Both are over the positions of a tile, without the first columns that it shares with the tile before it. With
     pooling, `y` has an element for each window, which belongs to the position that has won, as `winners` say.
     """
-    builder, compiled = write.builder, write.tile
-    window_rows, window_columns = compiled.pool
-    factors = {}
-    for row, column in compiled.positions:
-        place = write.shifted(write.shifted(y, y_row, row // window_rows), y_column, column // window_columns)
+    tile, factors = write.tile, {}
+    window_rows, window_columns = tile.pool
+    for row, column in tile.positions:
+        place = y + y_row * (row // window_rows) + y_column * (column // window_columns)
         factor = write.load(place)
-        if compiled.pool != (1, 1):
-            distance = builder.udiv(builder.sub(place, y_start), ir.Constant(INT64, compiled.itemsize))
-            winner = write.widened(write.load(builder.add(winners, distance), write.bytes))
-            number = write.integer(row % window_rows * window_columns + column % window_columns)
-            factor = builder.select(builder.icmp_unsigned("==", winner, number), factor, write.zero)
-        factors[row, column] = builder.select(write.before(column, shared), write.zero, factor)
+        if tile.pool != (1, 1):
+            winner = write.load(winners + (place - y_start) // tile.itemsize, write.bytes).to(write.integer)
+            number = row % window_rows * window_columns + column % window_columns
+            factor = write.select(winner.equals(number), factor, write.zero)
+        factors[row, column] = write.select(write.before(column, shared), write.zero, factor)
     write.add_lanes(list(factors.values()), total)
-    rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
+    rows = [x + x_row * row for row in range(tile.rows)]
     for bounds, first, last in write.weights(groups, count, starts):
         with write.each(first, last) as place:
-            products: list[Any] = []
+            products: list[Value] = []
             for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
                 write.add_product(products, factors[position], loaded)
-            write.add_lanes(products, write.shifted(sums, compiled.itemsize, place))
+            write.add_lanes(products, sums + place * tile.itemsize)
 
 
 @on_tile(14)
@@ -121,33 +109,25 @@ def correlate_and_multiply(
     ``y[p] = Σ_k values[order[k]] * x[p + offsets[k]]`` and ``sums[k] += Σ_p factors[p] * x[p + offsets[k]]``, where
     the factors lie at a distance from `y`.
     """
-    builder, compiled = write.builder, write.tile
-    places = {
-        (row, column): write.shifted(write.shifted(y, y_row, row), y_column, column)
-        for row, column in compiled.positions
-    }
+    tile = write.tile
+    places = {(row, column): y + y_row * row + y_column * column for row, column in tile.positions}
     factors = {
-        (row, column): builder.select(write.before(column, shared), write.zero, write.load(builder.add(at, distance)))
+        (row, column): write.select(write.before(column, shared), write.zero, write.load(at + distance))
         for (row, column), at in places.items()
     }
-    results = {
-        (side, position): cgutils.alloca_once_value(builder, write.zero)
-        for side in range(compiled.unrolled)
-        for position in compiled.positions
-    }
-    rows = [write.shifted(x, x_row, row) for row in range(compiled.rows)]
+    results = {(side, position): Variable(write.zero) for side in range(tile.unrolled) for position in tile.positions}
+    rows = [x + x_row * row for row in range(tile.rows)]
     for bounds, first, last in write.weights(groups, count, starts):
         for place, side in write.side_by_side(first, last):
-            value = write.shifted(values, compiled.itemsize, write.load_index(order, place))
-            weight = write.filled(write.load(value, write.element))
-            products: list[Any] = []
+            weight = write.load(values + write.load_index(order, place) * tile.itemsize, write.element)
+            weight, products = write.filled(weight), list[Value]()
             for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
                 result = results[side, position]
-                builder.store(write.multiply_add(weight, loaded, builder.load(result)), result)
+                result.value = write.multiply_add(weight, loaded, result.value)
                 write.add_product(products, factors[position], loaded)
-            write.add_lanes(products, write.shifted(sums, compiled.itemsize, place))
+            write.add_lanes(products, sums + place * tile.itemsize)
     for position, at in places.items():
-        write.store(write.added([builder.load(results[side, position]) for side in range(compiled.unrolled)]), at)
+        write.put(write.added([results[side, position].value for side in range(tile.unrolled)]), at)
 
 
 @inlined
@@ -166,26 +146,9 @@ def correlate(
     for item in range(first // channels, (last - 1) // channels + 1):
         number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(max(first - item * channels, 0), min(last - item * channels, channels)):
-            call(
-                correlate_tile,
-                (
-                    x_tile,
-                    x_row,
-                    y_tile + channel * y_channel,
-                    y_row,
-                    y_column,
-                    y,
-                    winners,
-                    distance,
-                    values,
-                    offsets,
-                    starts + 4 * channel * taps,
-                    table[number, 2],
-                    table[number, 3],
-                    bias + itemsize * channel,
-                    floor,
-                ),
-            )
+            planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, y)
+            weights = (values, offsets, starts + 4 * channel * taps, table[number, 2], table[number, 3])
+            call(correlate_tile, (*planes, winners, distance, *weights, bias + itemsize * channel, floor))
 
 
 @kernel
@@ -203,25 +166,10 @@ def multiply(
     for item in range(blocks * len(table)):
         number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(first, last):
-            call(
-                add_products,
-                (
-                    x_tile,
-                    x_row,
-                    y_tile + channel * y_channel,
-                    y_row,
-                    y_column,
-                    y,
-                    winners,
-                    offsets,
-                    starts_begin + 4 * channel * taps,
-                    table[number, 2],
-                    table[number, 3],
-                    table[number, 4],
-                    sums_begin,
-                    bias_begin + channel * sums.itemsize,
-                ),
-            )
+            planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, y)
+            weights = (offsets, starts_begin + 4 * channel * taps, table[number, 2], table[number, 3])
+            gradients = (table[number, 4], sums_begin, bias_begin + channel * sums.itemsize)
+            call(add_products, (*planes, winners, *weights, *gradients))
 
 
 @kernel
@@ -235,22 +183,6 @@ def differentiate(
     for item in range(blocks * len(table)):
         number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(first, last):
-            call(
-                correlate_and_multiply,
-                (
-                    x_tile,
-                    x_row,
-                    y_tile + channel * y_channel,
-                    y_row,
-                    y_column,
-                    distance,
-                    values,
-                    order,
-                    offsets,
-                    starts_begin + 4 * channel * taps,
-                    table[number, 2],
-                    table[number, 3],
-                    table[number, 4],
-                    sums_begin,
-                ),
-            )
+            planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, distance)
+            weights = (values, order, offsets, starts_begin + 4 * channel * taps, table[number, 2], table[number, 3])
+            call(correlate_and_multiply, (*planes, *weights, table[number, 4], sums_begin))

@@ -25,9 +25,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ...codegen import any_nonzero
 from ...runtime import inlined, inlined_with_arrays, run_rows
 from ..sequences import DeviceRuns, Runs, rows_of
-from ..vector import ROWS, any_nonzero
+from ..vector import ROWS
 from .cell import Cell, Saved, Weights
 
 #: Every so many steps it is looked whether any gradient is left.
