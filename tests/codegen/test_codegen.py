@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from jacsparse import PreparedJacobian, SparseJacobian, prepare_jacobian
-from jacsparse.codegen import calls, elements, kernels, operations
+from jacsparse.codegen import calls_of_elements, elements, kernels, operations
 from jacsparse.codegen.operand import Operand
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 from tests.jacobians.test_prepared import FUNCTIONS, brusselator, heat
@@ -24,7 +24,7 @@ Function = Callable[..., torch.Tensor]
 
 def by_pytorch(f: Function, x: torch.Tensor, **options: Any) -> PreparedJacobian:
     """A prepared Jacobian whose local derivatives PyTorch computes."""
-    leaving = lambda *args, leaves: calls.CallsOfElements(*args, leaves=True)  # noqa: E731
+    leaving = lambda *args, leaves: calls_of_elements.CallsOfElements(*args, leaves=True)  # noqa: E731
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("jacsparse.jacobians.fused_values.CallsOfElements", leaving)
         return prepare_jacobian(f, x, **options)
