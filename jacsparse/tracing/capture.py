@@ -158,7 +158,7 @@ class Recorder:
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
             storage = None if viewed is None else self.storages.get(viewed)
-            if storage is not None:
+            if viewed is not None and storage is not None:
                 result = overload(*args, **kwargs)
                 views, number = tensors_in(result), self.numbers.get(id(viewed))
                 is_known = number in self._known_views or is_of_function(viewed)
