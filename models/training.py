@@ -255,10 +255,8 @@ class _Run:
         self._set_trainer()
 
     def _set_trainer(self) -> None:
-        if self.own_trainer is None:
-            self.trainer = _trainer(self.settings, self.model, self.data)
-        else:
-            self.trainer = self.own_trainer(self.model, _optimizer(self.settings))
+        make = self.own_trainer or partial(_trainer, settings=self.settings, data=self.data)
+        self.trainer = make(self.model, _optimizer(self.settings))
 
     @classmethod
     def begin(cls, settings: TrainSettings, data: Dataset, trainer: Callable[..., Any] | None) -> _Run:
@@ -427,8 +425,9 @@ def _as_float(inputs: torch.Tensor) -> torch.Tensor:
     return inputs if inputs.is_floating_point() else inputs.float()
 
 
-def _trainer(settings: TrainSettings, model: nn.Module, data: Dataset) -> Backpropagation | DelayedGradients:
-    optimizer = _optimizer(settings)
+def _trainer(
+    model: nn.Module, optimizer: _OptimizerOf, settings: TrainSettings, data: Dataset
+) -> Backpropagation | DelayedGradients:
     if settings.backward == "ddg":
         assert settings.modules is not None
         return DelayedGradients(
