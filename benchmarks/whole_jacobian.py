@@ -108,7 +108,8 @@ class WholeJacobian(Grid):
         with FlopCounterMode(display=False) as forward:
             module(x)
         flop = 2 * (accumulation.multiply_adds + backward) + forward.get_total_flops()
-        floor = context.limits.floor(4 * accumulation.moved, flop)
+        moved, _ = accumulation.work(1, lambda _: False)
+        floor = context.limits.floor(4 * moved, flop)
         note = (
             f"order {chain.order}; multiply-adds: {accumulation.multiply_adds:,} in sparse products, some by zero, "
             f"{backward:,} in operators' own backward"
