@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -117,15 +118,18 @@ class undisturbed:  # noqa: N801
     def __enter__(self) -> None:
         #: Each part, with its attributes and buffers; and the buffers of all, each with its version and a copy.
         self._attributes: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
-        self._buffers: list[tuple[torch.Tensor, int, torch.Tensor]] = []
+        self._buffers: list[tuple[nn.Module, str, torch.Tensor, int, torch.Tensor | None]] = []
         generators = {torch.default_generator}
         if self._device is not None and self._device.type == "cuda":
             generators.add(torch.cuda.default_generators[self._device.index])
         for part in check_initialised(self._module):
             self._attributes.append((part, dict(part.__dict__), dict(part._buffers)))
-            for buffer in part._buffers.values():
+            for name, buffer in part._buffers.items():
                 if buffer is not None and not buffer.is_inference() and buffer.device.type != "meta":
-                    self._buffers.append((buffer, buffer._version, buffer.clone()))
+                    # Pruning masks are as large as all weights: those that no forward pass wrote to are not copied.
+                    is_left = part in _LEAVE_MASKS and _is_mask(part, name)
+                    copy = None if is_left else buffer.clone()
+                    self._buffers.append((part, name, buffer, buffer._version, copy))
             for tensor in (*part._parameters.values(), *part._buffers.values()):
                 if tensor is not None and tensor.is_cuda:
                     generators.add(torch.cuda.default_generators[tensor.device.index])
@@ -143,12 +147,15 @@ class undisturbed:  # noqa: N801
                 if len(current) > len(before):
                     for name in current.keys() - before.keys():
                         del current[name]
-        for buffer, version, copy in self._buffers:
-            # Batch normalisation writes to its statistics without a new version of them.
-            silent = buffer.layout == torch.strided and not torch.equal(buffer, copy)
-            if silent or buffer._version != version:
-                with torch.no_grad():
-                    buffer.copy_(copy)
+        lost = list[str]()
+        for each in self._buffers:
+            if not _restored(*each):
+                lost.append(f"{type(each[0]).__name__}.{each[1]}")
+        if lost:
+            raise RuntimeError(
+                f"{', '.join(lost)}: a forward pass has written to this mask of pruning, as none had before, "
+                "which was not undone; call again"
+            )
 
 
 @contextlib.contextmanager
@@ -160,8 +167,11 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
     memories = {
         buffer.untyped_storage()._cdata
         for part in parts_of(module)
-        for buffer in part._buffers.values()
-        if buffer is not None and buffer.layout == torch.strided
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+        and buffer.layout == torch.strided
+        # Masks are as large as all weights.
+        and not (part in _LEAVE_MASKS and _is_mask(part, name))
     }
     if not memories or not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         yield
@@ -173,6 +183,30 @@ def saved_buffers(module: nn.Module) -> Iterator[None]:
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unchanged):
         yield
+
+
+# Modules whose forward passes have not written to their pruning masks.
+_LEAVE_MASKS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _is_mask(part: nn.Module, name: str) -> bool:
+    return name.endswith("_mask") and f"{name[:-5]}_orig" in part._parameters
+
+
+def _restored(part: nn.Module, name: str, buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> bool:
+    """Undo writes to a buffer since a version of it; False where there is no copy of what was overwritten."""
+    # Batch normalisation writes to its statistics without a new version of them.
+    silent = copy is not None and buffer.layout == torch.strided and not torch.equal(buffer, copy)
+    if buffer._version == version and not silent:
+        if _is_mask(part, name):
+            _LEAVE_MASKS.add(part)
+        return True
+    if copy is None:
+        _LEAVE_MASKS.discard(part)
+        return False
+    with torch.no_grad():
+        buffer.copy_(copy)
+    return True
 
 
 def without_autocast(device: torch.device) -> contextlib.AbstractContextManager[object]:
