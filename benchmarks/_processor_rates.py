@@ -11,12 +11,11 @@ from typing import Any, NamedTuple
 import numba
 import numpy as np
 import torch
-from llvmlite import ir
-from numba.core import cgutils
 
+from jacsparse.codegen import Variable, call
 from jacsparse.runtime import run_rows
 from jacsparse.sparse.convolution import Correlation
-from jacsparse.sparse.vectors import INT64, Tile, call, on_tile
+from jacsparse.sparse.vectors import Tile, on_tile
 from jacsparse.sparse.windows import Pair
 
 from ._calls import Call
@@ -65,20 +64,19 @@ class Cache(NamedTuple):
 @contextmanager
 def _each_vector(write: Any, x: Any, count: Any, rounds: Any) -> Iterator[list[Any]]:
     """The loops' body: the addresses of `_SUMS` vectors that lie side by side."""
-    with write.each(ir.Constant(INT64, 0), rounds), write.each(ir.Constant(INT64, 0), count, _SUMS) as place:
-        begin = write.shifted(x, write.width, place)
-        yield [write.shifted(begin, write.width, number) for number in range(_SUMS)]
+    with write.each(0, rounds), write.each(0, count, _SUMS) as place:
+        begin = x + place * write.width
+        yield [begin + write.width * number for number in range(_SUMS)]
 
 
 def _add_up(write: Any, x: Any, count: Any, rounds: Any, sums: Any, from_memory: bool) -> None:
-    builder = write.builder
-    left, right = (write.load(write.shifted(x, write.width, number)) for number in range(2))
-    totals = [cgutils.alloca_once_value(builder, write.zero) for _ in range(_SUMS)]
+    left, right = (write.load(x + write.width * number) for number in range(2))
+    totals = [Variable(write.zero) for _ in range(_SUMS)]
     with _each_vector(write, x, count, rounds) as addresses:
         for total, address in zip(totals, addresses, strict=True):
             factor = write.load(address) if from_memory else right
-            builder.store(write.multiply_add(left, factor, builder.load(total)), total)
-    write.store(write.added([builder.load(total) for total in totals]), sums)
+            total.value = write.multiply_add(left, factor, total.value)
+    write.put(write.added([total.value for total in totals]), sums)
 
 
 @on_tile(4)
@@ -95,7 +93,7 @@ def _of_memory(write, x, count, rounds, sums):  # type: ignore[no-untyped-def]
 def _of_lanes(write, x, count, rounds, sums):  # type: ignore[no-untyped-def]
     with _each_vector(write, x, count, rounds) as addresses:
         for number, address in enumerate(addresses):
-            write.add_lanes([write.load(address)], write.shifted(sums, write.tile.itemsize, number))
+            write.add_lanes([write.load(address)], sums + write.tile.itemsize * number)
 
 
 @numba.njit(nogil=True)

@@ -77,7 +77,7 @@ def write_sums_of_lines(e, c, at_c, lines, size, values, starts, first, last, b,
                 write(line, 8, q, 8)
             for count in e.cases(lines & 7, range(8)):
                 write(whole, count, q, 8)
-        with e.builder.if_then((size < 8).register), e.each(0, lines) as line:
+        with e.when(size < 8), e.each(0, lines) as line:
             write(line, 1, 0, 4)
 
 

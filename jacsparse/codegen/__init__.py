@@ -1,6 +1,7 @@
-"""Arithmetic on single elements of tensors as fused loops: of machine code, or interpreted by one kernel."""
+"""One emitter of instructions, and with it arithmetic on single elements of tensors as fused loops."""
 
-from .elements import CallsOfElements, ElementGraph, TooManyElementsError, UnreadableWriteError, may_be_loops, sums
+from .calls import CallsOfElements, UnreadableWriteError, may_be_loops
+from .elements import ElementGraph, TooManyElementsError, sums
 from .emitter import (
     BYTE,
     DOUBLE,
@@ -21,7 +22,18 @@ from .interpreter import Interpreted, MixedDtypesError
 from .loops import OUT, Fusion
 from .machine_code import MachineCode
 from .printer import Printer, constant
-from .rows import WIDE, add_products, any_nonzero, copy_elements, dot, lowest_bit, multiply_by, population, scale
+from .rows import (
+    WIDE,
+    add_products,
+    any_nonzero,
+    copy_elements,
+    copy_row,
+    dot,
+    lowest_bit,
+    multiply_by,
+    population,
+    scale,
+)
 from .tiles import Scratch
 
 __all__ = [
@@ -53,6 +65,7 @@ __all__ = [
     "call",
     "constant",
     "copy_elements",
+    "copy_row",
     "dot",
     "emitted",
     "lowest_bit",

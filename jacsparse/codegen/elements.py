@@ -1,51 +1,27 @@
 """Graphs of tensors as arithmetic on single elements.
 
 Each element that a tensor holds, or an operation computes, has a number. What only moves elements, as a roll, a slice
-or a concatenation, is applied to these numbers when preparing, and costs nothing later; an elementwise call computes
-new elements from those of its operands. Sums of products of local derivatives are operations like any other.
+or a concatenation, is applied to these numbers when preparing, and costs nothing later (`calls`); an elementwise call
+computes new elements from those of its operands. Sums of products of local derivatives are operations like any other.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import fx
 
 from ..runtime import index_dtype, row_starts, within_rows
 from .kernels import mark_makers, number_kinds, sort_sums
-from .operations import FLOATS, OPERAND, ElementOperation, is_operation, operation_of
+from .operations import OPERAND, ElementOperation
 
 #: The most terms of a sum that is one operation; longer ones are sums of sums.
 MOST_SUM_TERMS = 8
-#: The most elements that a call may sum up to one: PyTorch computes longer sums as fast.
-MOST_SUMMED = 64
 #: The most distinct numbers, or kinds of sums, of which each has code of its own.
 MOST_KINDS = 16
-
-aten = torch.ops.aten
-
-#: What only moves elements, and may fill up with zeros.
-_MOVES = {
-    "alias", "broadcast_to", "cat", "chunk", "clone", "constant_pad_nd", "contiguous", "detach", "diagonal",
-    "expand", "flip", "gather", "index", "index_select", "lift_fresh", "lift_fresh_copy", "movedim", "narrow",
-    "permute", "repeat", "reshape", "roll", "select", "select_backward", "select_scatter", "slice",
-    "slice_backward", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "tile",
-    "transpose", "tril", "triu", "unbind", "unsqueeze", "view", "_unsafe_view",
-}  # fmt: skip
-#: Those whose other operands are indices.
-_INDEXED = ("gather", "index", "index_select")
-#: What depends on the form of its operands alone.
-_FILLS = {
-    "_new_zeros_with_same_feature_meta", "arange", "full", "full_like", "new_full", "new_ones", "new_zeros",
-    "ones", "ones_like", "scalar_tensor", "zeros", "zeros_like",
-}  # fmt: skip
-_DTYPES = (*FLOATS, torch.bool)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,241 +131,6 @@ class ElementGraph:
         makers, numbers = np.zeros(len(self.nodes), np.bool_), unrepeated(numbers)
         mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
         return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
-
-
-class UnreadableWriteError(Exception):
-    """A call writes to a tensor in a way that cannot be followed element by element."""
-
-
-def _name_of(overload: Any) -> str | None:
-    """The name of an operator of ATen; other libraries may have the same ones."""
-    name: str = overload.overloadpacket.__name__
-    return name if overload.namespace == "aten" else None
-
-
-def may_be_loops(name: str) -> bool:
-    """Whether calls of an operator, as ``aten.add``, are no work of PyTorch's, unless they sum many elements."""
-    library, _, name = name.partition(".")
-    return library == "aten" and (name in _MOVES or name in _FILLS or name == "sum" or is_operation(name))
-
-
-class CallsOfElements:
-    """The elements that a graph of calls computes.
-
-    Parameters
-    ----------
-    elements : ElementGraph
-        What they are added to.
-    module : GraphModule
-        The calls.
-    inputs : sequence of Tensor
-        Its inputs in a run.
-    sources : mapping of int to object
-        By places among the inputs, what finds them in each call; the others are the same in each call.
-    leaves : bool
-        Whether all calls are left to PyTorch.
-
-    Attributes
-    ----------
-    results : list of ndarray
-        The numbers of the elements of each tensor that the graph returns, in its shape.
-    left : list of Node
-        The calls that are no operations, and whose results are tensors in memory: PyTorch makes them.
-
-    Raises
-    ------
-    UnreadableWriteError
-        Where calls write to tensors, unless all are left to PyTorch.
-    """
-
-    def __init__(
-        self,
-        elements: ElementGraph,
-        module: fx.GraphModule,
-        inputs: Sequence[torch.Tensor],
-        sources: Mapping[int, Any],
-        *,
-        leaves: bool,
-    ) -> None:
-        self.elements, self.left, self._leaves = elements, list[fx.Node](), leaves
-        #: The tensors that are the same in each call, and the numbers of the elements of others, in their shapes.
-        self._known: dict[fx.Node, Any] = {}
-        self._numbers: dict[fx.Node, Any] = {}
-        rest = enumerate(inputs)
-        for node in module.graph.nodes:
-            if node.op == "placeholder":
-                place, tensor = next(rest)
-                if place not in sources:
-                    self._known[node] = tensor
-                elif tensor.dtype in _DTYPES and tensor.layout == torch.strided:
-                    self._numbers[node] = self._in_memory(tensor, sources[place])
-            elif node.op == "get_attr":
-                self._known[node] = getattr(module, node.target)
-            elif node.op == "call_function":
-                self._call(node)
-        outputs: Any = module.graph.output_node().args[0]
-        self.results = [self._result(node).numpy() for node in outputs]
-
-    def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
-        """The numbers of the elements of a tensor, which may lie in memory in any order."""
-        steps = zip(tensor.shape, tensor.stride(), strict=True)
-        extent = 1 + sum((size - 1) * step for size, step in steps) if tensor.numel() else 0
-        numbers = torch.from_numpy(self.elements.tensor(source, extent, tensor.dtype))
-        return numbers.as_strided(tensor.shape, tensor.stride())
-
-    def _result(self, node: fx.Node) -> torch.Tensor:
-        if node not in self._known and node not in self._numbers:
-            # It has another dtype, and is converted.
-            self._leave(node, torch.float32)
-        return self._numbers_of(node, torch.float64)
-
-    def _numbers_of(self, node: fx.Node, dtype: torch.dtype) -> torch.Tensor:
-        """The numbers of the elements of a tensor; where it is the same in each call, in a dtype."""
-        if node in self._numbers:
-            return self._numbers[node]  # type: ignore[no-any-return]
-        tensor = self._known[node]
-        return torch.from_numpy(self.elements.array(tensor.to(dtype))).reshape(tensor.shape)
-
-    def _leave(self, node: fx.Node, dtype: torch.dtype | None = None) -> None:
-        """Leave a call to PyTorch, whose result may be converted to a dtype that operations read."""
-        value = node.meta.get("val")
-        if isinstance(value, torch.Tensor) and (dtype or value.dtype) in _DTYPES:
-            self.left.append(node)
-            numbers = self.elements.tensor(node, value.numel(), dtype or value.dtype)
-            self._numbers[node] = torch.from_numpy(numbers).reshape(value.shape)
-
-    def _call(self, node: fx.Node) -> None:
-        target: Any = node.target
-        first = next((each for each in (self._known, self._numbers) if node.args and node.args[0] in each), None)
-        if self._leaves or (target is operator.getitem and first is None):
-            self._leave(node)
-            return
-        if target is operator.getitem:
-            first[node] = first[node.args[0]][node.args[1]]  # type: ignore[index]
-        elif target._schema.is_mutable:
-            self._write(node)
-        elif _name_of(target) in _FILLS:
-            self._known[node] = target(*fx.map_arg(node.args, _of_form), **node.kwargs)
-        elif all(each in self._known for each in node.all_input_nodes):
-            self._known[node] = target(*fx.map_arg(node.args, self._known.__getitem__), **node.kwargs)
-        elif not all(each in self._known or each in self._numbers for each in node.all_input_nodes):
-            self._leave(node)
-        elif _name_of(target) in _MOVES and target is not aten.view.dtype:
-            self._move(node)
-        else:
-            numbers = self._summed(node) if _name_of(target) == "sum" else self._computed(node)
-            if numbers is None:
-                self._leave(node)
-            else:
-                self._numbers[node] = numbers
-        if node.meta.get("written"):
-            self._check_written(node)
-
-    def _move(self, node: fx.Node) -> None:
-        """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
-        target: Any = node.target
-        name = target.overloadpacket.__name__
-        # Those that are joined may have several dtypes.
-        dtypes = [each.meta["val"].dtype for each in node.all_input_nodes if each in self._numbers]
-        dtype = functools.reduce(torch.promote_types, dtypes)
-        if node.meta.get("written") and any(argument.alias_info for argument in target._schema.arguments):
-            # A view, through which the numbers are written to.
-            self._numbers[node] = target(*fx.map_arg(node.args, self._numbers.__getitem__), **node.kwargs)
-            return
-
-        def argument(each: fx.Node) -> torch.Tensor:
-            if name in _INDEXED and each in self._known:
-                return self._known[each]  # type: ignore[no-any-return]
-            return self._numbers_of(each, dtype) + 1
-
-        def moved(numbers: torch.Tensor) -> torch.Tensor:
-            return torch.where(numbers == 0, filling, numbers - 1)
-
-        if name in ("view", "_unsafe_view"):
-            # The numbers may lie in memory otherwise than the elements.
-            target = aten.reshape.default
-        args: Any = fx.map_arg(node.args, argument)
-        filling = self.elements.constant(0.0, dtype)
-        if target is aten.constant_pad_nd.default and len(args) > 2:
-            *args, value = args
-            filling = self.elements.constant(float(value), dtype)
-        result = target(*args, **node.kwargs)
-        self._numbers[node] = moved(result) if isinstance(result, torch.Tensor) else [moved(each) for each in result]
-
-    def _computed(self, node: fx.Node) -> torch.Tensor | None:
-        """The numbers of what an elementwise call computes; None where there is no operation for it."""
-        target: Any = node.target
-        value: Any = node.meta.get("val")
-        given = (
-            dict(zip([argument.name for argument in target._schema.arguments], node.args, strict=False)) | node.kwargs
-        )
-        forms = {name: each.meta["val"] if isinstance(each, fx.Node) else each for name, each in given.items()}
-        found = operation_of(target, forms, value.dtype) if isinstance(value, torch.Tensor) else None
-        if found is None:
-            return None
-        operation, taken = found
-        operands = []
-        for name, dtype in zip(taken, operation.reads, strict=True):
-            operand: Any = given[name]
-            numbers = self._numbers_of(operand, dtype).expand(value.shape).reshape(-1)
-            # A later write replaces the numbers of what is written to.
-            operands.append((numbers.clone() if operand.meta.get("written") else numbers).numpy())
-        return torch.from_numpy(self.elements.compute(operation, operands)).reshape(value.shape)
-
-    def _summed(self, node: fx.Node) -> torch.Tensor | None:
-        """The numbers of sums along some axes; None where they are long, or of another dtype than their elements."""
-        operand: Any = node.args[0]
-        value, dtype = node.meta["val"], operand.meta["val"].dtype
-        numbers = self._numbers_of(operand, dtype)
-        axes: Any = (node.args[1] if len(node.args) > 1 else None) or range(numbers.ndim)
-        numbers = numbers.movedim(list(axes), list(range(-len(axes), 0)))
-        numbers = numbers.reshape(value.numel(), -1 if value.numel() else 1)
-        rows, count = numbers.shape
-        if dtype not in FLOATS or value.dtype != dtype or count > MOST_SUMMED:
-            return None
-        weights = torch.ones(rows * count, dtype=dtype, device="cpu").numpy()
-        terms = numbers.reshape(-1, 1).numpy()
-        summed = sums(self.elements, np.arange(rows + 1) * count, [terms], weights, None, dtype)
-        return torch.from_numpy(summed).reshape(value.shape)
-
-    def _write(self, node: fx.Node) -> None:
-        """Write the numbers of elements over those of others, in the memory that views of these share."""
-        target, written = node.target, self._numbers.get(node.args[0])  # type: ignore[arg-type]
-        if not isinstance(written, torch.Tensor):
-            raise UnreadableWriteError
-        dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
-        numbers: torch.Tensor | None
-        if target is aten.copy_.default and node.args[1].meta["val"].dtype == dtype:  # type: ignore[union-attr]
-            numbers = self._numbers_of(node.args[1], dtype)  # type: ignore[arg-type]
-        elif target is aten.zero_.default or target is aten.fill_.Scalar:
-            value = node.args[1] if len(node.args) > 1 else 0.0
-            numbers = torch.tensor(self.elements.constant(float(value), dtype))  # type: ignore[arg-type]
-        else:
-            numbers = self._computed(node)
-        if numbers is None:
-            raise UnreadableWriteError
-        written.copy_(numbers)
-        self._numbers[node] = written
-
-    def _check_written(self, node: fx.Node) -> None:
-        """See that the numbers of a tensor that is written to lie in memory as it does."""
-        if node in self._known:
-            if node.meta["val"].is_complex():
-                raise UnreadableWriteError
-            self._numbers[node] = self._numbers_of(node, node.meta["val"].dtype).clone()
-            del self._known[node]
-        numbers, target = self._numbers.get(node), node.target
-        if node in self.left or target is operator.getitem or not isinstance(numbers, torch.Tensor):
-            raise UnreadableWriteError
-        aliases = any(argument.alias_info for argument in target._schema.arguments)  # type: ignore[union-attr]
-        if not aliases and numbers.stride() != node.meta["val"].stride():
-            raise UnreadableWriteError
-
-
-def _of_form(node: fx.Node) -> torch.Tensor:
-    """A tensor of the form of a call's result."""
-    value: torch.Tensor = node.meta["val"]
-    return torch.zeros(value.shape, dtype=value.dtype, device="cpu")
 
 
 def sums(

@@ -1,24 +1,26 @@
 """Vectors, arrays and loops in LLVM's instructions, written with Python's operators.
 
-Numba's own loops keep no array in registers, and LLVM vectorises no loop whose operands it cannot prove apart. So kernels
-call functions whose instructions are written here: `emitted` ones become part of the kernel that calls them, and those
-of a `MachineModule` are called by their addresses.
+Numba's own loops keep no array in registers, and LLVM vectorises no loop whose operands may overlap. So kernels call
+functions whose instructions are written here: `emitted` ones become part of the kernel that calls them, and those of a
+`MachineModule` are called by their addresses.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from llvmlite import ir
 from numba.core import cgutils, types
+from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
 from ..runtime import compiled_module
+from .operand import RELATIONS, Operand
 
 #: The dtypes that are computed in, and their types in memory and in registers.
 FLOATS = {torch.float32: ir.FloatType(), torch.float64: ir.DoubleType()}
@@ -26,44 +28,13 @@ SINGLE, DOUBLE = FLOATS.values()
 TRUTH, BYTE, INT32, INT64 = (ir.IntType(bits) for bits in (1, 8, 32, 64))
 #: The memory of addresses.
 TABLE = BYTE.as_pointer().as_pointer()
-#: For sums whose order is free.
-ANY_ORDER = ("reassoc", "contract")
+#: Flags of sums that may be vectorised.
+_ANY_ORDER = ("reassoc", "contract")
 
-_RELATIONS = ("<", "<=", ">", ">=", "==", "!=")
 _OF_FLOATS = {"add": "fadd", "sub": "fsub", "mul": "fmul", "div": "fdiv", "neg": "fneg"}
 #: Quotients are those of unsigned integers.
 _OF_INTEGERS = {"div": "udiv", "and": "and_", "or": "or_", "not": "not_"}
 _INTRINSICS = ("copysign", "cos", "exp", "fabs", "fmuladd", "log", "pow", "sin", "sqrt")
-
-
-def _applied(name: str) -> Callable[..., Any]:
-    return lambda *operands: operands[0].emitter.apply(name, *operands)
-
-
-def _reflected(name: str) -> Callable[..., Any]:
-    return lambda self, other: self.emitter.apply(name, other, self)
-
-
-class Operand:
-    """What instructions compute with: a Python operator on it is an instruction of its emitter.
-
-    The other operand may be a Python number. Equality remains that of objects; see `equals`.
-    """
-
-    emitter: Any
-    __add__, __radd__ = _applied("add"), _reflected("add")
-    __sub__, __rsub__ = _applied("sub"), _reflected("sub")
-    __mul__, __rmul__ = _applied("mul"), _reflected("mul")
-    __truediv__, __rtruediv__ = _applied("div"), _reflected("div")
-    __floordiv__, __neg__, __invert__ = _applied("div"), _applied("neg"), _applied("not")
-    __and__, __or__, __xor__ = _applied("and"), _applied("or"), _applied("xor")
-    __lt__, __le__, __gt__, __ge__ = (_applied(relation) for relation in ("<", "<=", ">", ">="))
-    equals, differs = _applied("=="), _applied("!=")
-
-
-def is_number(x: Any) -> bool:
-    """Whether an operand is a Python number, and not in registers."""
-    return isinstance(x, (bool, int, float))
 
 
 class Value(Operand):
@@ -156,18 +127,24 @@ class Variable:
 class Memory:
     """Elements of one type one after the other: ``memory[place]`` is one, and ``memory[place, lanes]`` a vector."""
 
-    def __init__(self, emitter: Emitter, begin: Any, stride: Any = None, *, signed: bool = True) -> None:
+    def __init__(
+        self, emitter: Emitter, begin: Any, count: Value | None = None, stride: Any = None, *, signed: bool = True
+    ) -> None:
         self.emitter, self._begin, self._stride, self._signed = emitter, begin, stride, signed
-        self.element = begin.type.pointee
+        self.element, self.count = begin.type.pointee, count
+
+    def pointer(self, place: Any) -> Value:
+        """The pointer to a place."""
+        return Value(self.emitter, self._pointer(place, 1))
 
     def _pointer(self, place: Any, lanes: int) -> Any:
         builder, begin = self.emitter.builder, self._begin
         place = self.emitter.constant(place, INT64)
         if self._stride is not None:
             begin = builder.gep(builder.bitcast(begin, BYTE.as_pointer()), [builder.mul(place, self._stride)])
-            return builder.bitcast(begin, vector(self.element, lanes).as_pointer())
-        begin = builder.gep(begin, [place], inbounds=True)
-        return begin if lanes == 1 else builder.bitcast(begin, vector(self.element, lanes).as_pointer())
+        else:
+            begin = builder.gep(begin, [place], inbounds=True)
+        return builder.bitcast(begin, vector(self.element, lanes).as_pointer())
 
     def __getitem__(self, where: Any) -> Value:
         place, lanes = where if isinstance(where, tuple) else (where, 1)
@@ -221,7 +198,7 @@ class Emitter:
         type = next((each.type for each in operands if isinstance(each, Value)), self.type)
         registers = [self.constant(each, type) for each in operands]
         is_float = not isinstance(_element(type), ir.IntType)
-        if name in _RELATIONS:
+        if name in RELATIONS:
             # No NaN is anything but different.
             compare = self.builder.fcmp_unordered if name == "!=" else self.builder.fcmp_ordered
             return Value(self, (compare if is_float else self.builder.icmp_signed)(name, *registers))
@@ -232,10 +209,12 @@ class Emitter:
             name = f"llvm.{name}.{_suffix(type)}"
         elif type == SINGLE:
             name += "f"
-        kind = ir.FunctionType(type, [type] * len(registers))
-        return Value(
-            self, self.builder.call(cgutils.get_or_insert_function(self.builder.module, kind, name), registers)
-        )
+        return self._called(name, type, registers)
+
+    def _called(self, name: str, type: Any, registers: Sequence[Any]) -> Value:
+        kind = ir.FunctionType(type, [each.type for each in registers])
+        function = cgutils.get_or_insert_function(self.builder.module, kind, name)
+        return Value(self, self.builder.call(function, registers))
 
     def select(self, condition: Value, x: Any, y: Any) -> Value:
         type = next((each.type for each in (x, y) if isinstance(each, Value)), self.type)
@@ -245,10 +224,10 @@ class Emitter:
         """``a * b + total``, rounded once where the processor does so."""
         return self.apply("fmuladd", a, b, total)
 
-    def add_in_any_order(self, total: Value, a: Value, b: Any) -> Value:
-        """``total + a * b``, a term of a sum that may be vectorised."""
-        product = self.builder.fmul(a.register, self.constant(b, a.type), flags=ANY_ORDER)
-        return Value(self, self.builder.fadd(total.register, product, flags=ANY_ORDER))
+    def doubt(self, total: Value, value: Value) -> Value:
+        """``total + 0 * value``, a term of a sum in any order, which is no number where a value is not finite."""
+        product = self.builder.fmul(value.register, self.constant(0.0, value.type), flags=_ANY_ORDER)
+        return Value(self, self.builder.fadd(total.register, product, flags=_ANY_ORDER))
 
     def loaded(self, pointer: Any) -> Value:
         loaded = self.builder.load(pointer)
@@ -262,20 +241,32 @@ class Emitter:
 
     def lanes_of(self, numbers: Sequence[Any], element: Any) -> Value:
         """A vector of known numbers."""
-        return Value(
-            self, ir.Constant(vector(element, len(numbers)), list(numbers) if len(numbers) > 1 else numbers[0])
-        )
+        known = list(numbers) if len(numbers) > 1 else numbers[0]
+        return Value(self, ir.Constant(vector(element, len(numbers)), known))
 
     def masked(self, pointer: Any, mask: Sequence[bool]) -> Value:
         """The lanes in memory where a mask is true, and zeros; no others are read."""
         kind = pointer.type.pointee
         zeros, alignment = self.constant(0.0, kind), INT32(_alignment(kind))
         arguments = pointer, alignment, self.lanes_of(mask, TRUTH).register, zeros
-        type = ir.FunctionType(kind, [each.type for each in arguments])
-        name = f"llvm.masked.load.{_suffix(kind)}.p0"
-        return Value(
-            self, self.builder.call(cgutils.get_or_insert_function(self.builder.module, type, name), arguments)
-        )
+        return self._called(f"llvm.masked.load.{_suffix(kind)}.p0", kind, arguments)
+
+    def allocated(self, nbytes: int, alignment: int) -> Value:
+        """The address of memory on the stack of the thread."""
+        memory = self.builder.alloca(BYTE, INT64(nbytes))
+        memory.align = alignment
+        return Value(self, memory)
+
+    def call(self, function: Any, *arguments: Value) -> None:
+        """Call a function of the same module, which takes addresses as pointers of any kind."""
+        pairs = zip(arguments, function.args, strict=True)
+        self.builder.call(function, [self.builder.bitcast(each.register, argument.type) for each, argument in pairs])
+
+    @contextmanager
+    def when(self, condition: Value, *, likely: bool | None = None) -> Iterator[None]:
+        """The code's place where a condition is true."""
+        with self.builder.if_then(condition.register, likely=likely):
+            yield
 
     def at(self, address: Value, type: Any) -> Any:
         """The pointer to a type at an address."""
@@ -285,12 +276,8 @@ class Emitter:
     def each(self, first: Any, last: Any, step: int = 1) -> Iterator[Value]:
         """The code's place for each number from `first` to before `last`."""
         first, last = (self.constant(each, INT64) for each in (first, last))
-        if step == 1:
-            with cgutils.for_range(self.builder, last, start=first) as loop:
-                yield Value(self, loop.index)
-        else:
-            with cgutils.for_range_slice(self.builder, first, last, INT64(step)) as (index, _):
-                yield Value(self, index)
+        with cgutils.for_range_slice(self.builder, first, last, INT64(step)) as (index, _):
+            yield Value(self, index)
 
     def blocks(self, count: Any, widths: Sequence[int]) -> Iterator[tuple[Value, int]]:
         """The code's places for blocks of a row: where each begins, and its width.
@@ -301,7 +288,7 @@ class Emitter:
         for number, width in enumerate(widths):
             end = count & -width
             if number and widths[number - 1] == 2 * width:
-                with self.builder.if_then((begin < end).register):
+                with self.when(begin < end):
                     yield begin, width
             else:
                 with self.each(begin, end, width) as place:
@@ -319,7 +306,7 @@ class Emitter:
             with otherwise:
                 yield False
 
-    def cases(self, number: Value, values: Sequence[int]) -> Iterator[int]:
+    def cases(self, number: Value, values: Iterable[int]) -> Iterator[int]:
         """The code's places for each value that a number may have, and no other."""
         builder = self.builder
         end, never = (builder.append_basic_block(name) for name in ("end", "never"))
@@ -361,7 +348,7 @@ def _alignment(type: Any) -> int:
 def emitted(returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a function for kernels, whose instructions the decorated function writes wherever it is called.
 
-    That is given an emitter, and the arguments: contiguous vectors as `Memory`, and numbers as `Value`.
+    That is given an emitter, and the arguments: vectors as `Memory`, numbers as `Value`, and tuples of these.
 
     Parameters
     ----------
@@ -399,13 +386,17 @@ def _as_argument(kind: Any) -> Any:
     return types.intp if isinstance(kind, types.Integer) and kind != types.uint64 else kind
 
 
-def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Memory | Value:
+def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Any:
+    if isinstance(kind, BaseTuple):
+        values = cgutils.unpack_tuple(emitter.builder, argument)
+        return tuple(_argument(emitter, context, *each) for each in zip(kind.types, values, strict=True))
     if not isinstance(kind, types.Array):
         return Value(emitter, argument)
     array = context.make_array(kind)(context, emitter.builder, argument)
     # Equal elements may be one with a stride of 0.
     stride = None if kind.layout == "C" else emitter.builder.extract_value(array.strides, 0)
-    return Memory(emitter, array.data, stride, signed=getattr(kind.dtype, "signed", False))
+    signed = getattr(kind.dtype, "signed", False)
+    return Memory(emitter, array.data, Value(emitter, array.nitems), stride, signed=signed)
 
 
 @intrinsic

@@ -15,10 +15,11 @@ import torch
 from ..runtime import SIMD, row_starts, run_rows, within_rows
 from . import kernels
 from .loops import OUT, FusedLoop, Place
-from .operations import is_number
+from .operand import Operand, is_number
 from .tiles import Scratch
 
-_RELATIONS = {"<": kernels.LESS, "<=": kernels.LESS_EQUAL, "==": kernels.EQUAL, "!=": kernels.NOT_EQUAL}
+#: Instructions that compute connectives of truth values.
+_OF_TRUTH = {"and": "mul", "xor": "!="}
 _STORES = (kernels.STORE, kernels.STORE_TRUTH, kernels.STORE_CHECKED)
 #: Bytes at multiples of which the memories of a tile begin.
 _ALIGNMENT = 64
@@ -127,9 +128,10 @@ def _blocks(length: np.ndarray, tiles: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class _Instruction:
+class _Instruction(Operand):
     """What it does, the instructions whose results it reads, and numbers, as where it finds a memory."""
 
+    emitter: _Code
     op: int
     operands: tuple[_Instruction, ...] = ()
     fields: tuple[int, ...] = ()
@@ -146,7 +148,7 @@ class _Code:
         offsets: Mapping[Scratch, int],
         constants: list[float],
     ) -> None:
-        self.builder, self._dtype, self._memories, self._constants = self, dtype, memories, constants
+        self._dtype, self._memories, self._constants = dtype, memories, constants
         self._offsets = offsets
         self._strides = loop.strides or [0] * loop.runs.shape[1]
         #: Each instruction once, in order.
@@ -184,12 +186,12 @@ class _Code:
         self._check(dtype)
         if dtype != torch.bool:
             return value
-        return bool(value) if is_number(value) else self.compare("!=", value, 0.0)
+        return bool(value) if is_number(value) else self.apply("!=", value, 0.0)
 
     def _added(self, op: int, *operands: Any, fields: tuple[int, ...] = ()) -> _Instruction:
         key = op, tuple([self.value(each) for each in operands]), fields
         if key not in self._instructions:
-            self._instructions[key] = _Instruction(*key)
+            self._instructions[key] = _Instruction(self, *key)
         return self._instructions[key]
 
     def program(self) -> tuple[np.ndarray, int]:
@@ -219,50 +221,17 @@ class _Code:
         # By its text: zeros have signs.
         key = kernels.FILL, repr(float(x))
         if key not in self._instructions:
-            self._instructions[key] = _Instruction(kernels.FILL, (), (len(self._constants),))
+            self._instructions[key] = _Instruction(self, kernels.FILL, (), (len(self._constants),))
             self._constants.append(float(x))
         return self._instructions[key]
 
-    def add(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.ADD, x, y)
-
-    def sub(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.SUB, x, y)
-
-    def mul(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.MUL, x, y)
-
-    def div(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.DIV, x, y)
-
-    def neg(self, x: Any) -> _Instruction:
-        return self._added(kernels.NEG, x)
-
-    def compare(self, relation: str, x: Any, y: Any) -> _Instruction:
-        if relation in (">", ">="):
-            relation, x, y = relation.replace(">", "<"), y, x
-        return self._added(_RELATIONS[relation], x, y)
-
-    def is_nan(self, x: Any) -> _Instruction:
-        return self._added(kernels.NOT_EQUAL, x, x)
+    def apply(self, name: str, *operands: Any) -> _Instruction:
+        if name == "not":
+            name, operands = "==", (*operands, 0.0)
+        if name in (">", ">="):
+            name, operands = name.replace(">", "<"), operands[::-1]
+        return self._added(kernels.OPCODES[_OF_TRUTH.get(name, name)], *operands)
 
     def select(self, condition: Any, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.SELECT, condition, x, y)
-
-    def call(self, name: str, *operands: Any) -> _Instruction:
-        return self._added(getattr(kernels, name.upper()), *operands)
-
-    def from_truth(self, condition: _Instruction) -> _Instruction:
-        return condition
-
-    def and_(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.MUL, x, y)
-
-    def or_(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.OR, x, y)
-
-    def xor(self, x: Any, y: Any) -> _Instruction:
-        return self._added(kernels.NOT_EQUAL, x, y)
-
-    def not_(self, x: Any) -> _Instruction:
-        return self.compare("==", x, 0.0)
+        # A truth value is that number.
+        return condition if (x, y) == (1.0, 0.0) else self.apply("select", condition, x, y)  # type: ignore[no-any-return]

@@ -5,7 +5,7 @@ Beside it are those for elements, and for the tiles of these programs.
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterator
 from typing import Any
 
 import numba
@@ -14,14 +14,17 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..runtime import inlined, inlined_with_arrays, kernel
+from .emitter import BYTE, INT64, TRUTH, Emitter, Memory, Value, Variable, emitted
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
-#: What an instruction does.
-(
-    LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL, ADD, SUB, MUL, DIV, NEG, LESS, LESS_EQUAL,
-    EQUAL, NOT_EQUAL, OR, SELECT, COS, EXP, FABS, LOG, POW, SIN, SQRT, TAN, TANH,
-) = range(26)  # fmt: skip
+#: What an instruction does to a memory, or to a register by a constant; those of registers follow.
+LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL = range(6)
+INSTRUCTIONS = (
+    "add", "sub", "mul", "div", "pow", "or", "<", "<=", "==", "!=", "select",
+    "neg", "fabs", "sqrt", "cos", "exp", "log", "sin", "tan", "tanh",
+)  # fmt: skip
+OPCODES = {name: opcode for opcode, name in enumerate(INSTRUCTIONS, FILL + 1)}
 
 
 @intrinsic
@@ -34,45 +37,60 @@ def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
     return types.CPointer(like.dtype)(address, like), generate  # type: ignore[attr-defined]
 
 
+@emitted()
+def _compute(e: Emitter, op: Value, out: Memory, x: Memory, y: Memory, z: Memory) -> None:
+    """What an instruction on registers does to the points of a block."""
+    for opcode in e.cases(op, OPCODES.values()):
+        name = INSTRUCTIONS[opcode - FILL - 1]
+        with e.each(0, out.count) as k:
+            if name == "select":
+                # Both are read, so that the loop is vectorised.
+                result = e.select(x[k].differs(0.0), y[k], z[k])
+            elif name == "or":
+                result = e.select(x[k] > y[k], x[k], y[k])
+            else:
+                result = e.apply(name, *(each[k] for each in ((x,) if opcode >= OPCODES["neg"] else (x, y))))
+            out[k] = result.to(out.element)
+
+
 @inlined_with_arrays
 def _at(address, like, count):
     return numba.carray(_pointer(address, like), count)
 
 
-@inlined
-def _load(out, memory, counts, starts, single, stride, distance):
-    if single:
-        for k in range(len(out)):
-            out[k] = memory[np.uint64(starts[k] + distance)]
-        return
-    begin = 0
-    for piece in range(len(counts)):
-        start, count = starts[piece] + distance, counts[piece]
-        if stride == 1:
-            for k in range(count):
-                out[np.uint64(begin + k)] = memory[np.uint64(start + k)]
-        else:
-            for k in range(count):
-                out[np.uint64(begin + k)] = memory[np.uint64(start + k * stride)]
-        begin += count
+def _points(
+    e: Emitter, n: Value, pieces: Value, counts: Memory, at_counts: Value, starts: Memory, at_starts: Value,
+    single: Value, stride: Value, distance: Value,
+) -> Iterator[tuple[Value, Value, int]]:  # fmt: skip
+    """The code's places for the points of a block's pieces: their numbers, their places in a memory, and how many."""
+    for is_single in e.either(single.differs(0)):
+        if is_single:
+            with e.each(0, n) as k:
+                yield k, starts[at_starts + k] + distance, 1
+            continue
+        begin = Variable(e.value(0, INT64))
+        with e.each(0, pieces) as piece:
+            first, start, count = begin.value, starts[at_starts + piece] + distance, counts[at_counts + piece]
+            for is_row in e.either(stride.equals(1)):
+                # Pieces are mostly short.
+                for k, lanes in e.blocks(count, (32, 8, 1) if is_row else (1,)):
+                    yield first + k, start + (k if is_row else k * stride), lanes
+            begin.value = first + count
 
 
-@inlined
-def _store(memory, values, counts, starts, single, stride, distance):
-    if single:
-        for k in range(len(values)):
-            memory[np.uint64(starts[k] + distance)] = values[k]
-        return
-    begin = 0
-    for piece in range(len(counts)):
-        start, count = starts[piece] + distance, counts[piece]
-        if stride == 1:
-            for k in range(count):
-                memory[np.uint64(start + k)] = values[np.uint64(begin + k)]
-        else:
-            for k in range(count):
-                memory[np.uint64(start + k * stride)] = values[np.uint64(begin + k)]
-        begin += count
+@emitted()
+def _load(e, out, memory, pieces, counts, at_counts, starts, at_starts, single, stride, distance):
+    arguments = pieces, counts, at_counts, starts, at_starts, single, stride, distance
+    for k, place, lanes in _points(e, out.count, *arguments):
+        out[k] = memory[place, lanes].to(out.element)
+
+
+@emitted()
+def _store(e, memory, values, pieces, counts, at_counts, starts, at_starts, single, stride, distance):
+    arguments = pieces, counts, at_counts, starts, at_starts, single, stride, distance
+    kind = TRUTH if memory.element == BYTE else memory.element
+    for k, place, lanes in _points(e, values.count, *arguments):
+        memory[place] = values[k, lanes].to(kind).to(memory.element)
 
 
 # A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
@@ -92,21 +110,24 @@ def interpret(first, last, begin, ends, blocks, counts, starts, program, constan
     largest = np.finfo(constants.dtype).max
     for block in range(ends[begin + first], ends[begin + last]):
         first_instruction, last_instruction, pieces, of_counts, of_starts, across, single, n = blocks[block]
-        lengths = counts[of_counts : of_counts + pieces]
         for place in range(first_instruction, last_instruction):
             op, to, p, q, r, stride = program[place]
             if op <= STORE_CHECKED:
                 register = _at(base + to, constants, n)
                 address = table[p] if p >= 0 else of_tile + ~p
-                where = starts[of_starts + q * across : of_starts + q * across + pieces]
+                at = of_starts + q * across
                 if op == LOAD:
-                    _load(register, _at(address, constants, 1), lengths, where, single, stride, r)
+                    _load(
+                        register, _at(address, constants, 1), pieces, counts, of_counts, starts, at, single, stride, r
+                    )
                 elif op == LOAD_TRUTH:
-                    _load(register, _at(address, truth, 1), lengths, where, single, stride, r)
+                    _load(register, _at(address, truth, 1), pieces, counts, of_counts, starts, at, single, stride, r)
                 elif op == STORE_TRUTH:
-                    _store(_at(address, truth, 1), register, lengths, where, single, stride, r)
+                    _store(_at(address, truth, 1), register, pieces, counts, of_counts, starts, at, single, stride, r)
                 else:
-                    _store(_at(address, constants, 1), register, lengths, where, single, stride, r)
+                    _store(
+                        _at(address, constants, 1), register, pieces, counts, of_counts, starts, at, single, stride, r
+                    )
                     if op == STORE_CHECKED:
                         others = 0
                         for k in range(n):
@@ -120,68 +141,8 @@ def interpret(first, last, begin, ends, blocks, counts, starts, program, constan
                 value = constants[p]
                 for k in range(n):
                     out[k] = value
-            elif op == ADD:
-                for k in range(n):
-                    out[k] = x[k] + y[k]
-            elif op == SUB:
-                for k in range(n):
-                    out[k] = x[k] - y[k]
-            elif op == MUL:
-                for k in range(n):
-                    out[k] = x[k] * y[k]
-            elif op == DIV:
-                for k in range(n):
-                    out[k] = x[k] / y[k]
-            elif op == NEG:
-                for k in range(n):
-                    out[k] = -x[k]
-            elif op == LESS:
-                for k in range(n):
-                    out[k] = x[k] < y[k]
-            elif op == LESS_EQUAL:
-                for k in range(n):
-                    out[k] = x[k] <= y[k]
-            elif op == EQUAL:
-                for k in range(n):
-                    out[k] = x[k] == y[k]
-            elif op == NOT_EQUAL:
-                for k in range(n):
-                    out[k] = x[k] != y[k]
-            elif op == SELECT:
-                for k in range(n):
-                    # Both are read, so that the loop is vectorised.
-                    chosen, other = y[k], z[k]
-                    out[k] = chosen if x[k] != 0 else other
-            elif op == OR:
-                for k in range(n):
-                    out[k] = max(x[k], y[k])
-            elif op == FABS:
-                for k in range(n):
-                    out[k] = abs(x[k])
-            elif op == SQRT:
-                for k in range(n):
-                    out[k] = math.sqrt(x[k])
-            elif op == COS:
-                for k in range(n):
-                    out[k] = math.cos(x[k])
-            elif op == EXP:
-                for k in range(n):
-                    out[k] = math.exp(x[k])
-            elif op == LOG:
-                for k in range(n):
-                    out[k] = math.log(x[k])
-            elif op == POW:
-                for k in range(n):
-                    out[k] = x[k] ** y[k]
-            elif op == SIN:
-                for k in range(n):
-                    out[k] = math.sin(x[k])
-            elif op == TAN:
-                for k in range(n):
-                    out[k] = math.tan(x[k])
-            elif op == TANH:
-                for k in range(n):
-                    out[k] = math.tanh(x[k])
+            else:
+                _compute(op, out, x, y, z)
 
 
 @kernel

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from llvmlite import ir
 
-from ..runtime import SIMD, compiled_module, run_rows
+from ..runtime import SIMD, run_rows
+from .emitter import BYTE, FLOATS, INT64, TABLE, TRUTH, Emitter, MachineModule, Memory, Value, Variable
 from .loops import OUT, FusedLoop, Place
-from .operations import FLOATS, TRUTH, Emitter, constant, converted
 from .tiles import Scratch
 
-_INDEX, _BYTE = ir.IntType(64), ir.IntType(8)
-_NUMBERS = itertools.count()
 #: Work of each expression from which vectorised loops are worth the time of their compilation.
 MUCH = 500
-_FAST = ("reassoc", "contract")
+#: Bytes at multiples of which the memories of a tile begin.
+_ALIGNMENT = 64
 #: The memory of where the runs of each tile begin, of each loop that has tiles.
 BOUNDS = "bounds of tiles"
 
@@ -38,10 +35,10 @@ class MachineCode:
         self.memories: list[Any] = []
         #: The tables of runs, which are memories too.
         self.runs: dict[str, np.ndarray] = {}
-        module, prefix = ir.Module("jacsparse"), f"jacsparse_{next(_NUMBERS)}_"
+        module = MachineModule()
         places = [self._places(number, loop) for number, loop in enumerate(loops)]
         bodies = [
-            self._body(module, f"{prefix}body_{number}", loop, memories)
+            self._body(module, f"body_{number}", loop, memories)
             for number, (loop, memories) in enumerate(zip(loops, places, strict=True))
         ]
         calls = list(zip(loops, bodies, places, strict=True))
@@ -52,19 +49,14 @@ class MachineCode:
             self.runs[BOUNDS] = np.stack([loop.tiles for loop, *_ in tiled])  # type: ignore[misc]
             self.memories.append(BOUNDS)
             parts.append(tiled)
-        functions = [self._part(module, f"{prefix}part_{number}", part) for number, part in enumerate(parts)]
+        functions = [self._part(module, f"part_{number}", part) for number, part in enumerate(parts)]
         self._works = [np.sum([_work(loop) for loop, *_ in part], 0) for part in parts]
-        table = ir.PointerType(_BYTE.as_pointer())
-        run = ir.Function(module, ir.FunctionType(ir.VoidType(), [table]), f"{prefix}run")
-        builder = ir.IRBuilder(run.append_basic_block())
-        for function, work in zip(functions, self._works, strict=True):
-            builder.call(function, [_INDEX(0), _INDEX(len(work) - 1), run.args[0]])
-        builder.ret_void()
+        with module.function("run", [TABLE]) as (run, e, (table,)):
+            for function, work in zip(functions, self._works, strict=True):
+                e.call(function, e.value(0, INT64), e.value(len(work) - 1, INT64), table)
         self.work = sum(loop.work * loop.points for loop in loops)
         vectorize = self.work > MUCH * sum(len(loop.expressions) for loop in loops)
-        self._engine, addresses = compiled_module(
-            module, [*(each.name for each in functions), run.name], vectorize=vectorize
-        )
+        self._engine, addresses = module.compiled([*functions, run], vectorize=vectorize)
         each = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)
         self._parts = [each(address) for address in addresses[:-1]]
         self.run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(addresses[-1])
@@ -85,172 +77,110 @@ class MachineCode:
         self.memories += [each for each in memories if each not in self.memories and not _is_of_tile(each)]
         return memories
 
-    def _part(
-        self, module: ir.Module, name: str, calls: Sequence[tuple[FusedLoop, ir.Function, list[Any]]]
-    ) -> ir.Function:
+    def _part(self, module: MachineModule, name: str, calls: Sequence[tuple[FusedLoop, Any, list[Any]]]) -> Any:
         """A function that runs some rows of one loop, or some tiles of all loops that have tiles."""
-        kind = ir.FunctionType(ir.VoidType(), [_INDEX, _INDEX, ir.PointerType(_BYTE.as_pointer())])
-        function = ir.Function(module, kind, name)
-        builder = ir.IRBuilder(function.append_basic_block())
-        first, last, table = function.args
-        known = dict[Any, ir.Value]()
+        with module.function(name, [INT64, INT64, TABLE]) as (function, e, (first, last, table)):
+            known, addresses = dict[Any, Value](), Memory(e, table.register)
 
-        def address(memory: Any) -> ir.Value:
-            if _is_of_tile(memory):
-                memory = replace(memory, writes=False)
-            if memory not in known:
+            def address(memory: Any) -> Value:
                 if _is_of_tile(memory):
-                    known[memory] = builder.alloca(_BYTE, _INDEX(self._scratch[memory] * memory.dtype.itemsize))
-                    known[memory].align = 64
-                else:
-                    known[memory] = builder.load(builder.gep(table, [_INDEX(self.memories.index(memory))]))
-            return known[memory]
+                    memory = replace(memory, writes=False)
+                if memory not in known:
+                    known[memory] = (
+                        e.allocated(self._scratch[memory] * memory.dtype.itemsize, _ALIGNMENT)
+                        if _is_of_tile(memory)
+                        else addresses[self.memories.index(memory)]
+                    )
+                return known[memory]
 
-        answer = builder.bitcast(builder.gep(table, [_INDEX(len(self.memories))]), _INDEX.as_pointer())
-        pointers = [
-            [
-                *(builder.bitcast(address(each), kind) for each, kind in zip(memories, _kinds(body), strict=True)),
-                answer,
-            ]
-            for _, body, memories in calls
-        ]
-        tiles = calls[0][0].tiles
-        if tiles is None:
-            builder.call(calls[0][1], [first, last, *pointers[0]])
-        else:
-            bounds = builder.bitcast(address(BOUNDS), _INDEX.as_pointer())
-
-            def run(tile: ir.Value, value: ir.Value) -> ir.Value:
-                for number, (_, body, _) in enumerate(calls):
-                    at = builder.add(tile, _INDEX(number * len(tiles)))
-                    ends = [builder.load(builder.gep(bounds, [builder.add(at, _INDEX(k))])) for k in (0, 1)]
-                    builder.call(body, [*ends, *pointers[number]])
-                return value
-
-            _loop(builder, first, last, _INDEX(0), run)
-        builder.ret_void()
+            answer = addresses.pointer(len(self.memories))
+            pointers = [[*map(address, memories), answer] for _, _, memories in calls]
+            tiles = calls[0][0].tiles
+            if tiles is None:
+                e.call(calls[0][1], first, last, *pointers[0])
+            else:
+                bounds = Memory(e, address(BOUNDS).bits_as(INT64.as_pointer()).register)
+                with e.each(first, last) as tile:
+                    for number, (_, body, _) in enumerate(calls):
+                        at = tile + number * len(tiles)
+                        e.call(body, bounds[at], bounds[at + 1], *pointers[number])
         return function
 
-    def _body(self, module: ir.Module, name: str, loop: FusedLoop, memories: Sequence[Any]) -> ir.Function:
+    def _body(self, module: MachineModule, name: str, loop: FusedLoop, memories: Sequence[Any]) -> Any:
         """The function of a loop: its runs, or points, from a first one to before a last one."""
         types = {place.memory: _in_memory(place.dtype) for _, place in loop.stores}
         types |= {each.memory: _in_memory(each.dtype) for each in loop.expressions if isinstance(each, Place)}
-        kinds = [types.get(memory, _INDEX).as_pointer() for memory in memories]
-        kind = ir.FunctionType(ir.VoidType(), [_INDEX, _INDEX, *kinds, _INDEX.as_pointer()])
-        function = ir.Function(module, kind, name)
-        function.linkage = "internal"
-        function.attributes.add("noinline")
-        for argument in function.args[2:]:
-            argument.add_attribute("noalias")
-        first, last, *pointers, answer = function.args
-        named = dict(zip(memories, pointers, strict=True))
-        table = None if _is_static(loop) else pointers[-1]
-        builder = ir.IRBuilder(function.append_basic_block())
-        checks = any(place.memory == OUT for _, place in loop.stores)
-        zero = constant(0.0, FLOATS[self._dtype])
-        single, width = loop.strides is None, loop.runs.shape[1]
+        kinds = [types.get(memory, INT64).as_pointer() for memory in memories]
+        arguments = [INT64, INT64, *kinds, INT64.as_pointer()]
+        with module.function(name, arguments, internal=True) as (function, e, (first, last, *pointers, answer)):
+            named = {memory: Memory(e, each.register) for memory, each in zip(memories, pointers, strict=True)}
+            table = named[memories[-1]]
+            doubt = Variable(e.value(0.0, FLOATS[self._dtype]))
+            single, strides, width = loop.strides is None, loop.strides or [], loop.runs.shape[1]
 
-        def point(outer: ir.Value, inner: ir.Value | None, starts: Sequence[ir.Value], doubt: ir.Value) -> ir.Value:
-            step = outer if inner is None else inner
-            bases = dict[int, ir.Value]()
+            def point(number: Value, starts: Sequence[Any], step: Value | None = None) -> None:
+                """Compute a point: of its own places, or so many steps from those of a run."""
+                places = dict[int, Any]()
 
-            def base(sequence: int) -> ir.Value:
-                if single and table is not None:
-                    at = builder.add(outer, _INDEX(sequence * len(loop.runs)))
-                    return builder.load(builder.gep(table, [at], inbounds=True))
-                stride = 0 if single else loop.strides[sequence]  # type: ignore[index]
-                if not stride:
-                    return starts[sequence]
-                return builder.add(starts[sequence], step if stride == 1 else builder.mul(step, _INDEX(stride)))
+                def at(place: Place) -> tuple[Memory, Any]:
+                    n = place.sequence
+                    if n not in places:
+                        if step is None:
+                            places[n] = table[number + n * len(loop.runs)]
+                        else:
+                            places[n] = starts[n] + step * strides[n] if strides[n] else starts[n]
+                    return named[place.memory], places[n] + place.distance
 
-            def pointer(place: Place) -> ir.Value:
-                if place.sequence not in bases:
-                    bases[place.sequence] = base(place.sequence)
-                at = bases[place.sequence]
-                if place.distance:
-                    at = builder.add(at, _INDEX(place.distance))
-                return builder.gep(named[place.memory], [at], inbounds=True)
+                values = list[Any]()
+                for each in loop.expressions:
+                    value: Any = each
+                    if isinstance(each, Place):
+                        memory, where = at(each)
+                        value = memory[where]
+                        value = value.to(TRUTH) if each.dtype == torch.bool else value
+                    elif isinstance(each, tuple):
+                        operation, operands = each
+                        pairs = zip(operands, operation.reads, strict=True)
+                        read = [_converted(e, values[n], dtype) for n, dtype in pairs]
+                        value = operation.emit(Emitter(e.builder, operation.type), read)
+                    values.append(value)
+                for n, place in loop.stores:
+                    value = _converted(e, values[n], place.dtype)
+                    if place.memory == OUT and isinstance(value, Value):
+                        doubt.value = e.doubt(doubt.value, value)
+                    memory, where = at(place)
+                    memory[where] = e.value(value, _in_memory(place.dtype)).to(memory.element)
 
-            values = list[Any]()
-            for each in loop.expressions:
-                if isinstance(each, Place):
-                    value = builder.load(pointer(each))
-                    values.append(builder.trunc(value, TRUTH) if each.dtype == torch.bool else value)
-                elif isinstance(each, tuple):
-                    operation, operands = each
-                    pairs = zip(operands, operation.reads, strict=True)
-                    read = [converted(builder, values[n], dtype) for n, dtype in pairs]
-                    values.append(operation.emit(Emitter(builder, operation.type), read))
-                else:
-                    values.append(each)
-            for number, place in loop.stores:
-                value = values[number]
-                if isinstance(value, ir.Value):
-                    value = converted(builder, value, place.dtype)
-                    if place.memory == OUT:
-                        doubt = builder.fadd(doubt, builder.fmul(value, zero, flags=_FAST), flags=_FAST)
-                else:
-                    value = constant(value, TRUTH if place.dtype == torch.bool else FLOATS[place.dtype])
-                if place.dtype == torch.bool:
-                    value = builder.zext(value, _BYTE)
-                builder.store(value, pointer(place))
-            return doubt
-
-        if _is_static(loop):
-            starts = [_INDEX(start) for start in loop.runs[0, 1:].tolist()]
-            doubt = _loop(builder, first, last, zero, lambda k, doubt: point(k, None, starts, doubt))
-        elif single:
-            doubt = _loop(builder, first, last, zero, lambda k, doubt: point(k, None, (), doubt))
-        else:
-
-            def run(number: ir.Value, doubt: ir.Value) -> ir.Value:
-                row = builder.mul(number, _INDEX(width))
-                count, *starts = (
-                    builder.load(builder.gep(table, [builder.add(row, _INDEX(n))], inbounds=True)) for n in range(width)
-                )
-                return _loop(builder, _INDEX(0), count, doubt, lambda k, doubt: point(number, k, starts, doubt))
-
-            doubt = _loop(builder, first, last, zero, run)
-        if checks:
-            with builder.if_then(builder.fcmp_unordered("uno", doubt, zero), likely=False):
-                builder.store(_INDEX(1), answer)
-        builder.ret_void()
+            if single:
+                with e.each(first, last) as number:
+                    point(number, ())
+            elif _is_static(loop):
+                with e.each(first, last) as step:
+                    point(step, loop.runs[0, 1:].tolist(), step)
+            else:
+                with e.each(first, last) as number:
+                    count, *starts = (table[number * width + n] for n in range(width))
+                    with e.each(0, count) as step:
+                        point(number, starts, step)
+            if any(place.memory == OUT for _, place in loop.stores):
+                with e.when(doubt.value.differs(doubt.value), likely=False):
+                    Memory(e, answer.register)[0] = e.value(1, INT64)
         return function
 
 
-def _loop(builder: ir.IRBuilder, first: ir.Value, last: ir.Value, start: ir.Value, body: Any) -> ir.Value:
-    """A loop that passes a value on, ``body(number, value) -> value``."""
-    before = builder.block
-    begin, end = builder.append_basic_block(), builder.append_basic_block()
-    builder.cbranch(builder.icmp_signed("<", first, last), begin, end)
-    builder.position_at_end(begin)
-    number, value = builder.phi(_INDEX), builder.phi(start.type)
-    number.add_incoming(first, before)
-    value.add_incoming(start, before)
-    result = body(number, value)
-    following = builder.add(number, _INDEX(1), flags=("nsw",))
-    number.add_incoming(following, builder.block)
-    value.add_incoming(result, builder.block)
-    after = builder.block
-    builder.cbranch(builder.icmp_signed("<", following, last), begin, end)
-    builder.position_at_end(end)
-    final = builder.phi(start.type)
-    final.add_incoming(start, before)
-    final.add_incoming(result, after)
-    return final
-
-
-def _kinds(body: ir.Function) -> list[ir.Type]:
-    """The types of the memories that a body takes."""
-    return [argument.type for argument in body.args[2:-1]]
+def _converted(e: Emitter, value: Any, dtype: torch.dtype) -> Any:
+    """A value in registers in another dtype; a number as it is."""
+    if isinstance(value, Value):
+        return value.to(TRUTH if dtype == torch.bool else FLOATS[dtype])
+    return e.value(value, TRUTH) if dtype == torch.bool else value
 
 
 def _is_of_tile(memory: Any) -> bool:
     return isinstance(memory, Scratch) and memory.of_tile
 
 
-def _in_memory(dtype: torch.dtype) -> ir.Type:
-    return _BYTE if dtype == torch.bool else FLOATS[dtype]
+def _in_memory(dtype: torch.dtype) -> Any:
+    return BYTE if dtype == torch.bool else FLOATS[dtype]
 
 
 def _is_static(loop: FusedLoop) -> bool:

@@ -2,74 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from .operations import ElementOperation, is_number
+from .operand import RELATIONS, Operand, is_number
+from .operations import ElementOperation
 
 #: Functions of CUDA's, or of `recurrence/kernels/runs.cuh` where those have fewer instructions.
 _FUNCTIONS = {"sigmoid": "sigmoid", "tanh": "squash"}
+_PREFIXES = {"neg": "-", "not": "!"}
+_INFIXES = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&&", "or": "||", "xor": "!="}
+_INFIXES |= {relation: relation for relation in RELATIONS}
+
+
+@dataclass(frozen=True, eq=False)
+class _Text(Operand):
+    """A C++ expression."""
+
+    emitter: Printer
+    text: str
 
 
 class Printer:
     """An emitter of operations whose values are C++ expressions in a type ``T``."""
 
-    def __init__(self) -> None:
-        #: Connectives of truth values are those of its own, as LLVM's are of a builder.
-        self.builder = self
-
     def expression(self, operation: ElementOperation, operands: list[str]) -> str:
         """What an operation computes of operands, each the name of a variable."""
         if operation.name in _FUNCTIONS:
             return f"{_FUNCTIONS[operation.name]}({operands[0]})"
-        return self.value(operation.emit(self, operands))
+        result: _Text = operation.emit(self, [_Text(self, each) for each in operands])
+        return result.text
 
-    def value(self, x: Any) -> str:
-        return constant(x) if is_number(x) else str(x)
+    def value(self, x: Any) -> _Text:
+        return _Text(self, constant(x)) if is_number(x) else x
 
-    def add(self, x: Any, y: Any) -> str:
-        return self._joined("+", x, y)
+    def apply(self, name: str, *operands: Any) -> _Text:
+        texts = [self.value(each).text for each in operands]
+        if name in _PREFIXES:
+            return _Text(self, f"({_PREFIXES[name]}{texts[0]})")
+        if name in _INFIXES:
+            return _Text(self, f"({texts[0]} {_INFIXES[name]} {texts[1]})")
+        return _Text(self, f"{_FUNCTIONS.get(name, name)}({', '.join(texts)})")
 
-    def sub(self, x: Any, y: Any) -> str:
-        return self._joined("-", x, y)
-
-    def mul(self, x: Any, y: Any) -> str:
-        return self._joined("*", x, y)
-
-    def div(self, x: Any, y: Any) -> str:
-        return self._joined("/", x, y)
-
-    def neg(self, x: Any) -> str:
-        return f"(-{self.value(x)})"
-
-    def compare(self, relation: str, x: Any, y: Any) -> str:
-        return self._joined(relation, x, y)
-
-    def is_nan(self, x: Any) -> str:
-        return self._joined("!=", x, x)
-
-    def select(self, condition: str, x: Any, y: Any) -> str:
-        return f"({condition} ? {self.value(x)} : {self.value(y)})"
-
-    def call(self, name: str, *operands: Any) -> str:
-        return f"{_FUNCTIONS.get(name, name)}({', '.join(map(self.value, operands))})"
-
-    def from_truth(self, condition: str) -> str:
-        return self.select(condition, 1.0, 0.0)
-
-    def and_(self, x: Any, y: Any) -> str:
-        return self._joined("&&", x, y)
-
-    def or_(self, x: Any, y: Any) -> str:
-        return self._joined("||", x, y)
-
-    def xor(self, x: Any, y: Any) -> str:
-        return self._joined("!=", x, y)
-
-    def not_(self, x: Any) -> str:
-        return f"(!{self.value(x)})"
-
-    def _joined(self, symbol: str, x: Any, y: Any) -> str:
-        return f"({self.value(x)} {symbol} {self.value(y)})"
+    def select(self, condition: Any, x: Any, y: Any) -> _Text:
+        condition, x, y = (self.value(each).text for each in (condition, x, y))
+        return _Text(self, f"({condition} ? {x} : {y})")
 
 
 def constant(value: float | bool) -> str:

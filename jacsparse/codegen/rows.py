@@ -10,14 +10,17 @@ from numba.core import types
 from .emitter import TRUTH, Emitter, Memory, Value, Variable, emitted
 
 #: Lanes of vectors, and of those where several are under way at once.
-_WIDTHS, WIDE = (8, 4, 1), (64, 32, 16, 8, 4, 1)
+_WIDTHS, WIDE = (8, 4, 2, 1), (64, 32, 16, 8, 4, 2, 1)
 
 
-@emitted()
-def copy_elements(e: Emitter, c: Memory, at_c: Value, b: Memory, at_b: Value, count: Value) -> None:
+def copy_row(e: Emitter, c: Memory, at_c: Value, b: Memory, at_b: Value, count: Value) -> None:
     """``c[at_c + q] = b[at_b + q]`` for each ``q`` of `count` floats, which may be converted."""
     for q, lanes in e.blocks(count, _WIDTHS):
         c[at_c + q] = b[at_b + q, lanes].to(c.element)
+
+
+#: As `copy_row`, for kernels.
+copy_elements = emitted()(copy_row)
 
 
 @emitted()

@@ -137,7 +137,7 @@ def scaled_sweep(first, last, sample, begin, count, direction, batch, w, d, shar
                 state[i] = 0
             if len(added):
                 copy_elements(state, 0, added, row, size)
-            multiply_rows(state, 0, width, weights, 0, width, scale, 0, width, size, width, 1)
+            multiply_rows(state, weights, 0, width, scale, size, width, 1)
             if len(shown):
                 copy_elements(shown, row, state, 0, size)
         copy_elements(ends, run * size, state, 0, size)
@@ -163,7 +163,7 @@ def scaled_adjoint(first, last, sample, begin, count, direction, batch, w, d, sh
                 state[i] = 0
             if len(shown):
                 copy_elements(shown, row, adjoint, 0, size)
-            multiply_rows(state, 0, width, weights, 0, width, adjoint, 0, width, size, width, 1)
+            multiply_rows(state, weights, 0, width, adjoint, size, width, 1)
             copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
             for i in range(width):
                 state[i] = scale[i] * state[i]

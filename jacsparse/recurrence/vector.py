@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ..codegen import INT32, INT64, SINGLE, Emitter, Value, Variable, emitted
+from ..codegen import INT32, INT64, SINGLE, Emitter, Value, Variable, copy_row, emitted
 
 #: Rows are padded to a multiple of as many elements.
 LANES = 8
@@ -29,23 +29,40 @@ def padded(size: int) -> int:
 
 
 @emitted()
-def multiply_rows(e, out, at_out, out_step, w, at_w, w_step, x, at_x, x_step, depth, width, rows):
-    """Add to `rows` rows of `out` the products of as many rows of `x` with one matrix, whose weights are converted.
+def split_row(e, vectors, at, source, at_source, size):
+    """``vectors[n][at + i] = source[at_source + n * size + i]`` for each vector ``n``, and `size` elements ``i``."""
+    for n, vector in enumerate(vectors):
+        copy_row(e, vector, at, source, at_source + size * n, size)
 
-    ``out[at_out + r*out_step + j] += Σ_k w[at_w + k*w_step + j] * x[at_x + r*x_step + k]`` for `width` columns ``j``, a
-    multiple of `LANES`, and `depth` terms ``k``. Sums run in the order of ``k``, however many rows there are.
+
+@emitted()
+def join_row(e, out, at_out, vectors, at, size):
+    """``out[at_out + n * size + i] = vectors[n][at + i]`` for each vector ``n``, and `size` elements ``i``."""
+    for n, vector in enumerate(vectors):
+        copy_row(e, out, at_out + size * n, vector, at, size)
+
+
+@emitted()
+def multiply_rows(e, outs, w, w_shift, w_step, xs, depth, width, rows):
+    """Add to rows of `outs` the products of rows of `xs` with one matrix each, whose weights are converted.
+
+    ``outs[n][r*width + j] += Σ_k w[n*w_shift + k*w_step + j] * xs[n][r*width + k]`` for `rows` rows ``r``, `width`
+    columns ``j``, a multiple of `LANES`, and `depth` terms ``k``. Sums run in the order of ``k``, however many rows
+    there are. Either of `outs` and `xs` may be one array, which all products have in common.
     """
-    for row, count in e.blocks(rows, (ROWS, 4, 1)):
-        to = [at_out + (row + number) * out_step for number in range(count)]
-        source = [at_x + (row + number) * x_step for number in range(count)]
-        for column, lanes in e.blocks(width, (16, LANES) if x.element == SINGLE else (LANES,)):
-            sums = [Variable(out[at + column, lanes]) for at in to]
-            with e.each(0, depth) as k:
-                weights = w[at_w + k * w_step + column, lanes].to(x.element)
-                for at, total in zip(source, sums, strict=True):
-                    total.value = e.multiply_add(weights, x[at + k].spread(lanes), total.value)
-            for at, total in zip(to, sums, strict=True):
-                out[at + column] = total.value
+    count = max(len(each) if isinstance(each, tuple) else 1 for each in (outs, xs))
+    for n in range(count):
+        out, x = (each[n] if isinstance(each, tuple) else each for each in (outs, xs))
+        for row, together in e.blocks(rows, (ROWS, 4, 1)):
+            starts = [(row + number) * width for number in range(together)]
+            for column, lanes in e.blocks(width, (16, LANES) if x.element == SINGLE else (LANES,)):
+                sums = [Variable(out[start + column, lanes]) for start in starts]
+                with e.each(0, depth) as k:
+                    weights = w[w_shift * n + k * w_step + column, lanes].to(x.element)
+                    for start, total in zip(starts, sums, strict=True):
+                        total.value = e.multiply_add(weights, x[start + k].spread(lanes), total.value)
+                for start, total in zip(starts, sums, strict=True):
+                    out[start + column] = total.value
 
 
 def _exponential(e: Emitter, y: Value) -> tuple[Value, Value]:

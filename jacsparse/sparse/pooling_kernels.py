@@ -36,8 +36,8 @@ def _positions(write: TileWriter, x: Value, steps: Any, counts: Any, numbers: An
             for row, column in itertools.product(*map(range, size)):
                 yield x + steps[0] * row + steps[1] * column, write.numbered(row * size[1] + column)
         else:
-            with write.each(0, counts[0]) as row, write.each(0, counts[1]) as column:
-                yield x + steps[0] * row + steps[1] * column, write.numbered(first + number_step * row + column)
+            with write.each(0, counts[0]) as i, write.each(0, counts[1]) as j:
+                yield x + steps[0] * i + steps[1] * j, write.numbered(first + number_step * i + j)
 
 
 @on_tile(_ARGUMENTS)
@@ -113,17 +113,8 @@ def on_channels(first, last, set_row, x, y, marks, sums, blocks, channels, rows,
         for block in range(blocks):
             for row in range(rows):
                 at = ((block * channels + channel) * rows + row) * columns
-                call(
-                    set_row,
-                    (
-                        x + at * window[0] * window[1] * width,
-                        columns * window[1] * width,
-                        y + at * width,
-                        marks + at * marks_width,
-                        columns,
-                        sums_begin + channel * sums.itemsize,
-                    ),
-                )
+                planes = (x + at * window[0] * window[1] * width, columns * window[1] * width, y + at * width)
+                call(set_row, (*planes, marks + at * marks_width, columns, sums_begin + channel * sums.itemsize))
 
 
 @kernel
@@ -149,20 +140,8 @@ def on_windows(first, last, function, x, y, winners, sizes, window, lanes, items
                     count = min((columns - span - left) // window[3] + 1, out_columns - out_column)
                 at = (plane * out_rows + out_row) * out_columns + out_column
                 source = (plane * rows + top + begin_i * window[6]) * columns + left + begin_j * window[7]
-                call(
-                    function,
-                    (
-                        x + source * width,
-                        window[6] * columns * width,
-                        window[7] * width,
-                        end_i - begin_i,
-                        end_j - begin_j,
-                        begin_i * window[1] + begin_j,
-                        window[1],
-                        y + at * width,
-                        winners + at * lanes,
-                        count,
-                        window[3] * width,
-                    ),
-                )
+                steps = (window[6] * columns * width, window[7] * width)
+                positions = (end_i - begin_i, end_j - begin_j, begin_i * window[1] + begin_j, window[1])
+                outputs = (y + at * width, winners + at * lanes, count, window[3] * width)
+                call(function, (x + source * width, *steps, *positions, *outputs))
                 out_column += count

@@ -146,26 +146,9 @@ def correlate(
     for item in range(first // channels, (last - 1) // channels + 1):
         number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(max(first - item * channels, 0), min(last - item * channels, channels)):
-            call(
-                correlate_tile,
-                (
-                    x_tile,
-                    x_row,
-                    y_tile + channel * y_channel,
-                    y_row,
-                    y_column,
-                    y,
-                    winners,
-                    distance,
-                    values,
-                    offsets,
-                    starts + 4 * channel * taps,
-                    table[number, 2],
-                    table[number, 3],
-                    bias + itemsize * channel,
-                    floor,
-                ),
-            )
+            planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, y)
+            weights = (values, offsets, starts + 4 * channel * taps, table[number, 2], table[number, 3])
+            call(correlate_tile, (*planes, winners, distance, *weights, bias + itemsize * channel, floor))
 
 
 @kernel
@@ -183,25 +166,10 @@ def multiply(
     for item in range(blocks * len(table)):
         number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(first, last):
-            call(
-                add_products,
-                (
-                    x_tile,
-                    x_row,
-                    y_tile + channel * y_channel,
-                    y_row,
-                    y_column,
-                    y,
-                    winners,
-                    offsets,
-                    starts_begin + 4 * channel * taps,
-                    table[number, 2],
-                    table[number, 3],
-                    table[number, 4],
-                    sums_begin,
-                    bias_begin + channel * sums.itemsize,
-                ),
-            )
+            planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, y)
+            weights = (offsets, starts_begin + 4 * channel * taps, table[number, 2], table[number, 3])
+            gradients = (table[number, 4], sums_begin, bias_begin + channel * sums.itemsize)
+            call(add_products, (*planes, winners, *weights, *gradients))
 
 
 @kernel
@@ -215,22 +183,6 @@ def differentiate(
     for item in range(blocks * len(table)):
         number, x_tile, y_tile = _tile_of(item, table, position, x, x_block, y, y_block)
         for channel in range(first, last):
-            call(
-                correlate_and_multiply,
-                (
-                    x_tile,
-                    x_row,
-                    y_tile + channel * y_channel,
-                    y_row,
-                    y_column,
-                    distance,
-                    values,
-                    order,
-                    offsets,
-                    starts_begin + 4 * channel * taps,
-                    table[number, 2],
-                    table[number, 3],
-                    table[number, 4],
-                    sums_begin,
-                ),
-            )
+            planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, distance)
+            weights = (values, order, offsets, starts_begin + 4 * channel * taps, table[number, 2], table[number, 3])
+            call(correlate_and_multiply, (*planes, *weights, table[number, 4], sums_begin))

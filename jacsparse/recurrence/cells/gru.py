@@ -9,7 +9,7 @@ import torch
 
 from ...codegen import any_nonzero, copy_elements
 from ...runtime import flushing, kernel
-from ..vector import multiply_rows, sigmoid, tanh
+from ..vector import join_row, multiply_rows, sigmoid, split_row, tanh
 from .cell import Terms, Weights
 from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
@@ -37,13 +37,9 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
                 active -= 1
             for r in range(active):
                 at = 3 * size * row_of(sample, begin, direction, offset, run + r, step)
-                copy_elements(reset, r * width, input_projection, at, size)
-                copy_elements(update, r * width, input_projection, at + size, size)
-                copy_elements(candidate, r * width, input_projection, at + 2 * size, size)
+                split_row((reset, update, candidate), r * width, input_projection, at, size)
                 copy_elements(inner, r * width, bias, 0, size)
-            multiply_rows(reset, 0, width, weights, 0, 3 * width, state, 0, width, size, width, active)
-            multiply_rows(update, 0, width, weights, width, 3 * width, state, 0, width, size, width, active)
-            multiply_rows(inner, 0, width, weights, 2 * width, 3 * width, state, 0, width, size, width, active)
+            multiply_rows((reset, update, inner), weights, width, 3 * width, state, size, width, active)
             for i in range(active * width):
                 reset[i] = sigmoid(reset[i])
             for i in range(active * width):
@@ -56,10 +52,7 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
                 row = row_of(sample, begin, direction, offset, run + r, step)
                 copy_elements(shown, row * size, state, r * width, size)
                 if len(saved):
-                    copy_elements(saved, 4 * row * size, reset, r * width, size)
-                    copy_elements(saved, (4 * row + 1) * size, update, r * width, size)
-                    copy_elements(saved, (4 * row + 2) * size, candidate, r * width, size)
-                    copy_elements(saved, (4 * row + 3) * size, inner, r * width, size)
+                    join_row(saved, 4 * row * size, (reset, update, candidate, inner), r * width, size)
         for r in range(rows):
             copy_elements(ends, (run + r) * size, state, r * width, size)
 
@@ -79,6 +72,7 @@ def _backward(
     v, g, before = scratch(width, grad_end), scratch(width, grad_end), scratch(width, grad_end)
     reset, update = scratch(width, grad_end), scratch(width, grad_end)
     candidate, inner = scratch(width, grad_end), scratch(width, grad_end)
+    entering = reset, update, candidate, inner
     for block in range(first, last):
         run = block * block_size
         rows = min(block_size, len(sample) - run)
@@ -98,10 +92,7 @@ def _backward(
             for r in range(active):
                 who, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
                 row = offset[time] + who
-                copy_elements(reset, r * width, saved, 4 * row * size, size)
-                copy_elements(update, r * width, saved, (4 * row + 1) * size, size)
-                copy_elements(candidate, r * width, saved, (4 * row + 2) * size, size)
-                copy_elements(inner, r * width, saved, (4 * row + 3) * size, size)
+                split_row(entering, r * width, saved, 4 * row * size, size)
                 if time == first_times[who]:
                     copy_elements(before, r * width, first_states, who * size, size)
                 else:
@@ -120,13 +111,8 @@ def _backward(
             if len(written):
                 for r in range(active):
                     row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                    copy_elements(written, 4 * row * size, reset, r * width, size)
-                    copy_elements(written, (4 * row + 1) * size, update, r * width, size)
-                    copy_elements(written, (4 * row + 2) * size, candidate, r * width, size)
-                    copy_elements(written, (4 * row + 3) * size, inner, r * width, size)
-            multiply_rows(v, 0, width, weights, 0, width, reset, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, part, width, update, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, 2 * part, width, inner, 0, width, size, width, active)
+                    join_row(written, 4 * row * size, entering, r * width, size)
+            multiply_rows(v, weights, part, width, (reset, update, inner), size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width)
         record_live_steps(live_steps, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)

@@ -8,7 +8,7 @@ import torch
 
 from ...codegen import any_nonzero, copy_elements
 from ...runtime import flushing, kernel
-from ..vector import multiply_rows, sigmoid, tanh
+from ..vector import join_row, multiply_rows, sigmoid, split_row, tanh
 from .cell import Terms
 from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
@@ -26,26 +26,20 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
     state, cell = scratch(width, x), scratch(width, x)
     input_gate, forget_gate = scratch(width, x), scratch(width, x)
     candidate, output_gate = scratch(width, x), scratch(width, x)
+    entering = input_gate, forget_gate, candidate, output_gate
     for block in range(first, last):
         run = block * block_size
         rows = min(block_size, len(sample) - run)
         for r in range(rows):
-            copy_elements(state, r * width, starts, 2 * (run + r) * size, size)
-            copy_elements(cell, r * width, starts, (2 * (run + r) + 1) * size, size)
+            split_row((state, cell), r * width, starts, 2 * (run + r) * size, size)
         active = rows
         for step in range(count[run]):
             while count[run + active - 1] <= step:
                 active -= 1
             for r in range(active):
                 at = 4 * size * row_of(sample, begin, direction, offset, run + r, step)
-                copy_elements(input_gate, r * width, input_projection, at, size)
-                copy_elements(forget_gate, r * width, input_projection, at + size, size)
-                copy_elements(candidate, r * width, input_projection, at + 2 * size, size)
-                copy_elements(output_gate, r * width, input_projection, at + 3 * size, size)
-            multiply_rows(input_gate, 0, width, weights, 0, 4 * width, state, 0, width, size, width, active)
-            multiply_rows(forget_gate, 0, width, weights, width, 4 * width, state, 0, width, size, width, active)
-            multiply_rows(candidate, 0, width, weights, 2 * width, 4 * width, state, 0, width, size, width, active)
-            multiply_rows(output_gate, 0, width, weights, 3 * width, 4 * width, state, 0, width, size, width, active)
+                split_row(entering, r * width, input_projection, at, size)
+            multiply_rows(entering, weights, width, 4 * width, state, size, width, active)
             for i in range(active * width):
                 input_gate[i] = sigmoid(input_gate[i])
             for i in range(active * width):
@@ -62,14 +56,9 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
                 row = row_of(sample, begin, direction, offset, run + r, step)
                 copy_elements(shown, row * size, state, r * width, size)
                 if len(saved):
-                    copy_elements(saved, 5 * row * size, input_gate, r * width, size)
-                    copy_elements(saved, (5 * row + 1) * size, forget_gate, r * width, size)
-                    copy_elements(saved, (5 * row + 2) * size, candidate, r * width, size)
-                    copy_elements(saved, (5 * row + 3) * size, output_gate, r * width, size)
-                    copy_elements(saved, (5 * row + 4) * size, cell, r * width, size)
+                    join_row(saved, 5 * row * size, (*entering, cell), r * width, size)
         for r in range(rows):
-            copy_elements(ends, 2 * (run + r) * size, state, r * width, size)
-            copy_elements(ends, (2 * (run + r) + 1) * size, cell, r * width, size)
+            join_row(ends, 2 * (run + r) * size, (state, cell), r * width, size)
 
 
 @flushing
@@ -88,12 +77,12 @@ def _backward(
     g, before = scratch(width, grad_end), scratch(width, grad_end)
     input_gate, forget_gate, candidate = scratch(width, grad_end), scratch(width, grad_end), scratch(width, grad_end)
     output_gate, cell = scratch(width, grad_end), scratch(width, grad_end)
+    entering = input_gate, forget_gate, candidate, output_gate
     for block in range(first, last):
         run = block * block_size
         rows = min(block_size, len(sample) - run)
         for r in range(rows):
-            copy_elements(v, r * width, ends, 2 * (run + r) * size, size)
-            copy_elements(cell_v, r * width, ends, (2 * (run + r) + 1) * size, size)
+            split_row((v, cell_v), r * width, ends, 2 * (run + r) * size, size)
         active, alive, reached = rows, True, 0
         for back in range(count[run]):
             while count[run + active - 1] <= back:
@@ -108,11 +97,7 @@ def _backward(
             for r in range(active):
                 who, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - back) * direction
                 row = offset[time] + who
-                copy_elements(input_gate, r * width, saved, 5 * row * size, size)
-                copy_elements(forget_gate, r * width, saved, (5 * row + 1) * size, size)
-                copy_elements(candidate, r * width, saved, (5 * row + 2) * size, size)
-                copy_elements(output_gate, r * width, saved, (5 * row + 3) * size, size)
-                copy_elements(cell, r * width, saved, (5 * row + 4) * size, size)
+                split_row((*entering, cell), r * width, saved, 5 * row * size, size)
                 if time == first_times[who]:
                     copy_elements(before, r * width, first_states, (2 * who + 1) * size, size)
                 else:
@@ -134,20 +119,13 @@ def _backward(
             if len(written):
                 for r in range(active):
                     row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
-                    copy_elements(written, 4 * row * size, input_gate, r * width, size)
-                    copy_elements(written, (4 * row + 1) * size, forget_gate, r * width, size)
-                    copy_elements(written, (4 * row + 2) * size, candidate, r * width, size)
-                    copy_elements(written, (4 * row + 3) * size, output_gate, r * width, size)
-            multiply_rows(v, 0, width, weights, 0, width, input_gate, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, part, width, forget_gate, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, 2 * part, width, candidate, 0, width, size, width, active)
-            multiply_rows(v, 0, width, weights, 3 * part, width, output_gate, 0, width, size, width, active)
+                    join_row(written, 4 * row * size, entering, r * width, size)
+            multiply_rows(v, weights, part, width, entering, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width) or any_nonzero(cell_v, 0, active * width)
         record_live_steps(live_steps, written, 4 * size, rows, sample, begin, count, direction, offset, run, reached)
         for r in range(rows):
-            copy_elements(starts, 2 * (run + r) * size, v, r * width, size)
-            copy_elements(starts, (2 * (run + r) + 1) * size, cell_v, r * width, size)
+            join_row(starts, 2 * (run + r) * size, (v, cell_v), r * width, size)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
             for r in range(active):
                 row = row_of(sample, begin, direction, offset, run + r, step)
                 copy_elements(total, r * width, input_projection, row * size, size)
-            multiply_rows(total, 0, width, weights, 0, width, state, 0, width, size, width, active)
+            multiply_rows(total, weights, 0, width, state, size, width, active)
             if relu:
                 for i in range(active * width):
                     state[i] = zero if total[i] < zero else total[i]
@@ -98,7 +98,7 @@ def _backward(
                     copy_elements(written, row * size, d, r * width, size)
             for i in range(active * width):
                 v[i] = zero
-            multiply_rows(v, 0, width, weights, 0, width, d, 0, width, size, width, active)
+            multiply_rows(v, weights, 0, width, d, size, width, active)
             if back % CHECKED == 0:
                 alive = any_nonzero(v, 0, active * width)
         record_live_steps(live_steps, written, size, rows, sample, begin, count, direction, offset, run, reached)
