@@ -127,6 +127,10 @@ class Arguments:
         """Whether there is one argument, a tensor with samples along its first axis."""
         return self.batched and len(self.leaves) == 1 and len(self.specs) == 1 and self.specs[0].is_leaf()
 
+    def with_leaves(self, leaves: list[Any]) -> Arguments:
+        """Arguments of the same form with other leaves."""
+        return Arguments(self.argnums, self.batched, leaves, self.specs, self.places, self.static, self.numbers)
+
     def apart(self) -> Arguments:
         """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one."""
         leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
@@ -134,7 +138,7 @@ class Arguments:
         leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
         for place in self.places:
             leaves[place] = leaves[place].contiguous()
-        return replace(self, leaves=leaves)
+        return self.with_leaves(leaves)
 
     def requiring_gradients(self) -> Arguments:
         """The same arguments whose other tensors of floats have gradients, and may be written to: none is a leaf."""
@@ -142,7 +146,7 @@ class Arguments:
         for place, leaf in enumerate(leaves):
             if place not in self.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
                 leaves[place] = requiring_gradient(leaf.detach()).clone()
-        return replace(self, leaves=leaves)
+        return self.with_leaves(leaves)
 
     def dense(self) -> Arguments:
         """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
@@ -150,7 +154,7 @@ class Arguments:
         if not any(overlapping):
             return self
         pairs = zip(self.leaves, overlapping, strict=True)
-        return replace(self, leaves=[leaf.contiguous() if each else leaf for leaf, each in pairs])
+        return self.with_leaves([leaf.contiguous() if each else leaf for leaf, each in pairs])
 
     def flat(self, *, connected: bool = False) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, on request with their graphs."""
@@ -180,7 +184,7 @@ class Arguments:
             is_empty = isinstance(leaf, torch.Tensor) and leaf.ndim > 0 and not len(leaf)
             if place in self.places or (others and is_empty):
                 leaves[place] = leaf.new_zeros((samples, *leaf.shape[1:]))
-        return replace(self, leaves=leaves)
+        return self.with_leaves(leaves)
 
     def with_flat(self, x: torch.Tensor) -> list[Any]:
         """The arguments with other elements, those of a flat tensor."""
@@ -272,7 +276,7 @@ class Arguments:
         if len(self.leaves) != len(other.leaves):
             return self
         pairs = zip(self.leaves, other.leaves, strict=True)
-        return replace(self, leaves=[_laid_out(leaf, like) for leaf, like in pairs])
+        return self.with_leaves([_laid_out(leaf, like) for leaf, like in pairs])
 
     @functools.cached_property
     def _constant_places(self) -> list[int]:
@@ -280,10 +284,9 @@ class Arguments:
         plain = (place for place, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor))
         return [place for place in plain if place not in self.numbers]
 
-    @property
-    def constants(self) -> tuple[Any, ...]:
-        """The constants by their values; one that has no hash is like none."""
-        return tuple([_constant(self.leaves[place]) for place in self._constant_places])
+    def constants_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
+        """The constants among leaves of this form, by their values; one that has no hash is like none."""
+        return tuple([_constant(leaves[place]) for place in self._constant_places])
 
     def with_tensors(self, prepared: Arguments | None = None) -> Arguments:
         """The same arguments with tensors without axes in the place of numbers: of the dtype that changes no result's.
@@ -303,7 +306,7 @@ class Arguments:
         leaves = list(self.leaves)
         for place in self.numbers:
             leaves[place] = leaves[place].as_subclass(_Number)
-        return replace(self, leaves=leaves)
+        return self.with_leaves(leaves)
 
     def __str__(self) -> str:
         return ", ".join(

@@ -132,13 +132,13 @@ class PreparedJacobian(Generic[Result]):
                 values = None if memory is None else self._first.values_of_memory(memory, leaves)
                 if values is not None:
                     return (values, None, None), self._first
-            arguments = replace(self._arguments, leaves=leaves)
+            arguments = self._arguments.with_leaves(leaves)
         program = self._program(arguments)
         return program(arguments, returns), program
 
     def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
         """The program for the constants among arguments of the prepared form."""
-        constants = arguments.constants
+        constants = self._arguments.constants_of(arguments.leaves)
         program = self._programs.get(constants)
         if program is not None:
             return program
