@@ -103,11 +103,11 @@ class Folding:
         sizes = [
             e.transposed_pattern.nnz for e in chain.edges if not isinstance(e.transposed_pattern.structure, Identity)
         ]
-        size = max(sizes, default=0) + rows + columns
-        # Products of a loop's steps have a few terms for each entry of the steps.
-        limit = max(FEW_TERMS, TERMS_PER_ENTRY * max(size, sum(sizes) // 2))
+        # Products of a loop's steps, or of a mesh's elements, have a few terms for each entry of the operators.
+        size = max(max(sizes, default=0) + rows + columns, sum(sizes) // 2)
+        limit = max(FEW_TERMS, TERMS_PER_ENTRY * size)
         if most is not None:
-            limit = min(most, max(FEW_TERMS, TERMS_OF_FACTORS * max(size, sum(sizes) // 4)))
+            limit = min(most, max(FEW_TERMS, TERMS_OF_FACTORS * size))
             if sum(sizes) > limit:
                 raise NotFoldableError("its local Jacobians have more elements of factors than pay")
         matrices = self.matrices()

@@ -18,14 +18,16 @@ TRIANGLES = torch.tensor([[0, 1, 3], [1, 4, 3], [1, 2, 4], [2, 5, 4], [3, 4, 6],
 GRADIENTS, AREAS = drawn(len(TRIANGLES), 2, 3, seed=7), drawn(len(TRIANGLES), 1, 1, seed=8).abs()
 
 
-def elasticity(u: torch.Tensor) -> torch.Tensor:
+def elasticity(
+    u: torch.Tensor, triangles: torch.Tensor = TRIANGLES, gradients: torch.Tensor = GRADIENTS
+) -> torch.Tensor:
     """The forces of a Saint Venant-Kirchhoff material on the nodes of a mesh of triangles."""
     one = torch.eye(2, dtype=u.dtype)
-    deformation = torch.einsum("eij,ejk->eki", GRADIENTS, u.view(-1, 2)[TRIANGLES]) + one
+    deformation = torch.einsum("eij,ejk->eki", gradients, u.view(-1, 2)[triangles]) + one
     strain = 0.5 * (deformation.mT @ deformation - one)
     stress = strain.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None] * one + 2 * strain
-    forces = torch.einsum("eij,eki->ejk", GRADIENTS, (deformation @ stress) * AREAS)
-    return torch.zeros_like(u).view(-1, 2).index_add(0, TRIANGLES.flatten(), forces.reshape(-1, 2)).view(-1)
+    forces = torch.einsum("eij,eki->ejk", gradients, deformation @ stress)
+    return torch.zeros_like(u).view(-1, 2).index_add(0, triangles.flatten(), forces.reshape(-1, 2)).view(-1)
 
 
 def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -109,6 +111,18 @@ def test_functions_of_few_elements(
             x = drawn(*shape, seed=seed)
             assert_equal(prepared(x), dense(f, x, batched=batched))
             assert_equal(jacsparse.jacobian(f, x, batched=batched), dense(f, x, batched=batched))
+
+
+def test_a_large_mesh() -> None:
+    """The terms of products are too many for a small function, and few for each entry."""
+    size = 52
+    corner = (torch.arange(size)[:, None] * (size + 1) + torch.arange(size)).flatten()
+    below = torch.stack([corner, corner + size + 1, corner + 1], 1)
+    triangles = torch.cat([below, torch.stack([corner + 1, corner + size + 1, corner + size + 2], 1)])
+    gradients, u = drawn(len(triangles), 2, 3, seed=1), 0.1 * drawn(2 * (size + 1) ** 2)
+    prepared = jacsparse.prepare_jacobian(lambda u: elasticity(u, triangles, gradients), u, batched=False)
+    assert isinstance(prepared._first.evaluator, FoldedProducts)
+    prepared.check(0.1 * drawn(len(u), seed=2))
 
 
 def test_compiled_values() -> None:
