@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from ..patterns import requiring_gradient
 from ..runtime import a_type, is_transformed
 from ..stages import check_batch, check_tensor, is_fit
-from ..tracing import check_outside_transforms, form_of
+from ..tracing import check_outside_transforms, form_of, overlaps
 from .options import checked_argnums, has_samples
 
 #: How a leaf makes up a tree that is one.
@@ -150,7 +150,7 @@ class Arguments:
 
     def dense(self) -> Arguments:
         """The same arguments where no two elements of one lie in one place, as they do after ``expand``."""
-        overlapping = [isinstance(leaf, torch.Tensor) and _overlaps(leaf) for leaf in self.leaves]
+        overlapping = [isinstance(leaf, torch.Tensor) and overlaps(leaf) for leaf in self.leaves]
         if not any(overlapping):
             return self
         pairs = zip(self.leaves, overlapping, strict=True)
@@ -319,14 +319,14 @@ def _laid_out(leaf: Any, like: Any) -> Any:
         return leaf
     if leaf.layout != torch.strided or like.layout != torch.strided or leaf.shape != like.shape:
         return leaf
-    if leaf.stride() == like.stride() or _overlaps(like):
+    if leaf.stride() == like.stride() or overlaps(like):
         return leaf
     return torch.empty_strided(like.shape, like.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
 
 
 def _ordered_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tensor whose elements follow each other in memory as another one's: random numbers are drawn in that order."""
-    if like.is_contiguous() or _overlaps(like):
+    if like.is_contiguous() or overlaps(like):
         return tensor
     order = sorted(range(like.ndim), key=lambda axis: -like.stride()[axis])
     if order == sorted(order):
@@ -334,24 +334,12 @@ def _ordered_as(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor.permute(order).contiguous().permute(sorted(order, key=order.__getitem__))
 
 
-def _overlaps(tensor: torch.Tensor) -> bool:
-    """Whether two elements may lie in one place, as after ``expand``."""
-    if tensor.layout != torch.strided:
-        return False
-    last = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= last:
-            return True
-        last += step * (size - 1)
-    return False
-
-
 def _autocast(dtype: torch.dtype | None) -> str:
     return "off" if dtype is None else f"on, with {dtype}"
 
 
 def _described(tensor: torch.Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if _overlaps(tensor) else "")
+    return f"{tensor.dtype} {tuple(tensor.shape)}" + (f" of strides {tensor.stride()}" if overlaps(tensor) else "")
 
 
 class _Number(torch.Tensor):

@@ -11,13 +11,13 @@ import math
 from collections.abc import Callable
 
 from ..codegen import may_be_loops
-from ..patterns import Pattern, UnsupportedOperatorError, row_colors
+from ..patterns import Pattern, UnsupportedOperatorError
 from ..stages import DENSE, PASS, START, check_size
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed, seeds_at_once
 from .evaluator import Evaluator
-from .folding import Folding
+from .folding import Folding, passes_of
 from .forward_accumulation import ForwardAccumulation
 from .products import ChainProducts, FoldedProducts, GroupedProducts
 from .products_with_vectors import WRONG_TANGENTS, may_be_compressed
@@ -154,7 +154,7 @@ def _cost_of_passes(folding: Folding) -> float:
     """The cost of the operators' backward passes that make local derivatives for folded products."""
     function, cost = folding.function, 0.0
     for edge in folding.by_passes:
-        passes = 1 + int(row_colors(edge.pattern).max(initial=-1))
+        passes = passes_of(edge)
         values = passes * (edge.call.in_size + edge.call.out_size) + edge.pattern.nnz
         cost += passes * CALL + VALUE * function.x.element_size() / 8 * function.batch * values
     return cost

@@ -272,12 +272,17 @@ def derivative_of(function: TracedFunction, edge: Edge, values: Values) -> torch
     return of_samples[:1] if function.shared else of_samples
 
 
+def passes_of(edge: Edge) -> int:
+    """How many of its operator's backward passes make the values of an edge."""
+    return 1 + int(row_colors(edge.pattern).max(initial=-1))
+
+
 def _takes_few_passes(edge: Edge) -> bool:
     """Whether a few of its operator's backward passes, which other runs can repeat, make the values of an edge."""
     # PyTorch has no derivative of some further results, as a norm's statistics, but a rule may.
     is_pytorchs = not edge.operation.number or type(edge.rule).values is Rule.values
     is_plain = is_pytorchs and not (edge.operation.random or edge.omissions or edge.excluded)
-    return is_plain and row_colors(edge.pattern).max(initial=-1) < MOST_PASSES
+    return is_plain and passes_of(edge) <= MOST_PASSES
 
 
 def _derivative_by_passes(function: TracedFunction, edge: Edge, values: Values) -> torch.Tensor:

@@ -65,7 +65,7 @@ from .modules import (
 from .operators import BackwardPass, FunctionCall, Rewrite, facts_of, shows
 from .program import Operation, Program, passed_by_all_paths, program_of
 from .pruned_weights import PrunedWeight, excluded_by, mask_of
-from .storages import memory_of
+from .storages import memory_of, overlaps
 from .traces import OutsideWrite, StaleError, Trace
 
 __all__ = [
@@ -107,6 +107,7 @@ __all__ = [
     "memory_of",
     "module_of",
     "name_of",
+    "overlaps",
     "parts_of",
     "passed_by_all_paths",
     "program_of",

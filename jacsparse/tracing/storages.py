@@ -95,7 +95,9 @@ def memory_of(tensor: torch.Tensor) -> int:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Whether a view has elements in the same place, as those of `unfold` and `expand` have."""
+    """Whether elements of a tensor may lie in one place, as after `unfold` and `expand`; not those of a sparse one."""
+    if tensor.layout != torch.strided:
+        return False
     reach = 0
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and step <= reach:

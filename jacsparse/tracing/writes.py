@@ -80,7 +80,7 @@ def begin_write(recorder: Recorder, tensor: torch.Tensor, seen: bool) -> None:
         # Autograd makes the view again under a lock, which a look at its node within that call waits for.
         what = "it writes to a part, or a conjugate, of a complex tensor"
         raise recorder.callers.unsupported(what, "compute new parts, and take torch.complex of these")
-    if tensor.layout == torch.strided and overlaps(tensor):
+    if overlaps(tensor):
         # PyTorch leaves open what such a write does.
         recorder.refuse("it writes to a view with several elements in one place", "write to a clone of it")
     if base.requires_grad and base.is_leaf and id(base) not in recorder.numbers:
