@@ -78,7 +78,8 @@ class Arguments:
         numbers = checked_argnums(argnums, len(args))
         static = _checked_static(static, args, numbers) if static != () else ()
         leaves: list[Any] = []
-        specs, ranges, places = [], [], list[int]()
+        places: list[int] = []
+        specs, ranges = [], []
         for arg in args:
             leaves_of_arg, spec = flattened(arg)
             ranges.append(range(len(leaves), len(leaves) + len(leaves_of_arg)))
@@ -158,7 +159,8 @@ class Arguments:
 
     def flat(self, *, connected: bool = False) -> torch.Tensor:
         """The tensors that the function is differentiated by, ``(batch, elements)``, on request with their graphs."""
-        parts, first = list[torch.Tensor](), self.leaves[self.places[0]]
+        parts: list[torch.Tensor] = []
+        first = self.leaves[self.places[0]]
         batch = first.shape[0] if self.batched else 1
         for place in self.places:
             tensor = self.leaves[place] if connected else self.leaves[place].detach()
@@ -193,10 +195,8 @@ class Arguments:
             parts = x.split([math.prod(tensor.shape[self.batched :]) for tensor in self.tensors], 1)
         for place, part in zip(self.places, parts, strict=True):
             leaves[place] = _ordered_as(part.reshape(leaves[place].shape), leaves[place])
-        rest, args = iter(leaves), list[Any]()
-        for spec in self.specs:
-            args.append(unflattened(list(islice(rest, spec.num_leaves)), spec))
-        return args
+        rest = iter(leaves)
+        return [unflattened(list(islice(rest, spec.num_leaves)), spec) for spec in self.specs]
 
     @functools.cached_property
     def form(self) -> tuple[Any, ...]:

@@ -76,7 +76,8 @@ class FlatFunction(nn.Module):
         if aux is not None:
             aux = _pytree.tree_map_only(torch.Tensor, lambda part: part.view_as(part), aux)
         leaves, spec = flattened(result)
-        parts, forms = list[torch.Tensor](), []
+        parts: list[torch.Tensor] = []
+        forms = []
         for y in leaves:
             part = self._flat_output(y, arguments)
             parts.append(part)

@@ -34,10 +34,11 @@ from .autograd_nodes import (
 )
 from .callers import Callers, hooks_so_far, place
 from .functions import RecordedBackward, value_of_function
-from .graph import Scalar, Value, form_of
+from .graph import Scalar, form_of
 from .masks import PUTS, Masks
 from .modules import name_of, without_autocast
 from .operators import (
+    PROFILER,
     WITHOUT_MEMORY,
     BackwardPass,
     Facts,
@@ -50,8 +51,8 @@ from .operators import (
     written_tensors,
 )
 from .storages import Storages, extent_of, memory_of, replaces
-from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, free_numbers
-from .writes import begin_write, current, end_write
+from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, exactly, free_numbers
+from .writes import begin_write, current, end_write, replaced, reshaped
 
 aten = torch.ops.aten
 
@@ -108,25 +109,24 @@ class Recorder:
         self.storages = Storages(self.run.tensors)
         self.masks = Masks(self.run)
         #: Values that no call computes again.
-        self.irreplaceable = set[int]()
+        self.irreplaceable: set[int] = set()
         #: By autograd's node of a Function, what its backward pass computes; by the output too, the value that has the
         #: derivative, and those of the result by the values that have its elements.
         self.backward_passes: dict[Any, RecordedBackward] = {}
         self.functions: dict[tuple[Any, int], tuple[int, dict[int, int]]] = {}
         #: Values of views that no memory tells, as of what a Function returned.
-        self._known_views = set[int]()
+        self._known_views: set[int] = set()
         #: Tensors without a gradient, by their ids, whose values others have that may have one.
-        self._detached = set[int]()
+        self._detached: set[int] = set()
         #: Copies of lazy conjugates and negatives, by their ids: PyTorch makes some below autograd, for an operator.
-        self._resolved = set[int]()
+        self._resolved: set[int] = set()
         # Of the call that is recorded: its operands, and the class of autograd's node of each.
         self._operands: list[int] = []
         self.kinds: list[type | None] = []
         self._flags = 0
-        self._has_floats = self._has_integers = False
         self._sequence = -1
         #: The numbers of autograd's nodes of views on written storages: it may make one anew within a call.
-        self._nodes_of_views = set[int]()
+        self._nodes_of_views: set[int] = set()
         self._apart = False
         #: Whether a module that was called has backward hooks.
         self.has_hooks = self._saved_by_hooks = False
@@ -143,18 +143,23 @@ class Recorder:
     def call(self, overload: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run a call of an operator, and record it."""
         # Written for speed: with small operators this is most of what a run costs.
-        if overload is _DETACH and id(args[0]) in self.numbers:
-            # Autograd calls it on the tensors that it saves.
-            return self.alias(_DETACH(args[0]), args[0])
-        if args and type(args[0]) in _OF_PROFILER:
-            return overload(*args, **kwargs)
         # Before a look at the node of a view makes that anew.
         self._sequence = next_node() - 1
         if innermost_hooks(False) is not None:
             self._saved_by_hooks = self._saved_by_hooks or saves_by_hooks()
-        overload = _ZEROS if overload is WITHOUT_MEMORY else overload
-        self.callers.call = overload, args
-        facts = facts_of(overload)
+        facts, self.callers.call = facts_of(overload), (overload, args)
+        if facts.special:
+            if overload is _DETACH and id(args[0]) in self.numbers:
+                # Autograd calls it on the tensors that it saves.
+                return self.alias(_DETACH(args[0]), args[0])
+            if overload is _COPY and replaces(*args[:2]):
+                return replaced(self, *args)
+            if facts.name.startswith(PROFILER):
+                return overload(*args, **kwargs)
+            if overload is WITHOUT_MEMORY:
+                facts = facts_of(_ZEROS)
+            elif facts.reshapes:
+                return reshaped(self, overload, *args, **kwargs)
         if facts.viewed is not None and not facts.written and self.storages.written:
             viewed = dict(named_tensors(facts, args, kwargs)).get(facts.viewed)
             storage = None if viewed is None else self.storages.get(viewed)
@@ -167,22 +172,10 @@ class Recorder:
                     self.alive += views
                     self.masks.leave([] if overload is aten.view.default else [number])
                     return result
-                self._record(overload, facts, args, kwargs, lambda: result)
+                self._record(facts, args, kwargs, lambda: result)
                 self._known_views.update([self.numbers[id(view)] for view in views])
                 return result
-        if facts.reshapes:
-            if is_of_function(args[0]):
-                self.value_of(args[0])
-            self.storages.look_at(args[0])
-            # Values that it had have its shape of now.
-            self.numbers.pop(id(args[0]), None)
-            tensors = self.run.tensors
-            tensors[:] = [tensor.detach() if tensor is args[0] else tensor for tensor in tensors]
-            self.storages.forget(args[0])
-            return overload(*args, **kwargs)
-        if overload is _COPY and replaces(*args[:2]):
-            return self._replaced(*args)
-        return self._record(overload, facts, args, kwargs)
+        return self._record(facts, args, kwargs)
 
     def finished(self, output: Any, beside: Sequence[torch.Tensor] = ()) -> CapturedRun:
         """The run, after the function has returned its output, and other tensors beside it."""
@@ -232,7 +225,7 @@ class Recorder:
 
         Python may not read what depends on the input there.
         """
-        state = self._operands, self.kinds, self._flags, self._has_floats, self._has_integers, self._sequence
+        state = self._operands, self.kinds, self._flags, self._sequence
         outer = self.in_parts, self.readable, self._apart
         self.in_parts, self.readable, self._apart = True, False, True
         try:
@@ -240,7 +233,7 @@ class Recorder:
             with recording_derivatives(), torch.no_grad(), without_autocast(device), mode:
                 yield
         finally:
-            self._operands, self.kinds, self._flags, self._has_floats, self._has_integers, self._sequence = state
+            self._operands, self.kinds, self._flags, self._sequence = state
             self.in_parts, self.readable, self._apart = outer
 
     def depends_on_input(self, tensor: torch.Tensor) -> bool:
@@ -321,30 +314,26 @@ class Recorder:
         self.irreplaceable.add(number)
         return number
 
-    def _replaced(self, tensor: torch.Tensor, other: torch.Tensor, *_: Any) -> torch.Tensor:
-        """Copy a tensor onto another one, which then is the same value."""
-        self._operands, self.kinds, seen = [], [], self.in_parts or torch.is_grad_enabled()
-        value = self.read(other)
-        flags, kind = self.flags[value], self.kinds[0]
-        if seen and (flags & ACTIVE if kind is _NONE else kind is None and flags & DIFFERENTIABLE):
-            # It has the elements alone.
-            value = self.append(aten.alias.default, (value,), other, (False,))
-        begin_write(self, tensor, seen)
-        aten.copy_.default(tensor, other)
-        end_write(self, tensor, value, seen=seen)
-        self.alive.append(tensor)
-        return tensor
-
     # Calls.
 
-    def _record(
-        self, overload: Any, facts: Facts, args: Any, kwargs: dict[str, Any], run: Callable[[], Any] | None = None
-    ) -> Any:
+    def _record(self, facts: Facts, args: Any, kwargs: dict[str, Any], run: Callable[[], Any] | None = None) -> Any:
         """Run a call and record it."""
+        overload: Any = facts.overload
         self._operands, self.kinds, self._flags = [], [], 0
-        keys = self._keys_of(args)
-        if kwargs:
-            keys += (*kwargs, *self._keys_of(kwargs.values()))
+        operands, kinds = self._operands, self.kinds
+        keys: list[Hashable] = []
+        numbers: list[int] = []
+        of_numbers = facts.of_numbers
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            kind = type(value)
+            if isinstance(value, torch.Tensor):
+                self.read(value)
+                value = _OPERAND
+            elif kind is float or (kind is int and of_numbers):
+                numbers.append(len(keys))
+            elif kind not in _LITERALS:
+                value = self._key_of(value)
+            keys.append(value)
         seen, flags = self.in_parts or torch.is_grad_enabled(), self._flags
         depends = flags & DEPENDENT and not facts.of_shape
         if not depends:
@@ -356,35 +345,52 @@ class Recorder:
             if selection is None and not self.readable:
                 self._check_reads(overload)
         scalars: tuple[tuple[str, Scalar], ...] = ()
-        if self._has_floats or (self._has_integers and facts.of_numbers):
-            if not (self.in_parts or (depends and facts.bakes)):
-                scalars = free_numbers(facts, args, kwargs, keys, self.run.scalars)
-            self._has_floats = False
-        self._has_integers = False
+        if numbers:
+            if self.in_parts or (depends and facts.bakes):
+                for place_ in numbers:
+                    keys[place_] = exactly(keys[place_])
+            else:
+                scalars = free_numbers(facts, args, kwargs, keys, numbers, self.run.scalars)
         written = written_tensors(facts, args, kwargs) if facts.written else ()
         of_masks: Collection[int] = ()
         if written and self.masks.selected:
             of_masks = {id(tensor) for tensor in written if self.numbers.get(id(tensor)) in self.masks.selected}
         for tensor in written:
             begin_write(self, tensor, seen)
-        result = overload(*args, **kwargs) if run is None else run()
-        results = (result,) if type(result) is torch.Tensor and not written else with_written(result, written)
-        first, count, path = len(self.run.tensors), len(results), self.callers.path
-        for tensor in results:
-            number = self.bind(tensor, flags)
-            if written and any(tensor is each for each in written):
-                end_write(self, tensor, number, seen=seen, sized=id(tensor) not in of_masks)
+        result = facts.kernel(*args, **kwargs) if run is None else run()  # type: ignore[misc]
+        first, path = len(self.run.tensors), self.callers.path
+        if type(result) is torch.Tensor and not written:
+            results, count = [result], 1
+            self.bind(result, flags)
+        else:
+            results = with_written(result, written)
+            count = len(results)
+            for tensor in results:
+                number = self.bind(tensor, flags)
+                if any(tensor is each for each in written):
+                    end_write(self, tensor, number, seen=seen, sized=id(tensor) not in of_masks)
         if overload is _CLONE and seen and is_lazily_changed(args[0]):
             self._resolved.add(id(result))
         if facts.keeps:
             self.irreplaceable.update(range(first, first + count))
-        kinds = tuple(self.kinds)
         sizes = tuple([tensor.shape for tensor in results]) if facts.dynamic and selection is None else count
-        self.key += (id(overload), seen, *keys, kinds, sizes, path)
+        self.key += (id(overload), seen, *kwargs, *keys, *operands, *kinds, sizes, path)
         while self._sequence in self._nodes_of_views:
             self._sequence -= 1
-        call = (overload, args, kwargs, self._operands, kinds, scalars, seen, first, count, bool(written))
-        captured = tuple.__new__(CapturedCall, (*call, self._sequence, path, place()))
+        parts = (
+            overload,
+            args,
+            kwargs,
+            operands,
+            tuple(kinds),
+            scalars,
+            seen,
+            first,
+            count,
+            bool(written),
+            self._sequence,
+        )
+        captured = tuple.__new__(CapturedCall, (*parts, path, place()))
         self.run.calls.append(captured)
         if selection is not None:
             self.masks.begin(captured, selection, None if self.readable else self.callers.read_error(overload))
@@ -412,23 +418,17 @@ class Recorder:
         self.key += (kind, tuple(operands), kinds, path, extent_of(result))
         return number
 
-    def _keys_of(self, values: Iterable[Any]) -> list[Hashable]:
-        """What a key has of the arguments of a call; tensors among them are its operands."""
-        keys: list[Hashable] = []
-        for value in values:
-            kind = type(value)
-            if kind in _LITERALS:
-                self._has_integers |= kind is int
-                keys.append(value)
-            elif isinstance(value, torch.Tensor):
-                keys.append(Value.known[self.read(value)])
-            elif kind is list or kind is tuple:
-                keys.append(tuple(self._keys_of(value)))
-            else:
-                # Numbers that are equal may be of several types, and zeros have signs.
-                self._has_floats |= kind is float
-                keys.append((kind, repr(value)) if kind in (bool, float, complex) else value)
-        return keys
+    def _key_of(self, value: Any) -> Hashable:
+        """What a key has of a part of an argument; tensors are operands."""
+        kind = type(value)
+        if kind in _LITERALS:
+            return value  # type: ignore[no-any-return]
+        if isinstance(value, torch.Tensor):
+            self.read(value)
+            return _OPERAND
+        if kind is list or kind is tuple:
+            return tuple([self._key_of(part) for part in value])
+        return exactly(value) if kind in (bool, float, complex) else value  # type: ignore[no-any-return]
 
     def _check_reads(self, overload: Any) -> None:
         """Raise where a call shows elements that depend on the input, or its sizes do."""
@@ -444,7 +444,7 @@ class Recorder:
 _CLONE, _COPY, _DETACH, _ZEROS = aten.clone.default, aten.copy_.default, aten.detach.default, aten.zeros.default
 #: The class of a leaf's node.
 _NONE = type(None)
+#: What a key has in the place of a tensor.
+_OPERAND = ...
 #: Arguments that are what a key has of them.
 _LITERALS = frozenset((int, str, _NONE))
-#: What the profiler's calls begin with, which work on no tensor.
-_OF_PROFILER = (str, torch.ScriptObject)

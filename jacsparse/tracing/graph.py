@@ -10,41 +10,21 @@ import functools
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
-from .callers import Place, source_of
 from .operators import RUNNING, BackwardPass, Facts, Gather, Rewrite, is_written, operator_name, with_written
 
 
-class _Known(dict[int, "Value"]):
-    """The references so far, by their numbers."""
-
-    def __missing__(self, number: int) -> Value:
-        value = object.__new__(Value)
-        value.number = number
-        return self.setdefault(number, value)
-
-
+@dataclass(frozen=True, slots=True)
 class Value:
-    """A reference to a value of a graph; the input has number 0.
+    """A reference to a value of a graph; the input has number 0."""
 
-    There is one of each number, so that keys which have some are compared without a call.
-    """
-
-    __slots__ = ("number",)
     number: int
-    known: ClassVar = _Known()
-
-    def __new__(cls, number: int) -> Value:
-        return cls.known[number]
-
-    def __repr__(self) -> str:
-        return f"Value({self.number})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +109,15 @@ class Node:
     draws: bool = False
     #: Whether it stands for a module's backward hooks.
     hooked: bool = False
-    #: The path of the module that made the call, and the line of the user's code in it, for messages.
+    #: For messages: the path of the module that made the call, and the line of the user's code in it, as in
+    #: `` at net.py, line 7``.
     path: str = ""
-    line: Place | None = None
+    source: str = ""
 
     @property
     def name(self) -> str:
         """The name of the operator, as in ``aten.add``."""
         return operator_name(self.overload)
-
-    @property
-    def source(self) -> str:
-        """The line of the user's code, as in `` at net.py, line 7``."""
-        return source_of(self.line)
 
     def computed(self, arguments: Mapping[str, Any]) -> list[torch.Tensor]:
         """The results for other arguments, by their names, of which numbers may be tensors without axes."""

@@ -17,7 +17,7 @@ from torch import nn
 from ..decompositions import ComplexParts, MadeMatrix, is_sparse, operator_on_elements, operator_on_parts, selection
 from ..patterns import REGISTERED, UnsupportedOperatorError, holds_numbers
 from ..runtime import DispatchMode, without_compiling
-from .callers import Callers, Unreadable
+from .callers import Callers, Unreadable, source_of
 from .capture import Recorder, capture
 from .derivatives import check_derivatives
 from .functions import is_linear, products
@@ -177,7 +177,7 @@ class _Analysis:
             arguments |= parts
         differentiable = tuple([kind is not None for kind in call.kinds])
         node = Node(call.overload, facts, args, kwargs, arguments, (), differentiable, call.seen)
-        node.place, node.path, node.line = len(graph.nodes), call.path, call.place
+        node.place, node.path, node.source = len(graph.nodes), call.path, source_of(call.place)
         if not facts.of_shape:
             pairs = zip(node.tensors, run.active_operands(call), strict=True)
             dependent = ((*each, active) for each, active in pairs if graph.infos[each[1]].dependent)

@@ -147,8 +147,11 @@ class Facts:
     #: Whether what is made of a call that depends on the input holds for its numbers alone: its pattern may depend on
     #: them, or other operators take its place, with these numbers.
     bakes: bool = True
-    #: The operator itself, if it is an overload of ATen's.
+    #: The operator itself, if it is an overload of ATen's; and what it calls, in a Python call less.
     overload: Any = None
+    kernel: Callable[..., Any] | None = None
+    #: Whether some calls of it are recorded in other ways than those of other operators.
+    special: bool = False
 
 
 #: Those of the operators that are no overloads of ATen's.
@@ -195,6 +198,8 @@ def _new_facts(overload: Any) -> Facts:
         contents=contents,
         bakes=rule is None or rule.reads_numbers or contents or weighted is not None,
         overload=overload,
+        kernel=overload._op,
+        special=torch.Tag.inplace_view in tags or overload in _SPECIAL or name.startswith(PROFILER),
     )
 
 
@@ -268,6 +273,9 @@ aten = torch.ops.aten
 #: Makes zeros without memory, with which forward-mode derivatives begin. ``aten.zeros`` takes its place: products with
 #: such call nothing that a mode sees, and scaling one within a mode ends the process, in torch 2.13.
 WITHOUT_MEMORY = aten._efficientzerotensor.default
+#: The namespace of the profiler's calls, which work on no tensor.
+PROFILER = "profiler."
+_SPECIAL = frozenset((WITHOUT_MEMORY, aten.detach.default, aten.copy_.default))
 #: Operators whose number may be another in each run: a factor or a term.
 OF_NUMBERS = frozenset(
     (
@@ -294,13 +302,16 @@ def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def number_types(facts: Facts, name: str, args: Sequence[Any]) -> tuple[type, ...]:
     """What a number among the arguments of a call may be in other runs; empty where it is none that may change."""
-    if any(isinstance(each, complex) or (isinstance(each, torch.Tensor) and each.is_complex()) for each in args):
-        # Operators on the parts take the place of the call, with these numbers.
-        return ()
+    for each in args:
+        if type(each) is complex or (isinstance(each, torch.Tensor) and each.is_complex()):
+            # Operators on the parts take the place of the call, with these numbers.
+            return ()
     if facts.of_numbers and name == "other":
-        floats = isinstance(args[0], torch.Tensor) and args[0].is_floating_point()
-        return (int, float) if floats else (int,)
-    return (float,)
+        return _NUMBERS if isinstance(args[0], torch.Tensor) and args[0].is_floating_point() else _INTEGERS
+    return _FLOATS
+
+
+_NUMBERS, _INTEGERS, _FLOATS = (int, float), (int,), (float,)
 
 
 def operand_names(overload: Any, count: int) -> tuple[str, ...]:

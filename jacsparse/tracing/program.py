@@ -361,7 +361,7 @@ def _key(program: Program, trace: Trace, node: Node, value: int, operands: list[
         return None
     numbers = (trace.read(each) for each in node.arguments.values() if type(each) is not Value)
     return (
-        *(id(node.overload), node.results.index(value), node.path, node.line, *node.arguments),
+        *(id(node.overload), node.results.index(value), node.path, node.source, *node.arguments),
         *(repr(_symbolic(number, None, rule, False)) for number in numbers),
         *(form_of(tensor) for tensor in (*tensors, trace.tensor(value))),
         *((name, program.layouts.get(value), active) for name, value, active in (*operands, *node.operands)),

@@ -123,23 +123,34 @@ class CapturedRun:
 
 
 def free_numbers(
-    facts: Facts, args: Sequence[Any], kwargs: dict[str, Any], keys: list[Hashable], numbers: list[Any]
+    facts: Facts,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    keys: list[Hashable],
+    places: list[int],
+    numbers: list[Any],
 ) -> tuple[tuple[str, Scalar], ...]:
     """Take the numbers of a call out of a key that its runs may have others for, and add them to those of the run.
 
-    It returns references to them by their arguments' names.
+    `places` are those in the key of what may be such. It returns references to the numbers by their arguments' names.
     """
     scalars: list[tuple[str, Scalar]] = []
-    named = [*zip(facts.names, args, strict=False), *kwargs.items()]
-    for number, (name, value) in enumerate(named):
-        if type(value) in (float, int):
-            types = number_types(facts, name, args)
-            if type(value) in types:
-                scalar = _scalar(len(numbers), types, value if value in (0, 1) else None)
-                scalars.append((name, scalar))
-                keys[number if number < len(args) else number + len(kwargs)] = types, scalar.special
-                numbers.append(value)
+    for place in places:
+        value, name = keys[place], facts.names[place] if place < len(args) else [*kwargs][place - len(args)]
+        types = number_types(facts, name, args)
+        if type(value) in types:
+            scalar = _scalar(len(numbers), types, value if value in (0, 1) else None)
+            scalars.append((name, scalar))
+            keys[place] = types, scalar.special
+            numbers.append(value)
+        else:
+            keys[place] = exactly(value)
     return tuple(scalars)
+
+
+def exactly(value: Any) -> Hashable:
+    """What a key has of a number: those that are equal may be of several types, and zeros have signs."""
+    return type(value), repr(value)
 
 
 #: A reference to a number, of which there are few.

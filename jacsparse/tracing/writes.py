@@ -10,7 +10,7 @@ from .autograd_nodes import is_of_function, node_of
 from .callers import place, source_of
 from .operators import Gather, Rewrite, operator_name
 from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered, overlaps
-from .traces import OutsideWrite
+from .traces import ACTIVE, DIFFERENTIABLE, OutsideWrite
 
 if TYPE_CHECKING:
     from .capture import Recorder
@@ -113,3 +113,30 @@ def end_write(recorder: Recorder, tensor: torch.Tensor, value: int, *, seen: boo
     # Views of a written storage are no calls, and a value may lie at several places.
     extent = extent_of(tensor) if sized else None
     recorder.key.append((storage.number, value, extent, seen, storage.family(tensor)))
+
+
+def replaced(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor, *_: Any) -> torch.Tensor:
+    """Copy a tensor onto another one, which then is the same value."""
+    seen = recorder.in_parts or torch.is_grad_enabled()
+    (value,), (kind,) = recorder.values_of([other]), recorder.kinds
+    flags = recorder.flags[value]
+    if seen and (flags & ACTIVE if kind is type(None) else kind is None and flags & DIFFERENTIABLE):
+        # It has the elements alone.
+        value = recorder.append(torch.ops.aten.alias.default, (value,), other, (False,))
+    begin_write(recorder, tensor, seen)
+    torch.ops.aten.copy_.default(tensor, other)
+    end_write(recorder, tensor, value, seen=seen)
+    recorder.alive.append(tensor)
+    return tensor
+
+
+def reshaped(recorder: Recorder, overload: Any, tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Change the shape of a tensor in place: values that it had have its shape of now."""
+    if is_of_function(tensor):
+        recorder.value_of(tensor)
+    recorder.storages.look_at(tensor)
+    recorder.numbers.pop(id(tensor), None)
+    tensors = recorder.run.tensors
+    tensors[:] = [each.detach() if each is tensor else each for each in tensors]
+    recorder.storages.forget(tensor)
+    return overload(tensor, *args, **kwargs)  # type: ignore[no-any-return]
