@@ -156,3 +156,31 @@ def test_maps_name_what_exists(page: str) -> None:
     assert len(quoted) > 10
     unknown = {part for words in quoted for part in re.findall(r"\w+", words)} - names_in_code()
     assert not unknown
+
+
+def test_maps_name_what_is_in_a_file() -> None:
+    """The file of "`name` (`file.py`)" and "`name` in `file.py`" has the name, and the class of `Class.name`."""
+    text = " ".join((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8").split())
+    sources = {
+        path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
+        for folder in ("jacsparse", "patterns", "spgemm", "models", "benchmarks", "tests", "docs")
+        for path in (ROOT / folder).rglob("*.*")
+        if path.suffix in (".py", ".cu")
+    }
+    pairs = re.findall(r"`([\w.]+)` (?:\(|in )`([\w/]+\.(?:py|cu))`", text)
+    assert len(pairs) > 40
+    for name, file in pairs:
+        of_name = [source for path, source in sources.items() if f"/{path}".endswith(f"/{file}")]
+        assert any(re.search(rf"\b{part}\b", source) for source in of_name for part in name.split(".")[-1:]), (
+            name,
+            file,
+        )
+    classes = re.findall(r"`([A-Z]\w+)\.(\w+)`", text)
+    assert len(classes) > 20
+    for owner, name in classes:
+        bodies = [
+            body
+            for source in sources.values()
+            for body in re.findall(rf"^class {owner}\b.*?(?=^\S|\Z)", source, re.DOTALL | re.MULTILINE)
+        ]
+        assert any(re.search(rf"\b{name}\b", body) for body in bodies), f"{owner}.{name}"
