@@ -11,12 +11,11 @@ import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ from torch.nn import functional
 
 from ..distributed import ranks_of
 from ..runtime import check_writable, destroy_process_groups
-from ..sparse import sparsify
-from ..training import Backpropagation, DelayedGradients, in_eval_mode
+from ..training import DelayedGradients, in_eval_mode
 from .arguments import check_count, check_number
 from .checkpoint import Checkpoint, model_of, read_checkpoint, save_checkpoint
 from .classifiers import SequenceClassifier
@@ -35,15 +33,13 @@ from .data import load_data
 from .dataset import Dataset
 from .nested_state import from_tensors, to_tensors
 from .progress import Progress
-from .pruning import prune_weights, pruned_fraction
+from .pruning import prune_weights
 from .registry import MODELS, build
 from .settings import TrainSettings
+from .trainers import OptimizerOf, as_float, optimizer_of, trainer_of
 
-_OptimizerOf: TypeAlias = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 #: Pixels by which augmentation shifts at most.
 _SHIFT = 4
-#: How long one process waits for another.
-_TIMEOUT = timedelta(minutes=10)
 #: Samples per batch of a test.
 _TEST_BATCH = 256
 #: Prefix of the trainer's tensors in the state of a training.
@@ -75,7 +71,7 @@ def train(
     data: Dataset | None = None,
     resume: bool = False,
     progress: Callable[[Progress], None] | None = None,
-    trainer: Callable[[nn.Module, _OptimizerOf], Any] | None = None,
+    trainer: Callable[[nn.Module, OptimizerOf], Any] | None = None,
 ) -> TrainResult:
     """Train a model, prune it and retrain it.
 
@@ -173,7 +169,7 @@ def evaluate(module: nn.Module, images: torch.Tensor, labels: torch.Tensor) -> t
     with in_eval_mode(module):
         for begin in range(0, len(labels), _TEST_BATCH):
             batch = slice(begin, begin + _TEST_BATCH)
-            scores = module(_as_float(images[batch]))
+            scores = module(as_float(images[batch]))
             loss += functional.cross_entropy(scores, labels[batch], reduction="sum").item()
             right += int((scores.argmax(1) == labels[batch]).sum())
     return loss / len(labels), right / len(labels)
@@ -248,15 +244,15 @@ class _Run:
     done: int = 0
     points: list[Point] = field(default_factory=list)
     accuracy: dict[str, float] = field(default_factory=dict)
-    own_trainer: Callable[[nn.Module, _OptimizerOf], Any] | None = None
+    own_trainer: Callable[[nn.Module, OptimizerOf], Any] | None = None
     trainer: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self._set_trainer()
 
     def _set_trainer(self) -> None:
-        make = self.own_trainer or partial(_trainer, settings=self.settings, data=self.data)
-        self.trainer = make(self.model, _optimizer(self.settings))
+        make = self.own_trainer or partial(trainer_of, settings=self.settings, data=self.data)
+        self.trainer = make(self.model, optimizer_of(self.settings))
 
     @classmethod
     def begin(cls, settings: TrainSettings, data: Dataset, trainer: Callable[..., Any] | None) -> _Run:
@@ -371,7 +367,7 @@ class _Run:
 
     def _step(self, batch: torch.Tensor) -> float:
         """Train on the samples of these numbers; return their loss, NaN where another process has it."""
-        images, labels = _as_float(self.data.train_inputs[batch]), self.data.train_labels[batch]
+        images, labels = as_float(self.data.train_inputs[batch]), self.data.train_labels[batch]
         if self.settings.augment:
             images = _augmented(images, self.data.mirrors)
         loss = self.trainer.step(images, labels)
@@ -420,83 +416,12 @@ def _trainer_state_of(state: Mapping[str, torch.Tensor]) -> Any:
     )
 
 
-def _as_float(inputs: torch.Tensor) -> torch.Tensor:
-    """Bits as float32; floating-point inputs unchanged."""
-    return inputs if inputs.is_floating_point() else inputs.float()
-
-
-def _trainer(
-    model: nn.Module, optimizer: _OptimizerOf, settings: TrainSettings, data: Dataset
-) -> Backpropagation | DelayedGradients:
-    if settings.backward == "ddg":
-        assert settings.modules is not None
-        return DelayedGradients(
-            model, modules=settings.modules, optimizer=optimizer, process_group=_process_group(settings)
-        )
-    if settings.engine == "sparse" and pruned_fraction(model) > 0:
-        return _SparseBackpropagation(model, _as_float(data.train_inputs[: settings.batch]), optimizer)
-    return Backpropagation(_runner(settings, model), optimizer=optimizer)
-
-
-class _SparseBackpropagation(Backpropagation):
-    """Trains a sparse copy of a pruned model, which gets its weights after each epoch."""
-
-    def __init__(self, dense: nn.Module, x: torch.Tensor, optimizer: _OptimizerOf) -> None:
-        # All pruned layers, whatever they take: measurements would decide anew where a training is resumed.
-        super().__init__(sparsify(dense, x, training=True, measure=False).train(), optimizer=optimizer)
-        self._dense = dense
-
-    def synchronize(self) -> None:
-        self._dense.load_state_dict(self.model.state_dict())
-
-
-def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
-    if settings.backward == "bp":
-        return model
-    if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
-        raise ValueError(
-            f"backward is {settings.backward!r}, but {settings.task} has batch normalisation, which couples the "
-            "samples of a batch in training; choose bp or ddg"
-        )
-    from ..nn import Leapfrog, Scan
-
-    if settings.threads is not None:
-        return Leapfrog(model, threads=settings.threads)
-    if isinstance(model, SequenceClassifier):
-        group = _process_group(settings)
-        model.scan(settings.schedule, group)
-        # It averages over ranks, each of which has the gradients of its steps.
-        return model if group is None else nn.parallel.DistributedDataParallel(model)
-    return Scan(model, schedule=settings.schedule)
-
-
-def _optimizer(settings: TrainSettings) -> _OptimizerOf:
-    if settings.optimizer == "adam":
-        return partial(torch.optim.Adam, lr=settings.lr, weight_decay=settings.weight_decay)
-    # One call for all parameters: with few weights left, a call for each takes as long as a layer.
-    return partial(
-        torch.optim.SGD, lr=settings.lr, momentum=settings.momentum, weight_decay=settings.weight_decay, fused=True
-    )
-
-
 def _check_shapes(optimizer: torch.optim.Optimizer) -> None:
     """Raise ValueError where a state is not of its parameter's shape, which optimisers do not check."""
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.shape not in (parameter.shape, ()):
                 raise ValueError(f"{name} is {tuple(value.shape)}, its parameter {tuple(parameter.shape)}")
-
-
-def _process_group(settings: TrainSettings) -> dist.ProcessGroup | None:
-    """The processes that torchrun has started, all with these settings; None where there is one."""
-    if not dist.is_available() or int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return None
-    if not dist.is_initialized():
-        dist.init_process_group("gloo", timeout=_TIMEOUT)
-    group = dist.group.WORLD
-    assert group is not None
-    ranks_of(group).check("start", settings.to_dict())
-    return group
 
 
 def _writes() -> bool:

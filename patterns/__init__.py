@@ -13,7 +13,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     reduction,
 )
 from .coloring import compressed_values, row_colors
-from .convolution import Convolution, ShiftedDiagonals, Sliding, input_gradients
+from .convolution import Convolution, ShiftedDiagonals, input_gradients
 from .drawing import pattern_figure, picture
 from .engine import gradient_of, gradients_of, holds_numbers, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
@@ -33,6 +33,7 @@ from .rules import (
     rule_for,
     rule_of,
 )
+from .sliding import Sliding
 from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
 from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
 

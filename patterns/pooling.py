@@ -20,10 +20,10 @@ import torch
 from torch.nn import functional
 
 from ..runtime import frozen, index_dtype, on_device, row_starts
-from .convolution import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
 from .layout import Labels
 from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
+from .sliding import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
 from .structure import Arrays, Structure, axes_table, byte_array, check_size, csr_of_transpose, flag, natural
 from .value_kernels import batch_last, placed, selected, take
 
