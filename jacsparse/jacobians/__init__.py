@@ -80,11 +80,11 @@ rules that were registered since        `graphs_of`                             
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in
-`verify` its `memory_limit`, and `MATRIX_BYTES` (`edge_matrices`) of a part of what is larger; in `stages`
-`GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `check_size` (`chains`), which refuses what no memory holds, and
-`Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by samples and
-strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An evaluator is not
-taken beyond `TERMS_PER_ENTRY` and `TERMS_OF_FACTORS` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS` (`products`).
+`verify` its `memory_limit`; in `stages` `GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `check_size` (`chains`),
+which refuses what no memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where
+products are large goes by samples and strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT`
+(`plan`) of indices. An evaluator is not taken beyond `TERMS_PER_ENTRY` and `TERMS_OF_FACTORS` (`terms`), `MOST_ENTRIES`
+and `MOST_PLAN_TERMS` (`products`).
 Kept for later calls: the graphs of `MOST_KEYS`, `MOST_GRAPHS` of each (`graphs` of `tracing`), with their chains; as
 many plans of these; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at; `MOST_SCRATCH`
 (`fused_values`) of a call's own memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and `LIMIT`, in
