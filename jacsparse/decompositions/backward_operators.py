@@ -17,32 +17,24 @@ import torch
 import torch._decomp
 
 from .grid_samples import grid_sample_backward
-from .weighted import gradient_of_weight
+from .weighted import Windows, gradient_of_weight
 
 aten = torch.ops.aten
 
 
 def _convolution(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    mask: Sequence[bool],
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a convolution's input, weight and bias; the first is a convolution the other way round."""
-    axes = x.ndim - 2
-    stride, padding, dilation, output_padding = (
-        list(each) * axes if len(each) == 1 else list(each) for each in (stride, padding, dilation, output_padding)
+    *options, mask = rest
+    # One number stands for all axes.
+    windows = Windows(
+        *([*each] * (1 if len(each) > 1 else x.ndim - 2) if isinstance(each, Sequence) else each for each in options)
     )
+    stride, padding, dilation, transposed, _, groups = windows
     of_x = of_weight = of_bias = None
     if mask[0]:
-        left_over = [0] * axes
+        left_over = [0] * (x.ndim - 2)
         if not transposed:
             sizes = zip(x.shape[2:], gradient.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
             left_over = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]
@@ -51,8 +43,7 @@ def _convolution(
             # Padding of a transposed convolution's output may have room for windows that no input position has.
             of_x = of_x[(..., *(slice(size) for size in x.shape[2:]))]
     if mask[1]:
-        options = (stride, padding, dilation, transposed, output_padding, groups)
-        of_weight = gradient_of_weight(gradient, x, weight.shape, *options)
+        of_weight = gradient_of_weight(gradient, x, weight.shape, windows)
     if mask[2]:
         of_bias = gradient.sum([0, *range(2, gradient.ndim)])
     return of_x, of_weight, of_bias

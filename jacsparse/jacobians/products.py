@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from ..patterns import Diagonal, Full, Identity
 from ..runtime import MEMORY_POOL
 from ..spgemm import RowGroups, rows_alike
 from ..stages import START, Edge, LocalJacobian
-from ..tracing import Scalar, Trace, Value
+from ..tracing import Trace, Value
 from .evaluator import Evaluator
 from .folding import Folded, derivative_of, is_elementwise, selection_of, transposed
 from .fused_values import FusedValues
@@ -258,48 +258,26 @@ class GroupedProducts(Evaluator):
         return scales
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
-    """The numbers of which an operator's Jacobian is made, in all samples.
-
-    Attributes
-    ----------
-    edge : Edge
-        The operator.
-    count : int
-        How many numbers there are.
-    elements : ndarray of int
-        For each entry of the Jacobian, which of the numbers it is.
-    name : str or None
-        The argument whose elements the numbers are, if they are one's.
-    constants : ndarray or None
-        The numbers, where they are the same in each run. Without these and a name, the numbers are the entries of the
-        transposed Jacobian.
-    """
+class _Weights(NamedTuple):
+    """The numbers of which an operator's Jacobian is made, in all samples."""
 
     edge: Edge
+    #: How many there are, and for each entry of the Jacobian, which of them it is.
     count: int
     elements: np.ndarray
-    name: str | None = None
-    constants: np.ndarray | None = None
+    #: The argument whose elements they are; None where they are the entries of the transposed Jacobian.
+    name: str | None
 
     @classmethod
     def of(cls, edge: Edge, trace: Trace) -> _Weights:
-        selection = selection_of(edge, trace)
-        if selection is not None:
-            name, elements = selection
-            return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), transposed(edge, elements), name)
-        others = [each for name, each in edge.operation.referenced.items() if name != edge.call.argument]
-        if any(type(each) in (Scalar, Value) for each in others):
-            nnz = edge.pattern.nnz
-            return cls(edge, nnz, transposed(edge, np.arange(nnz)))
-        numbers, elements = np.unique(LocalJacobian(edge, trace).values.numpy()[:, 0], return_inverse=True)
-        return cls(edge, len(numbers), transposed(edge, elements), constants=numbers)
+        selection, nnz = selection_of(edge, trace), edge.pattern.nnz
+        if selection is None:
+            return cls(edge, nnz, transposed(edge, np.arange(nnz)), None)
+        name, elements = selection
+        return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), transposed(edge, elements), name)
 
     def values(self, trace: Trace) -> np.ndarray:
         """The numbers in a run."""
-        if self.constants is not None:
-            return self.constants
         if self.name is None:
             return LocalJacobian(self.edge, trace).values.numpy().reshape(-1)
         weight = trace.elements(self.edge.operation.number_of(self.name)).detach()
