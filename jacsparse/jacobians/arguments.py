@@ -131,21 +131,21 @@ class Arguments:
         """Arguments of the same form with other leaves."""
         return Arguments(self.argnums, self.batched, leaves, self.specs, self.places, self.static, self.numbers)
 
-    def apart(self) -> Arguments:
-        """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one."""
-        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        # The caller may write to an array later.
-        leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        for place in self.places:
-            leaves[place] = leaves[place].contiguous()
-        return self.with_leaves(leaves)
+    def apart(self, *, with_gradients: bool = False) -> Arguments:
+        """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one.
 
-    def requiring_gradients(self) -> Arguments:
-        """The same arguments whose other tensors of floats have gradients, and may be written to: none is a leaf."""
+        On request the other tensors of floats have gradients, and may be written to: none is a leaf.
+        """
         leaves = list(self.leaves)
         for place, leaf in enumerate(leaves):
-            if place not in self.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                leaves[place] = requiring_gradient(leaf.detach()).clone()
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf.detach()
+                if place in self.places:
+                    leaf = leaf.contiguous()
+                elif with_gradients and leaf.is_floating_point():
+                    leaf = requiring_gradient(leaf).clone()
+            # The caller may write to an array later.
+            leaves[place] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
         return self.with_leaves(leaves)
 
     def dense(self) -> Arguments:

@@ -11,9 +11,6 @@ from ..patterns import Diagonal, Full, Pattern
 from ..spgemm import matvec
 from ..stages import Edge, Record
 
-#: A matrix is multiplied by at most this many vectors one at a time; and the number that its kernel takes at once.
-FEW, LANES = 4, 8
-
 
 class EdgeMatrix:
     """An operator's transposed Jacobian in a run; beyond the memory limit, of some samples, computed for each use.
@@ -58,15 +55,6 @@ class EdgeMatrix:
 
 def times(pattern: Pattern, values: torch.Tensor, vectors: torch.Tensor) -> torch.Tensor:
     """The products of a matrix and vectors, ``(columns, many, batch)`` to ``(rows, many, batch)``."""
-    rows, (count, batch) = pattern.shape[0], vectors.shape[1:]
-    if not count * batch:
-        return vectors.new_zeros((rows, count, batch))
-    if values.shape[1] > 1:
+    if values.shape[1] > 1 and vectors.shape[1]:
         return torch.stack([matvec(pattern, values, vector.contiguous()) for vector in vectors.unbind(1)], 1)
-    columns = vectors.flatten(1)
-    if count * batch <= FEW:
-        products = torch.cat([matvec(pattern, values, column.contiguous()) for column in columns.split(1, 1)], 1)
-    else:
-        # A multiple of the number of columns that the kernel takes at once.
-        products = matvec(pattern, values, torch.nn.functional.pad(columns, (0, -count * batch % LANES)))
-    return products[:, : count * batch].reshape(rows, count, batch)
+    return matvec(pattern, values[:, :1], vectors.flatten(1)).reshape(pattern.shape[0], *vectors.shape[1:])

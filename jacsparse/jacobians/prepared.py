@@ -73,11 +73,10 @@ class PreparedJacobian(Generic[Result]):
         options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        arguments = Arguments.of_call(f, args, argnums, batched, static_argnums).with_tensors().apart()
+        arguments = Arguments.of_call(f, args, argnums, batched, static_argnums).with_tensors()
+        arguments = arguments.apart(with_gradients=options.create_graph)
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
-        if options.create_graph:
-            arguments = arguments.requiring_gradients()
         prepared = cls(cls._differentiated(f, arguments, options), arguments, options)
         try:
             prepared.check(*args)
@@ -154,8 +153,7 @@ class PreparedJacobian(Generic[Result]):
         options = self._options
         if self._programs:
             # As `prepare` does with the first call's.
-            arguments = arguments.apart()
-            arguments = arguments.requiring_gradients() if options.create_graph else arguments
+            arguments = arguments.apart(with_gradients=options.create_graph)
         traced = traced_program(self._f, arguments, options)
         if not self._programs:
             trace = traced.function.trace

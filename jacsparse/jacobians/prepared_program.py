@@ -231,15 +231,12 @@ def _name_of_source(source: Any, otherwise: str = "a tensor that the function re
 def _found(source: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A parameter or buffer by its name; ValueError where there is none of this name by now."""
     try:
-        tensor = source()
+        tensor, problem = source(), ""
     except AttributeError as error:
-        raise ValueError(
-            f"a parameter or buffer that the function reads is gone: {error}; prepare one for this"
-        ) from None
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(  # noqa: TRY004
-            f"a parameter or buffer that the function reads is {a_type(tensor)} by now; prepare one for this"
-        )
+        tensor, problem = torch.empty(0, device="cpu"), f"gone: {error}"
+    if problem or not isinstance(tensor, torch.Tensor):
+        problem = problem or f"{a_type(tensor)} by now"
+        raise ValueError(f"a parameter or buffer that the function reads is {problem}; prepare one for this")
     return tensor
 
 

@@ -83,8 +83,8 @@ class SavedProgram:
     def arguments(self, f: Callable[..., Any], args: Sequence[Any]) -> Arguments:
         """A call's arguments, by those that the Jacobian is by."""
         argnums, static = self.content["argnums"], tuple(self.content["static_argnums"])
-        arguments = Arguments.of_call(f, args, argnums, self.content["batched"], static).with_tensors().apart()
-        return arguments.requiring_gradients() if self.content["create_graph"] else arguments
+        arguments = Arguments.of_call(f, args, argnums, self.content["batched"], static).with_tensors()
+        return arguments.apart(with_gradients=self.content["create_graph"])
 
     def options(self, compile: bool) -> Options:
         """What it was prepared with."""

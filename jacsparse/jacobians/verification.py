@@ -210,7 +210,7 @@ def _check_edge(record: Record, edge: Edge, limit: float, memory: int) -> Check:
     actual, expected = matrix.times(seeds), torch.stack([_vjp(call, seed.T).T for seed in seeds.unbind(1)], 1)
     share, places = _compared(actual, expected, rounding_of(call.input, call.output), limit)
     entries = [
-        _entry(matrix, call, sample, number if exact else _row(matrix, call, sample, column, limit), column)
+        _entry(matrix, call, sample, column, range(number, number + 1) if exact else range(call.out_size), limit)
         for column, number, sample in places
     ]
     shape = (call.out_size, call.in_size)
@@ -238,36 +238,28 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(len(tensor), -1)
 
 
-def _row(matrix: EdgeMatrix, call: Call, sample: int, column: int, limit: float) -> int:
-    """A row in which the entries at a column and sample differ: the search halves the outputs."""
+def _entry(matrix: EdgeMatrix, call: Call, sample: int, column: int, rows: range, limit: float) -> str:
+    """Describe an entry in a column and among some rows that differs; the search for its row halves these."""
     assert call.input is not None
-    low, high = 0, call.out_size
+    places, values = matrix.row(column, sample)
+    x, columns = call.input, torch.from_numpy(places.astype(np.int64)).to(call.input.device)
+
+    def products(first: int, last: int, weights: torch.Tensor) -> tuple[float, float]:
+        """The weighted sum of the column's entries in some rows, and autograd's."""
+        seed = x.new_zeros((len(x), call.out_size))
+        seed[:, first:last] = weights[first:last]
+        return (values * seed[sample, columns]).sum().item(), _vjp(call, seed)[sample, column].item()
+
+    low, high = rows.start, rows.stop
+    drawn = (torch.rand(call.out_size, generator=torch.Generator().manual_seed(1), device="cpu") + 0.5).to(x)
     while high - low > 1:
         middle = (low + high) // 2
-        seed = call.input.new_zeros((len(call.input), call.out_size))
-        seed[:, low:middle] = (
-            torch.rand(middle - low, generator=torch.Generator().manual_seed(1), device="cpu").to(seed) + 0.5
-        )
-        expected = _vjp(call, seed)[sample, column]
-        places, values = matrix.row(column, sample)
-        actual = (values * seed[sample, torch.from_numpy(places.astype(np.int64)).to(seed.device)]).sum()
-        scale = max(1e-300, expected.abs().item(), actual.abs().item())
-        differs = not (actual - expected).abs().item() <= limit * scale
+        actual, expected = products(low, middle, drawn)
+        differs = not abs(actual - expected) <= limit * max(1e-300, abs(expected), abs(actual))
         low, high = (low, middle) if differs else (middle, high)
-    return low
-
-
-def _entry(matrix: EdgeMatrix, call: Call, sample: int, row: int, column: int) -> str:
-    """Describe one entry: its place, its value and autograd's."""
-    assert call.input is not None
-    seed = call.input.new_zeros((len(call.input), call.out_size))
-    seed[:, row] = 1
-    expected = _vjp(call, seed)[sample, column].item()
-    places, values = matrix.row(column, sample)
-    at = np.flatnonzero(places == row)
-    actual = values[int(at[0])].item() if len(at) else 0.0
-    missing = "" if len(at) else ", which the pattern leaves out"
-    return f"sample {sample}: ∂y[{row}]/∂x[{column}] is {actual:.6g}, autograd {expected:.6g}{missing}"
+    actual, expected = products(low, high, torch.ones_like(drawn))
+    missing = "" if low in places else ", which the pattern leaves out"
+    return f"sample {sample}: ∂y[{low}]/∂x[{column}] is {actual:.6g}, autograd {expected:.6g}{missing}"
 
 
 def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> _Gradients:
