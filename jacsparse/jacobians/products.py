@@ -51,28 +51,16 @@ class FoldedProducts(Evaluator):
 
     def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
         self.function, self.pattern, dtype = function, folded.pattern, function.x.dtype
-        #: The numbers of local derivatives, and of products and sums of them; and of operations of these.
         first, last = folded.steps[0].first, folded.steps[-1].first
-        self._counts = first, last - first, sum(len(s.left) * (2 if s.right is None else 3) for s in folded.steps)
+        self.details = f" ({first} local derivatives, {last - first} products and sums of them)"
+        # Of the sums and products, without the local derivatives.
+        self.flop = sum(len(s.left) * (2 if s.right is None else 3) for s in folded.steps)
         if folded.derivatives is not None and self.pattern.nnz:
             entries = partial(_entries, folded, 1 if function.shared else function.batch, dtype)
             self.fused = FusedValues(folded.derivatives, function, entries, self.pattern, compile=compile)
         #: Where nothing varies.
         self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(dtype)
-
-    @property
-    def details(self) -> str:
-        """The numbers of local derivatives, and of sums and products of them."""
-        return f" ({self._counts[0]} local derivatives, {self._counts[1]} products and sums of them)"
-
-    @property
-    def flop(self) -> int:
-        """Operations of the sums and products for one sample, without those of the local derivatives."""
-        return self._counts[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self._constants.nbytes if self.fused is None else self.fused.nbytes
+        self.nbytes = self._constants.nbytes if self.fused is None else self.fused.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
         """The constants of the entries, of which no local derivative is a part."""
@@ -110,20 +98,10 @@ class ChainProducts(Evaluator):
         self.function, self.pattern, self.chain = function, function.pattern, function.chain
         if not self.pattern.nnz:
             self.uncompiled, self.remedy = "it has no entries", None
-
-    @property
-    def details(self) -> str:
-        return f" ({len(self.chain)} stages)"
-
-    @property
-    def flop(self) -> int:
-        """Operations of the products for one sample, without those of the operators' own backward."""
-        return 2 * self.chain.accumulation.multiply_adds if len(self.chain) else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pattern's indices."""
-        return self.pattern.index_nbytes
+        self.details = f" ({len(self.chain)} stages)"
+        # Without the operators' own backward.
+        self.flop = 2 * self.chain.accumulation.multiply_adds if len(self.chain) else 0
+        self.nbytes = self.pattern.index_nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
         return trace.in_own_memory(self.chain.products(self.chain.records(trace), trace.input.detach()).values)
@@ -158,7 +136,7 @@ class GroupedProducts(Evaluator):
         diagonals: Sequence[Sequence[Edge]],
         groups: RowGroups,
     ) -> None:
-        self.function, self.pattern, self._groups = function, function.pattern, groups
+        self.function, self.pattern = function, function.pattern
         self._batch = 1 if function.shared else function.batch
         varying = [edge for edges in diagonals for edge in edges]
         reads = [value.number for e in varying for value in e.operation.referenced.values() if type(value) is Value]
@@ -178,6 +156,11 @@ class GroupedProducts(Evaluator):
         self._count = begins[-1]
         scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
         self._product = groups.plan(elements, scales, self._batch)
+        #: The cost of a call, in multiply-adds of sparse products.
+        self.cost = START + self._product.cost
+        self.details = f" ({groups.count} groups of rows with the same entries)"
+        self.flop = 2 * groups.multiply_adds
+        self.nbytes = self.pattern.index_nbytes + self._product.nbytes
 
     @classmethod
     def of(cls, function: TracedFunction, most: float) -> GroupedProducts | None:
@@ -219,25 +202,6 @@ class GroupedProducts(Evaluator):
             return None
         grouped = cls(function, factors, diagonals, groups)
         return grouped if grouped.cost < most else None
-
-    @property
-    def details(self) -> str:
-        return f" ({self._groups.count} groups of rows with the same entries)"
-
-    @property
-    def cost(self) -> float:
-        """The cost of a call, in multiply-adds of sparse products."""
-        return START + self._product.cost
-
-    @property
-    def flop(self) -> int:
-        """Operations of the products for one sample."""
-        return 2 * self._groups.multiply_adds
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan, and of the pattern's indices."""
-        return self.pattern.index_nbytes + self._product.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
         values = np.concatenate([weights.values(trace) for weights in self._weights])
