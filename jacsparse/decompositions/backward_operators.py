@@ -28,13 +28,14 @@ def _convolution(
     """The gradients of a convolution's input, weight and bias; the first is a convolution the other way round."""
     *options, mask = rest
     # One number stands for all axes.
-    windows = Windows(
-        *([*each] * (1 if len(each) > 1 else x.ndim - 2) if isinstance(each, Sequence) else each for each in options)
+    axes = x.ndim - 2
+    windows = Windows._make(
+        [list(each) * (axes if len(each) == 1 else 1) if isinstance(each, Sequence) else each for each in options]
     )
     stride, padding, dilation, transposed, _, groups = windows
     of_x = of_weight = of_bias = None
     if mask[0]:
-        left_over = [0] * (x.ndim - 2)
+        left_over = [0] * axes
         if not transposed:
             sizes = zip(x.shape[2:], gradient.shape[2:], weight.shape[2:], stride, padding, dilation, strict=True)
             left_over = [n - ((m - 1) * s - 2 * p + d * (k - 1) + 1) for n, m, k, s, p, d in sizes]

@@ -7,6 +7,7 @@ in the same columns, by groups of these from the output to the input, or else in
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -145,15 +146,12 @@ class GroupedProducts(Evaluator):
             function, lambda values: [derivative_of(function, edge, values) for edge in varying], reads
         )
         self._weights = [_Weights.of(edge, function.trace) for edge in factors]
-        firsts = itertools.accumulate((weights.count for weights in self._weights), initial=0)
+        firsts = itertools.accumulate((weights.size for weights in self._weights), initial=0)
         elements = [first + weights.elements for first, weights in zip(firsts, self._weights, strict=False)]
         sizes = [edges[0].call.in_size if edges else 0 for edges in diagonals]
         begins = [*itertools.accumulate(sizes, initial=0)]
-        #: For each derivative, where it begins among those of all factors, and whether it is the first one there.
-        self._places = [
-            (begin, not number) for begin, edges in zip(begins, diagonals, strict=False) for number in range(len(edges))
-        ]
-        self._count = begins[-1]
+        #: How many elements the diagonals have together, and how many diagonals follow one another at each place.
+        self._count, self._lengths = begins[-1], [len(edges) for edges in diagonals if edges]
         scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
         self._product = groups.plan(elements, scales, self._batch)
         #: The cost of a call, in multiply-adds of sparse products.
@@ -215,10 +213,9 @@ class GroupedProducts(Evaluator):
         """The derivatives of the operators with diagonal matrices, multiplied where several follow one another."""
         scales = MEMORY_POOL.empty((self._count, self._product.padded), dtype)
         scales[:, self._batch :] = 1
-        for derivative, (begin, is_first) in zip(self._derivatives(trace), self._places, strict=True):
-            factors = derivative.numpy().T
-            of_samples = scales[begin : begin + len(factors), : self._batch]
-            np.multiply(factors, 1 if is_first else of_samples, out=of_samples)
+        derivatives = (derivative.numpy().T for derivative in self._derivatives(trace))
+        parts = [functools.reduce(np.multiply, itertools.islice(derivatives, length)) for length in self._lengths]
+        np.concatenate([scales[:0, : self._batch], *parts], out=scales[:, : self._batch])
         return scales
 
 
@@ -227,7 +224,7 @@ class _Weights(NamedTuple):
 
     edge: Edge
     #: How many there are, and for each entry of the Jacobian, which of them it is.
-    count: int
+    size: int
     elements: np.ndarray
     #: The argument whose elements they are; None where they are the entries of the transposed Jacobian.
     name: str | None

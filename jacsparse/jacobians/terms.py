@@ -226,9 +226,8 @@ class Algebra:
         counts = np.diff(begins)[order]
         starts = row_starts(counts, index_dtype(len(terms), 0, 0))
         of_entries = np.repeat(begins[order] - starts[:-1], counts) + np.arange(len(terms))
-        left, right, coefficient = (
-            None if each is None else each[of_entries] for each in (terms.variable, right, terms.coefficient)
-        )
+        left, coefficient = terms.variable[of_entries], terms.coefficient[of_entries]
+        right = None if right is None else right[of_entries]
         self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
         numbers = np.empty(count, index_dtype(self.variables + count, 0, 0))
         numbers[order] = np.arange(self.variables, self.variables + count)
