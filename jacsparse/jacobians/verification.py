@@ -207,7 +207,10 @@ def _check_edge(record: Record, edge: Edge, limit: float, memory: int) -> Check:
     # The products, the expected ones and their difference are held at once.
     exact = call.out_size <= EXACT_ROWS and len(matrix.samples) == 1 and 4 * products <= memory
     seeds = _seeds(call.input, call.out_size, exact)
-    actual, expected = matrix.times(seeds), torch.stack([_vjp(call, seed.T).T for seed in seeds.unbind(1)], 1)
+    actual = matrix.times(seeds)
+    expected = torch.empty_like(actual)
+    for number, seed in enumerate(seeds.unbind(1)):
+        expected[:, number] = _vjp(call, seed.T).T
     share, places = _compared(actual, expected, rounding_of(call.input, call.output), limit)
     entries = [
         _entry(matrix, call, sample, column, range(number, number + 1) if exact else range(call.out_size), limit)

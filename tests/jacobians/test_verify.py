@@ -197,3 +197,12 @@ def test_a_module_that_reads_a_buffer_it_has_changed() -> None:
     module = Counting()
     assert not jacsparse.verify(module, torch.rand(2, 3, dtype=torch.float64)).failed
     assert module.calls == 0
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: torch.ones_like(x), lambda x: x[:0], lambda x: torch.cat([x.detach(), x[:0]]), lambda x: x],
+    ids=["a constant", "no element", "no path", "the argument"],
+)
+def test_functions_with_nothing_to_compare(f) -> None:
+    assert not jacsparse.verify(f, torch.randn(4, dtype=torch.float64)).failed
