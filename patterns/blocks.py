@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -110,25 +108,6 @@ class _LineRule(Rule):
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         return _block_values(*self.factors(call, self.lines(call)), transposed=True)
 
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        return self._parts(call, bounds)
-
-    def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-        lines = self.lines(call)
-        scale, left, right, mean = self.factors(call, lines)
-        # (lines, places along them, batch)
-        scale, left, right = (
-            part.expand(lines.outer, lines.length, lines.inner, -1).transpose(1, 2).flatten(0, 1)
-            for part in (scale, left, right)
-        )
-        for first, last in pairwise(bounds):
-            row = torch.arange(first, last, device=right.device)
-            line = row // (lines.length * lines.inner) * lines.inner + row % lines.inner
-            place = row // lines.inner % lines.length
-            values = (left[line] * right[line, place][:, None]).add_(mean).neg_()
-            values[torch.arange(len(row), device=row.device), place] += 1
-            yield values.mul_(scale[line]).flatten(0, 1)
-
 
 class _AxisLineRule(_LineRule):
     """Lines along one axis."""
@@ -180,9 +159,6 @@ class _SoftmaxRule(_AxisLineRule):
 
     def transposed_values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         return self._of_entries(call, pattern) if call.masks else super().transposed_values(call, pattern)
-
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        return None if call.masks else super().transposed_parts(call, pattern, bounds)
 
     def _of_entries(self, call: Call, pattern: Pattern) -> torch.Tensor:
         """The values of single entries of the Jacobian, which is symmetric."""
@@ -292,9 +268,6 @@ class _GroupNormRule(_NormRule):
         # The one entry of each input is in the order of the inputs.
         return self._derivative_of_statistic(call) if _is_statistic(call) else super().transposed_values(call, pattern)
 
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        return None if _is_statistic(call) else super().transposed_parts(call, pattern, bounds)
-
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         if not _is_statistic(call):
             return super().pull_back(call, pattern, gradients)
@@ -379,11 +352,6 @@ class _BatchNormRule(_NormRule):
         if _is_training(call) and call.in_shape[0] == 1:
             return super().transposed_values(call, pattern)
         return Rule.transposed_values(self, call, pattern)
-
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        if _is_training(call) and call.in_shape[0] == 1:
-            return super().transposed_parts(call, pattern, bounds)
-        return None
 
     def weight(self, call: Call, lines: _Lines) -> torch.Tensor | None:
         weight = call["weight"]

@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from .layout import Labels
 from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
 from .sliding import Sliding, described_axes, joined, pairs, restored_axes
-from .structure import Arrays, Structure, byte_array, check_size, csr_of_rows, flag, natural
+from .structure import Arrays, Structure, byte_array, check_size, flag, natural
 from .value_kernels import repeated, repeated_shifted, take
 
 
@@ -261,7 +261,8 @@ class Convolution(Structure):
         return frozen(out)
 
     def csr(self) -> Arrays:
-        return self._indptr, frozen(self._indices(0, self.shape[0], *self._column_templates))
+        template, shift = self._column_templates
+        return self._indptr, frozen(repeated_shifted(template, self._templates[1], self._indptr, shift))
 
     def meeting(self, occupied: np.ndarray) -> np.ndarray:
         """Entries of each row in the columns that are flagged: int64, without making the indices."""
@@ -270,12 +271,6 @@ class Convolution(Structure):
         _, start = self._templates
         run_rows(_meet_shifted, self._indptr, template, start, self._indptr, shift, occupied, pairs)
         return pairs
-
-    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
-        template, shift = self._column_templates
-        for first, last in itertools.pairwise(bounds):
-            starts = self._indptr[first : last + 1]
-            yield csr_of_rows(self.shape[1], starts, self._indices(first, last, template, shift))
 
     @property
     def _column_templates(self) -> Arrays:
@@ -289,15 +284,6 @@ class Convolution(Structure):
         shift = positions[np.arange(len(tap)), tap] - positions[firsts[kinds], tap]
         return self._of_templates(column * columns, 1, dtype), np.tile(shift.astype(dtype), self._row_channels)
 
-    def _starts(self, first: int, last: int) -> np.ndarray:
-        """``indptr`` of the rows from `first` to `last` alone."""
-        return frozen(self._indptr[first : last + 1] - self._indptr[first])
-
-    def _indices(self, first: int, last: int, template: np.ndarray, shift: np.ndarray) -> np.ndarray:
-        """The columns of the entries of the rows from `first` to `last`."""
-        _, start = self._templates
-        return repeated_shifted(template, start[first:last], self._starts(first, last), shift[first:last])
-
     @functools.cached_property
     def _gather(self) -> np.ndarray:
         """The place in the flattened weight of each entry of all templates, in the narrowest dtype."""
@@ -306,21 +292,9 @@ class Convolution(Structure):
 
     def values(self, weight: torch.Tensor) -> torch.Tensor:
         """The entries' values, ``(nnz, 1)``, from a weight of `weight_shape` in C order."""
-        (values,) = self.values_of_parts(weight, (0, self.shape[0]))
-        return values
-
-    def values_of_parts(self, weight: torch.Tensor, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-        """The same for the rows from each bound to the next one."""
         template = take(weight, self._gather)
-        _, start = self._templates
-        for first, last in itertools.pairwise(bounds):
-            if len(template) == self.nnz:
-                # No two rows are alike: the templates are the rows.
-                yield template[self._indptr[first] : self._indptr[last]]
-            elif last - first == self.shape[0]:
-                yield repeated(template, start, self._indptr)
-            else:
-                yield repeated(template, frozen(start[first:last]), self._starts(first, last))
+        # Where no two rows are alike, the templates are the rows.
+        return template if len(template) == self.nnz else repeated(template, self._templates[1], self._indptr)
 
     @functools.cached_property
     def diagonals(self) -> ShiftedDiagonals | None:
@@ -432,10 +406,6 @@ class _ConvolutionRule(Rule):
 
     # The structure knows its orientation, and so the order of its weights.
     transposed_values = values
-
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-        assert isinstance(pattern.structure, Convolution)
-        return pattern.structure.values_of_parts(self._weight(call), bounds)
 
     def _weight(self, call: Call) -> torch.Tensor:
         weight, copies = call["weight"], call.in_shape[0]

@@ -28,22 +28,23 @@ def gradient_of(y: torch.Tensor, x: torch.Tensor, g: torch.Tensor, *, retain_gra
 
 
 def gradients_of(
-    output: torch.Tensor | GradientEdge,
+    outputs: torch.Tensor | GradientEdge | list[torch.Tensor],
     inputs: Sequence[torch.Tensor | GradientEdge],
-    gradient: torch.Tensor,
+    gradients: torch.Tensor | list[torch.Tensor],
     *,
     retain_graph: bool = False,
 ) -> Sequence[torch.Tensor | None]:
-    """The gradients of inputs for that of an output, as ``torch.autograd.grad`` computes them; None without a path.
+    """The gradients of inputs for those of outputs, as ``torch.autograd.grad`` computes them; None without a path.
 
     That function's first call with a gradient imports SymPy, which would take a third of a first Jacobian's time.
     """
+    ends, of_ends = (outputs, gradients) if isinstance(outputs, list) else ([outputs], [gradients])
     engine = getattr(torch.autograd.Variable, "_execution_engine", None)
     if engine is None:
         grad: Any = torch.autograd.grad
-        return grad([output], inputs, [gradient], retain_graph=retain_graph, allow_unused=True)  # type: ignore[no-any-return]
+        return grad(ends, inputs, of_ends, retain_graph=retain_graph, allow_unused=True)  # type: ignore[no-any-return]
     # No graph is made of the gradient.
     results: Sequence[torch.Tensor | None] = engine.run_backward(
-        (output,), (gradient,), retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
+        tuple(ends), tuple(of_ends), retain_graph, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
     return results

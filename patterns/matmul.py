@@ -10,8 +10,6 @@ so that row ``(b, i, j)`` has an entry for each ``k``, and its value is an eleme
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 import torch
@@ -101,27 +99,6 @@ class _ProductRule(Rule):
             return super().transposed_values(call, pattern)
         factor, samples = self._factor(call)
         return self._scaled(call, factor[:, :, None].expand(samples, lead, rows, inner, columns).flatten(1).T)
-
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        if isinstance(pattern.structure, Convolution):
-            lead, rows, _, _ = self._sizes(call)
-            factor, _ = self._factor(call)
-            parts = pattern.structure.values_of_parts(_linear_weight(factor, lead * rows), bounds)
-            return (self._scaled(call, values) for values in parts)
-        return None if call.masks.get(self._other(call)) is not None else self._parts(call, bounds)
-
-    def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-        """`transposed_parts` without pruning."""
-        lead, rows, inner, columns = self._sizes(call)
-        factor, samples = self._factor(call)
-        factor = factor.expand(samples, lead, -1, -1)
-        for first, last in pairwise(bounds):
-            row = torch.arange(first, last, device=factor.device)
-            if self._is_left(call):
-                values = factor[:, row // (rows * inner), row % inner]
-            else:
-                values = factor.transpose(2, 3)[:, row // (inner * columns), row // columns % inner]
-            yield self._scaled(call, values.flatten(1).T)
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         lead, rows, _, columns = self._sizes(call)
@@ -332,30 +309,6 @@ class _AttentionRule(Rule):
         scale = call["scale"] if call["scale"] is not None else 1 / math.sqrt(width)
         return (q, k, v), self._attention(call, q, k, scale), scale
 
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        return None if call.masks or call.in_shape[:-2] != call.out_shape[:-2] else self._parts(call, bounds)
-
-    def _parts(self, call: Call, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-        """`transposed_parts` where no heads share their operand."""
-        (q, k, v), attention, scale = self._factors(call)
-        heads, queries, keys, width, channels = self._shapes(call)
-        out = call.output.detach().reshape(len(attention), heads, queries, channels)
-        if call.argument == "value":
-            for first, last in pairwise(bounds):
-                row = torch.arange(first, last, device=out.device)
-                yield attention.transpose(2, 3)[:, row // (keys * channels), row // channels % keys].flatten(1).T
-            return
-        attention, other = attention * scale, k if call.argument == "query" else q
-        rows_of = _rows_of_queries if call.argument == "query" else _rows_of_keys
-        size = (queries if call.argument == "query" else keys) * width
-        for first, last in pairwise(bounds):
-            by_head = []
-            for head in range(first // size, -(-last // size)):
-                begin, end = max(0, first - head * size), min(size, last - head * size)
-                of_head = (part[:, head] for part in (attention, other, v, out))
-                by_head.append(rows_of(*of_head, first=begin, last=end))
-            yield (by_head[0] if len(by_head) == 1 else torch.cat(by_head, 1)).flatten(1).T
-
     def _heads(self, call: Call, name: str, heads: int, length: int, width: int) -> torch.Tensor:
         """An argument as ``(batch, heads, length, width)``."""
         batch, lead = len(call.input), call.out_shape[:-2]
@@ -383,26 +336,3 @@ class _AttentionRule(Rule):
             scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
         # A query without any allowed key attends to nothing.
         return scores.softmax(-1).masked_fill((scores == -math.inf).all(-1, keepdim=True), 0)
-
-
-def _rows_of_queries(
-    attention: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, first: int, last: int
-) -> torch.Tensor:
-    """Rows `first` to `last` of one head's transposed matrix for its queries, ``(batch, rows, channels)``."""
-    row = torch.arange(first, last, device=out.device)
-    query, place = row // k.shape[2], row % k.shape[2]
-    weights = attention[:, query] * k.transpose(1, 2)[:, place]
-    return weights @ v - weights.sum(2, keepdim=True) * out[:, query]
-
-
-def _rows_of_keys(
-    attention: torch.Tensor, q: torch.Tensor, v: torch.Tensor, out: torch.Tensor, *, first: int, last: int
-) -> torch.Tensor:
-    """Rows `first` to `last` of one head's transposed matrix for its keys, ``(batch, rows, queries · channels)``."""
-    width = q.shape[2]
-    # Rows of whole keys need no temporary tensor as large as the result.
-    key = slice(first // width, -(-last // width))
-    weights = attention.transpose(1, 2)[:, key, None].contiguous() * q.transpose(1, 2)[:, None].contiguous()
-    change = v[:, key, None] - out[:, None]
-    rows = weights[..., None] * change[:, :, None]
-    return rows.flatten(3).flatten(1, 2)[:, first - key.start * width : last - key.start * width]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -327,10 +327,6 @@ class Rule(ABC):
         if isinstance(pattern.structure, Diagonal):
             return self.values(call, pattern)
         return gathered(self.values(call, pattern.T), pattern.T.transposition)
-
-    def transposed_parts(self, call: Call, pattern: Pattern, bounds: Sequence[int]) -> Iterator[torch.Tensor] | None:
-        """Values of the rows of ``J.T`` from each bound to the next one; None where a rule can only make all rows."""
-        return None
 
     def pull_back(self, call: Call, pattern: Pattern, gradients: torch.Tensor) -> torch.Tensor:
         """``Jᵀ g`` for many gradients ``(columns, batch, *out_shape)``: for each column the operand's elements.

@@ -9,9 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
@@ -68,13 +67,6 @@ class Structure(ABC):
     def csr(self) -> Arrays:
         """``indptr`` and ``indices``: sorted, without duplicates."""
 
-    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
-        """The structures of the rows from each bound to the next one, made one after the other to save memory."""
-        indptr, indices = self.csr()
-        return (
-            csr_of_rows(self.shape[1], indptr[a : b + 1], indices[indptr[a] : indptr[b]]) for a, b in pairwise(bounds)
-        )
-
     def describe(self) -> Mapping[str, Any]:
         """The description as plain numbers, strings and arrays; `restore` makes the structure again from it."""
         return {item.name: getattr(self, item.name) for item in fields(self)}
@@ -98,13 +90,6 @@ class Structure(ABC):
             else:
                 digest.update(repr(value).encode())
         return digest.hexdigest()
-
-
-def csr_of_rows(columns: int, starts: np.ndarray, indices: np.ndarray) -> Csr:
-    """Consecutive rows of a larger matrix; `starts` counts entries from any number on, `indices` are theirs alone."""
-    dtype = index_dtype(len(indices), len(starts), columns)
-    indptr = (starts - starts[0]).astype(dtype)
-    return Csr(len(starts) - 1, columns, frozen(indptr), frozen(indices.astype(dtype, copy=False)))
 
 
 def csr_of_transpose(indptr: np.ndarray, indices: np.ndarray, shape: tuple[int, int]) -> Arrays:
@@ -210,9 +195,6 @@ class Full(Structure):
         dtype = index_dtype(self.nnz, self.m, self.n)
         return np.arange(self.m + 1, dtype=dtype) * dtype(self.n), np.tile(np.arange(self.n, dtype=dtype), self.m)
 
-    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
-        return (Full(last - first, self.n) for first, last in pairwise(bounds))
-
 
 @dataclass(frozen=True)
 class Blocks(Structure):
@@ -256,15 +238,6 @@ class Blocks(Structure):
         first = np.arange(self.outer, dtype=dtype)[:, None, None, None] * dtype(self.columns * self.inner)
         indices = np.broadcast_to(first + inner + line, (self.outer, self.rows, self.inner, self.columns))
         return np.arange(self.shape[0] + 1, dtype=dtype) * dtype(self.columns), indices.reshape(-1)
-
-    def parts(self, bounds: Sequence[int]) -> Iterator[Structure]:
-        dtype = index_dtype(0, *self.shape)
-        line = np.arange(self.columns, dtype=dtype) * dtype(self.inner)
-        for first, last in pairwise(bounds):
-            row = np.arange(first, last)
-            begin = row // max(1, self.rows * self.inner) * (self.columns * self.inner) + row % max(1, self.inner)
-            indices = (begin.astype(dtype)[:, None] + line).reshape(-1)
-            yield csr_of_rows(self.shape[1], np.arange(last - first + 1) * self.columns, indices)
 
 
 @dataclass(frozen=True, eq=False)

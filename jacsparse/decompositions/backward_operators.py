@@ -17,29 +17,22 @@ import torch
 import torch._decomp
 
 from .grid_samples import grid_sample_backward
-from .weighted import gradient_of_weight
+from .weighted import Windows, gradient_of_weight
 
 aten = torch.ops.aten
 
 
 def _convolution(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias_sizes: Any,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-    mask: Sequence[bool],
+    gradient: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias_sizes: Any, *rest: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """The gradients of a convolution's input, weight and bias; the first is a convolution the other way round."""
+    *options, mask = rest
+    # One number stands for all axes.
     axes = x.ndim - 2
-    stride, padding, dilation, output_padding = (
-        list(each) * axes if len(each) == 1 else list(each) for each in (stride, padding, dilation, output_padding)
+    windows = Windows._make(
+        [list(each) * (axes if len(each) == 1 else 1) if isinstance(each, Sequence) else each for each in options]
     )
+    stride, padding, dilation, transposed, _, groups = windows
     of_x = of_weight = of_bias = None
     if mask[0]:
         left_over = [0] * axes
@@ -51,8 +44,7 @@ def _convolution(
             # Padding of a transposed convolution's output may have room for windows that no input position has.
             of_x = of_x[(..., *(slice(size) for size in x.shape[2:]))]
     if mask[1]:
-        options = (stride, padding, dilation, transposed, output_padding, groups)
-        of_weight = gradient_of_weight(gradient, x, weight.shape, *options)
+        of_weight = gradient_of_weight(gradient, x, weight.shape, windows)
     if mask[2]:
         of_bias = gradient.sum([0, *range(2, gradient.ndim)])
     return of_x, of_weight, of_bias

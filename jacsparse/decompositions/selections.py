@@ -13,6 +13,7 @@ Where two elements are put at one place, the derivative has both, as autograd's 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -42,18 +43,10 @@ def _index(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> torch.Ten
     )
 
 
-def _scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: Any) -> torch.Tensor:
-    return _scattered(x, dim, index, source, adds=False)
-
-
-def _scatter_add(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return _scattered(x, dim, index, source, adds=True)
-
-
-def _scattered(x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, adds: bool) -> torch.Tensor:
+def _scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, adds: bool = False) -> torch.Tensor:
     if not x.ndim:
         source = source.reshape(1) if isinstance(source, torch.Tensor) else source
-        return _scattered(x[None], 0, index.reshape(1), source, adds=adds)[0]
+        return _scatter(x[None], 0, index.reshape(1), source, adds=adds)[0]
     if isinstance(source, torch.Tensor):
         source = source[tuple(slice(size) for size in index.shape)].movedim(dim, -1)
     else:
@@ -180,5 +173,5 @@ _SELECTIONS: dict[Any, Callable[..., torch.Tensor]] = {
     aten.masked_scatter_backward.default: _masked_scatter_backward,
     aten.scatter.src: _scatter,
     aten.scatter.value: _scatter,
-    aten.scatter_add.default: _scatter_add,
+    aten.scatter_add.default: functools.partial(_scatter, adds=True),
 }

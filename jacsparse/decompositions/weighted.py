@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
@@ -18,63 +18,46 @@ from torch.nn import functional
 aten: Any = torch.ops.aten
 
 
-def _convolution(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
+class Windows(NamedTuple):
+    """How a convolution moves over its input, in the order of the arguments of ``aten.convolution``."""
+
+    stride: Sequence[int]
+    padding: Sequence[int]
+    dilation: Sequence[int]
+    transposed: bool
+    output_padding: Sequence[int]
+    groups: int
+
+
+def _convolution(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *options: Any) -> torch.Tensor:
     """A convolution; a transposed one is that of the input with zeros in between, by the reversed kernel."""
-    options = (stride, padding, dilation, transposed, output_padding, groups)
-    columns, positions = _columns(x, weight.shape[2:], *options)
-    weight = weight.reshape(groups, -1, *weight.shape[1:])
-    if transposed:
+    windows = Windows(*options)
+    columns, positions = _columns(x, weight.shape[2:], windows)
+    weight = weight.reshape(windows.groups, -1, *weight.shape[1:])
+    if windows.transposed:
         weight = _reversed(weight)
     y = torch.bmm(weight.flatten(2), columns).reshape(-1, len(x), *positions).transpose(0, 1)
     return y if bias is None else y + _by_channel(bias, y)
 
 
-def gradient_of_weight(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> torch.Tensor:
+def gradient_of_weight(gradient: torch.Tensor, x: torch.Tensor, shape: Sequence[int], windows: Windows) -> torch.Tensor:
     """The gradient of a convolution's weight of a shape: that of the result times the windows of the input."""
-    options = (stride, padding, dilation, transposed, output_padding, groups)
-    columns, positions = _columns(x, shape[2:], *options)
-    of_result = gradient.transpose(0, 1).reshape(groups, -1, len(x) * math.prod(positions))
+    columns, positions = _columns(x, shape[2:], windows)
+    of_result = gradient.transpose(0, 1).reshape(windows.groups, -1, len(x) * math.prod(positions))
     product = torch.bmm(of_result, columns.transpose(1, 2))
-    if not transposed:
+    if not windows.transposed:
         return product.reshape(list(shape))
     first, second, *kernel = shape
-    return _reversed(product.reshape(groups, second, first // groups, *kernel)).reshape(list(shape))
+    by_group = product.reshape(windows.groups, second, first // windows.groups, *kernel)
+    return _reversed(by_group).reshape(list(shape))
 
 
-def _columns(
-    x: torch.Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    transposed: bool,
-    output_padding: Sequence[int],
-    groups: int,
-) -> tuple[torch.Tensor, list[int]]:
+def _columns(x: torch.Tensor, kernel: Sequence[int], windows: Windows) -> tuple[torch.Tensor, list[int]]:
     """The windows of a convolution's input as columns, ``(groups, channels · kernel, batch · positions)``.
 
     Also the numbers of positions.
     """
+    stride, padding, dilation, transposed, output_padding, groups = windows
     before, after = list(padding), list(padding)
     if transposed:
         x = _spaced(x, stride)

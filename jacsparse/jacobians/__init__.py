@@ -21,19 +21,14 @@
     `PreparedJacobian` (`prepared`) has one, and others for other constants among the arguments. It is compared
     with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is made.
 ``prepared(x)``
-    `PreparedJacobian._evaluated` takes the first of these ways that applies:
-
-    1. `PreparedProgram.values_of_memory`, where `Arguments.leaves_of` finds the arguments of the prepared form, one
-       contiguous tensor is differentiated by and all others are tensors or numbers, in no tuple; it is not prepared
-       with ``create_graph``; and 2. would take no trace either.
-    2. `leaves_of`, or else `_checked`, compares the arguments' form, and `_program` finds the program for the constants
-       among them, or makes one, by a run of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has
-       these and they read arguments and captures alone; all pruned weights that have to be looked at are captures
-       themselves (`_hold`), and no others are computed from them; no value was registered; the call has no gradients;
-       and nothing is returned beside the values.
-    3. A replay there, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors, which are
-       computed then, as does `_check_weights`; the others have the forward pass among their own calls, which begin with
-       `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.
+    1. `Arguments.leaves_of`, or else `PreparedJacobian._checked`, compares the arguments' form, and `_program` finds
+       the program for the constants among them, or makes one, by a run of `f`.
+    2. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they read arguments and captures
+       alone; all pruned weights that have to be looked at are captures themselves (`_hold`), and no others are computed
+       from them; no value was registered; the call has no gradients; and nothing is returned beside the values.
+    3. Else it makes a replay, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors,
+       which are computed then, as does `_check_weights`; the others have the forward pass among their own calls, which
+       begin with `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.
 
     Values that are not finite as products are those of backward passes, by `Evaluator.mended`, unless they were
     registered.
@@ -85,11 +80,11 @@ rules that were registered since        `graphs_of`                             
 ======================================  ==============================================  ================================
 
 **Where memory is bounded.** At once, but at least one vector or stage: `PART_BYTES` of tangents in `compressed`; in
-`verify` its `memory_limit`, and `MATRIX_BYTES` (`edge_matrices`) of a part of what is larger; in `stages`
-`GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `check_size` (`chains`), which refuses what no memory holds, and
-`Accumulation.run`, which lets go of a matrix after its last use, and where products are large goes by samples and
-strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT` (`plan`) of indices. An evaluator is not
-taken beyond `TERMS_PER_ENTRY` and `TERMS_OF_FACTORS` (`terms`), `MOST_ENTRIES` and `MOST_PLAN_TERMS` (`products`).
+`verify` its `memory_limit`; in `stages` `GRADIENT_BYTES` (`record`), `KEY_BYTES` (`order`), `check_size` (`chains`),
+which refuses what no memory holds, and `Accumulation.run`, which lets go of a matrix after its last use, and where
+products are large goes by samples and strips; in `spgemm` `MOST_BYTES` (`row_groups`) of a group, and `MEMORY_LIMIT`
+(`plan`) of indices. An evaluator is not taken beyond `TERMS_PER_ENTRY` and `TERMS_OF_FACTORS` (`terms`), `MOST_ENTRIES`
+and `MOST_PLAN_TERMS` (`products`).
 Kept for later calls: the graphs of `MOST_KEYS`, `MOST_GRAPHS` of each (`graphs` of `tracing`), with their chains; as
 many plans of these; `MOST_PROGRAMS` (`prepared`), each with the arguments that it was made at; `MOST_SCRATCH`
 (`fused_values`) of a call's own memory; `PLAN_CACHE`, of patterns and of CPUs' plans; `MEMORY_POOL`; and `LIMIT`, in

@@ -132,21 +132,21 @@ class Arguments:
         """Arguments of the same form with other leaves."""
         return Arguments(self.argnums, self.batched, leaves, self.specs, self.places, self.static, self.numbers)
 
-    def apart(self) -> Arguments:
-        """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one."""
-        leaves = [leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        # The caller may write to an array later.
-        leaves = [leaf.copy() if isinstance(leaf, np.ndarray) else leaf for leaf in leaves]
-        for place in self.places:
-            leaves[place] = leaves[place].contiguous()
-        return self.with_leaves(leaves)
+    def apart(self, *, with_gradients: bool = False) -> Arguments:
+        """The same arguments as new tensors, on the same memory if contiguous: no closure of the function holds one.
 
-    def requiring_gradients(self) -> Arguments:
-        """The same arguments whose other tensors of floats have gradients, and may be written to: none is a leaf."""
+        On request the other tensors of floats have gradients, and may be written to: none is a leaf.
+        """
         leaves = list(self.leaves)
         for place, leaf in enumerate(leaves):
-            if place not in self.places and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
-                leaves[place] = requiring_gradient(leaf.detach()).clone()
+            if isinstance(leaf, torch.Tensor):
+                leaf = leaf.detach()
+                if place in self.places:
+                    leaf = leaf.contiguous()
+                elif with_gradients and leaf.is_floating_point():
+                    leaf = requiring_gradient(leaf).clone()
+            # The caller may write to an array later.
+            leaves[place] = leaf.copy() if isinstance(leaf, np.ndarray) else leaf
         return self.with_leaves(leaves)
 
     def dense(self) -> Arguments:
@@ -168,11 +168,11 @@ class Arguments:
         # An expanded tensor has less memory than elements.
         return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, 1)
 
-    def memory(self) -> torch.Tensor:
-        """The elements of `flat` in their order, in any shape."""
-        if len(self.places) == 1 and self.leaves[self.places[0]].is_contiguous():
-            return self.leaves[self.places[0]]  # type: ignore[no-any-return]
-        return self.flat()
+    def memory_of(self, leaves: list[Any]) -> torch.Tensor:
+        """The elements of `flat` of other leaves of this form in their order, in any shape."""
+        if len(self.places) == 1 and leaves[self.places[0]].is_contiguous():
+            return leaves[self.places[0]]  # type: ignore[no-any-return]
+        return self.with_leaves(leaves).flat()
 
     @property
     def in_shape(self) -> tuple[int, ...] | None:
@@ -259,18 +259,6 @@ class Arguments:
                 others = "others of the order of keys, the containers or the strides"
             raise ValueError(f"the arguments are {self}; this Jacobian is prepared for {others}: prepare one for these")
 
-    def memory_of(self, leaves: Sequence[Any]) -> torch.Tensor | None:
-        """`memory` of another call's leaves where that is one tensor's, and no argument is a constant; else None."""
-        if self._place_of_memory is None:
-            return None
-        tensor: torch.Tensor = leaves[self._place_of_memory]
-        return tensor if tensor.is_contiguous() else None
-
-    @functools.cached_property
-    def _place_of_memory(self) -> int | None:
-        """The place of the one tensor that the function is differentiated by, unless other arguments are constants."""
-        return self.places[0] if len(self.places) == 1 and not self._constant_places else None
-
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""
         if len(self.leaves) != len(other.leaves):
@@ -279,14 +267,14 @@ class Arguments:
         return self.with_leaves([_laid_out(leaf, like) for leaf, like in pairs])
 
     @functools.cached_property
-    def _constant_places(self) -> list[int]:
+    def constant_places(self) -> list[int]:
         """The places of the leaves that are constants of a prepared program."""
         plain = (place for place, leaf in enumerate(self.leaves) if not isinstance(leaf, torch.Tensor))
         return [place for place in plain if place not in self.numbers]
 
     def constants_of(self, leaves: Sequence[Any]) -> tuple[Any, ...]:
         """The constants among leaves of this form, by their values; one that has no hash is like none."""
-        return tuple([_constant(leaves[place]) for place in self._constant_places])
+        return tuple([_constant(leaves[place]) for place in self.constant_places])
 
     def with_tensors(self, prepared: Arguments | None = None) -> Arguments:
         """The same arguments with tensors without axes in the place of numbers: of the dtype that changes no result's.

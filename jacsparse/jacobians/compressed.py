@@ -47,6 +47,13 @@ class Compressed(Evaluator):
         most, together = seeds_at_once(function, colors, compile=compile)
         groups = [directions] if together else [[direction] for direction in directions]
         self._passes = [_Pass(function, each, most) for each in groups if each]
+        columns, rows = colors.counts
+        in_place = f"in place of {min(self.pattern.shape):,} products with vectors"
+        self.details = f" ({columns} colours of columns and {rows} of rows, {in_place})"
+        # Two for each multiply-add of a product, else one for each element.
+        self.flop = sum(each.flop for each in self._passes)
+        of_seeds = sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
+        self.nbytes = colors.places.nbytes + of_seeds
         #: By part, its entries, and their places among its products; None where all products are the entries in order.
         self._of_parts = self._entries_of_parts(x.device)
         if function.x.is_cuda:
@@ -73,23 +80,6 @@ class Compressed(Evaluator):
         parts = np.split(order, np.searchsorted(places, begins[1:-1], sorter=order))
         pairs = ((part, places[part] - begin) for part, begin in zip(parts, begins, strict=False))
         return [tuple(torch.from_numpy(array).to(device) for array in pair) for pair in pairs]
-
-    @property
-    def details(self) -> str:
-        columns, rows = self.coloring.counts
-        products = min(self.pattern.shape)
-        return f" ({columns} colours of columns and {rows} of rows, in place of {products:,} products with vectors)"
-
-    @property
-    def flop(self) -> int:
-        """Operations of the calls of one run: two for each multiply-add of a product, else one for each element."""
-        return sum(each.flop for each in self._passes)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the seeds and of the places that decompress."""
-        of_seeds = sum(seeds.nbytes for each in self._passes for part in each.parts for seeds in part)
-        return self.coloring.places.nbytes + of_seeds
 
     def computed(self, trace: Trace) -> torch.Tensor:
         if not self.pattern.nnz:

@@ -31,6 +31,10 @@ class Evaluator(ABC):
         Why ``compile=True`` compiles nothing, where nothing is fused.
     remedy : str or None
         What to do where it then does not apply.
+    details : str
+        What the method took, in words.
+    flop, nbytes : int
+        Operations of one call, and bytes of its arrays.
     """
 
     name: ClassVar[str]
@@ -39,6 +43,9 @@ class Evaluator(ABC):
     fused: FusedValues | None = None
     uncompiled: str
     remedy: str | None = None
+    details: str
+    flop: int
+    nbytes: int
 
     @property
     def compiled(self) -> str:
@@ -73,18 +80,3 @@ class Evaluator(ABC):
 
         Of shape ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them.
         """
-
-    @property
-    @abstractmethod
-    def details(self) -> str:
-        """What the method took, in words."""
-
-    @property
-    @abstractmethod
-    def flop(self) -> int:
-        """Operations of one call."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""

@@ -128,6 +128,10 @@ class ForwardAccumulation(Evaluator):
         self._plan(parts, rows[function.chain.stages[-1].stop])
         if len(self._scaled) * (ENTRY + self._width) > most:
             raise NotFoldableError("its calls work on many elements")
+        self.details = f" ({self._width} colours of columns, through {len(self._scaled)} entries of local Jacobians)"
+        # Of all products, without the local derivatives.
+        self.flop = 2 * self._width * len(self._scaled)
+        self.nbytes = sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     def _plan(self, parts: Sequence[_Part], out: np.ndarray) -> None:
         """Make the arrays of all entries, and find the pattern and its colours; `out` are the output's rows."""
@@ -169,20 +173,6 @@ class ForwardAccumulation(Evaluator):
         reached[np.arange(self._columns), colors // 8] = 128 >> colors % 8
         kernels.reach(self._columns + 1, self._count, self._indptr, self._scaled, reached)
         return reached
-
-    @property
-    def details(self) -> str:
-        return f" ({self._width} colours of columns, through {len(self._scaled)} entries of local Jacobians)"
-
-    @property
-    def flop(self) -> int:
-        """Operations of all products, without those of the local derivatives."""
-        return 2 * self._width * len(self._scaled)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays."""
-        return sum(array.nbytes for array in vars(self).values() if isinstance(array, np.ndarray))
 
     def computed(self, trace: Trace) -> torch.Tensor:
         # Where a core is busy, other threads would wait for it, much longer than so little takes.

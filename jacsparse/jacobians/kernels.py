@@ -157,26 +157,3 @@ def add_terms(
                 end += 1
         _sort(starts[row], end, False, out_column, out_variable, out_variable, out_coefficient)
         _add_equal(starts[row], end, out_column, out_variable, out_coefficient)
-
-
-@kernel
-def number_entries(first, last, entries, begins, following, numbers, counts):
-    """Numbers of entries: first the first ones of all rows, then the second ones; one call is for all rows."""
-    for row in range(first, last):
-        for entry in range(entries[row], entries[row + 1]):
-            place = entry - entries[row]
-            numbers[entry] = following[place]
-            counts[following[place]] = begins[entry + 1] - begins[entry]
-            following[place] += 1
-
-
-@kernel
-def order_terms(first, last, begins, numbers, starts, left, right, coefficient, out_left, out_right, out_coefficient):
-    """The terms of entries in the order of their numbers."""
-    for entry in range(first, last):
-        at = starts[numbers[entry]]
-        for p in range(begins[entry], begins[entry + 1]):
-            out_left[at], out_coefficient[at] = left[p], coefficient[p]
-            if len(right):
-                out_right[at] = right[p]
-            at += 1

@@ -58,7 +58,7 @@ class PreparedJacobian(Generic[Result]):
         #: By the constants among the arguments, in the order in which they were made.
         self._programs: dict[tuple[Any, ...], PreparedProgram] = {}
         self._made_so_far = 0
-        self._first = self._program(arguments, saved)
+        self._first = self._program(arguments.leaves, saved)
         evaluator = self._first.evaluator
         self.pattern, self.method, self._in_shape = evaluator.pattern, evaluator.name, self._arguments.in_shape
 
@@ -73,11 +73,10 @@ class PreparedJacobian(Generic[Result]):
         options: Options,
     ) -> Self:
         """What `prepare_jacobian` returns."""
-        arguments = Arguments.of_call(f, args, argnums, batched, static_argnums).with_tensors().apart()
+        arguments = Arguments.of_call(f, args, argnums, batched, static_argnums).with_tensors()
+        arguments = arguments.apart(with_gradients=options.create_graph)
         if not arguments.batch:
             raise ValueError(f"the arguments are {arguments}, without any sample; give one or more to prepare for")
-        if options.create_graph:
-            arguments = arguments.requiring_gradients()
         prepared = cls(cls._differentiated(f, arguments, options), arguments, options)
         try:
             prepared.check(*args)
@@ -125,20 +124,13 @@ class PreparedJacobian(Generic[Result]):
         """What a program computes for a call, and which one it is."""
         leaves = self._arguments.leaves_of(args)
         if leaves is None:
-            arguments = self._checked(args)
-        else:
-            if self._first.evaluator.fused is not None and not returns:
-                memory = self._arguments.memory_of(leaves)
-                values = None if memory is None else self._first.values_of_memory(memory, leaves)
-                if values is not None:
-                    return (values, None, None), self._first
-            arguments = self._arguments.with_leaves(leaves)
-        program = self._program(arguments)
-        return program(arguments, returns), program
+            leaves = self._checked(args).leaves
+        program = self._program(leaves) if self._arguments.constant_places else self._first
+        return program(leaves, returns), program
 
-    def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
-        """The program for the constants among arguments of the prepared form."""
-        constants = self._arguments.constants_of(arguments.leaves)
+    def _program(self, leaves: list[Any], saved: SavedProgram | None = None) -> PreparedProgram:
+        """The program for the constants among the leaves of arguments of the prepared form."""
+        constants = self._arguments.constants_of(leaves)
         program = self._programs.get(constants)
         if program is not None:
             return program
@@ -146,7 +138,7 @@ class PreparedJacobian(Generic[Result]):
             # Another thread may have made it meanwhile.
             if constants not in self._programs:
                 with without_saving_hooks():
-                    self._keep(constants, self._made(arguments, saved))
+                    self._keep(constants, self._made(self._arguments.with_leaves(leaves), saved))
             return self._programs[constants]
 
     def _keep(self, constants: tuple[Any, ...], program: PreparedProgram) -> None:
@@ -161,8 +153,7 @@ class PreparedJacobian(Generic[Result]):
         options = self._options
         if self._programs:
             # As `prepare` does with the first call's.
-            arguments = arguments.apart()
-            arguments = arguments.requiring_gradients() if options.create_graph else arguments
+            arguments = arguments.apart(with_gradients=options.create_graph)
         traced = traced_program(self._f, arguments, options)
         if not self._programs:
             trace = traced.function.trace

@@ -75,8 +75,8 @@ class PreparedProgram:
         function.forget()
         return cls(traced, evaluator, list(watched.values()), every)
 
-    def __call__(self, arguments: Arguments, returns: bool) -> Evaluated:
-        """The values at arguments of the same form, and what the function returned where that is asked for.
+    def __call__(self, leaves: list[Any], returns: bool) -> Evaluated:
+        """The values at the leaves of arguments of the same form, and what the function returned where asked for.
 
         Raises
         ------
@@ -85,17 +85,20 @@ class PreparedProgram:
         RuntimeError
             Where a weight that the pattern leaves out is not zero.
         """
-        captures = self._captures(arguments.leaves)
-        # Within a transform each call comes here: `Arguments.memory_of` is of none.
-        check_outside_transforms(self.traced.function.trace.module, captures.values())
-        read, every = (*arguments.tensors, *captures.values()), self.unpruned_pattern
-        connected = every is not None and torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
+        captures = self._captures(leaves) if self.traced.captures else {}
+        arguments, every = self.traced.arguments, self.unpruned_pattern
+        connected = every is not None and self._have_gradients(leaves, captures)
         computed: torch.Tensor | None = None
-        if self._without_trace is not None and not returns and not connected and self._hold(captures):
-            computed, are_finite = self._without_trace({0: arguments.memory(), **captures})
+        if (
+            self._without_trace is not None
+            and not returns
+            and not connected
+            and (not self.watched or self._hold(captures))
+        ):
+            computed, are_finite = self._without_trace({**captures, 0: arguments.memory_of(leaves)})
             if are_finite:
                 return computed, None, None
-        function, x = self.traced.function, arguments.flat(connected=connected)
+        function, x = self.traced.function, arguments.with_leaves(leaves).flat(connected=connected)
         x = requiring_gradient(x) if connected else x
         before, traced_input = function.trace, x
         if connected:
@@ -136,18 +139,10 @@ class PreparedProgram:
             ]
         )
 
-    def values_of_memory(self, memory: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor | None:
-        """The values where they take no trace; None where they do, or one is not finite.
-
-        `memory` holds the elements of what the function is differentiated by.
-        """
-        if self._without_trace is None or self.unpruned_pattern is not None:
-            return None
-        captures = self._captures(leaves) if self.traced.captures else {}
-        if not self._hold(captures):
-            return None
-        values, are_finite = self._without_trace({**captures, 0: memory})
-        return values if are_finite else None
+    def _have_gradients(self, leaves: Sequence[Any], captures: dict[int, torch.Tensor]) -> bool:
+        """Whether the values of a call may have gradients."""
+        read = (*(leaves[place] for place in self.traced.arguments.places), *captures.values())
+        return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in read)
 
     def _captures(self, leaves: Sequence[Any]) -> dict[int, torch.Tensor]:
         graph = self.traced.function.graph
@@ -178,6 +173,7 @@ class PreparedProgram:
                     "this Jacobian was prepared, which took them for constants, since patterns may depend on them: "
                     "prepare one for these"
                 )
+        check_outside_transforms(self.traced.function.trace.module, captures.values())
         return captures
 
     def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
@@ -235,15 +231,12 @@ def _name_of_source(source: Any, otherwise: str = "a tensor that the function re
 def _found(source: Callable[[], torch.Tensor]) -> torch.Tensor:
     """A parameter or buffer by its name; ValueError where there is none of this name by now."""
     try:
-        tensor = source()
+        tensor, problem = source(), ""
     except AttributeError as error:
-        raise ValueError(
-            f"a parameter or buffer that the function reads is gone: {error}; prepare one for this"
-        ) from None
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(  # noqa: TRY004
-            f"a parameter or buffer that the function reads is {a_type(tensor)} by now; prepare one for this"
-        )
+        tensor, problem = torch.empty(0, device="cpu"), f"gone: {error}"
+    if problem or not isinstance(tensor, torch.Tensor):
+        problem = problem or f"{a_type(tensor)} by now"
+        raise ValueError(f"a parameter or buffer that the function reads is {problem}; prepare one for this")
     return tensor
 
 

@@ -7,10 +7,11 @@ in the same columns, by groups of these from the output to the input, or else in
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from ..patterns import Diagonal, Full, Identity
 from ..runtime import MEMORY_POOL
 from ..spgemm import RowGroups, rows_alike
 from ..stages import START, Edge, LocalJacobian
-from ..tracing import Scalar, Trace, Value
+from ..tracing import Trace, Value
 from .evaluator import Evaluator
 from .folding import Folded, derivative_of, is_elementwise, selection_of, transposed
 from .fused_values import FusedValues
@@ -51,28 +52,16 @@ class FoldedProducts(Evaluator):
 
     def __init__(self, function: TracedFunction, folded: Folded, *, compile: bool = False) -> None:
         self.function, self.pattern, dtype = function, folded.pattern, function.x.dtype
-        #: The numbers of local derivatives, and of products and sums of them; and of operations of these.
         first, last = folded.steps[0].first, folded.steps[-1].first
-        self._counts = first, last - first, sum(len(s.left) * (2 if s.right is None else 3) for s in folded.steps)
+        self.details = f" ({first} local derivatives, {last - first} products and sums of them)"
+        # Of the sums and products, without the local derivatives.
+        self.flop = sum(len(s.left) * (2 if s.right is None else 3) for s in folded.steps)
         if folded.derivatives is not None and self.pattern.nnz:
             entries = partial(_entries, folded, 1 if function.shared else function.batch, dtype)
             self.fused = FusedValues(folded.derivatives, function, entries, self.pattern, compile=compile)
         #: Where nothing varies.
         self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(dtype)
-
-    @property
-    def details(self) -> str:
-        """The numbers of local derivatives, and of sums and products of them."""
-        return f" ({self._counts[0]} local derivatives, {self._counts[1]} products and sums of them)"
-
-    @property
-    def flop(self) -> int:
-        """Operations of the sums and products for one sample, without those of the local derivatives."""
-        return self._counts[2]
-
-    @property
-    def nbytes(self) -> int:
-        return self._constants.nbytes if self.fused is None else self.fused.nbytes
+        self.nbytes = self._constants.nbytes if self.fused is None else self.fused.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
         """The constants of the entries, of which no local derivative is a part."""
@@ -110,20 +99,10 @@ class ChainProducts(Evaluator):
         self.function, self.pattern, self.chain = function, function.pattern, function.chain
         if not self.pattern.nnz:
             self.uncompiled, self.remedy = "it has no entries", None
-
-    @property
-    def details(self) -> str:
-        return f" ({len(self.chain)} stages)"
-
-    @property
-    def flop(self) -> int:
-        """Operations of the products for one sample, without those of the operators' own backward."""
-        return 2 * self.chain.accumulation.multiply_adds if len(self.chain) else 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the pattern's indices."""
-        return self.pattern.index_nbytes
+        self.details = f" ({len(self.chain)} stages)"
+        # Without the operators' own backward.
+        self.flop = 2 * self.chain.accumulation.multiply_adds if len(self.chain) else 0
+        self.nbytes = self.pattern.index_nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
         return trace.in_own_memory(self.chain.products(self.chain.records(trace), trace.input.detach()).values)
@@ -158,7 +137,7 @@ class GroupedProducts(Evaluator):
         diagonals: Sequence[Sequence[Edge]],
         groups: RowGroups,
     ) -> None:
-        self.function, self.pattern, self._groups = function, function.pattern, groups
+        self.function, self.pattern = function, function.pattern
         self._batch = 1 if function.shared else function.batch
         varying = [edge for edges in diagonals for edge in edges]
         reads = [value.number for e in varying for value in e.operation.referenced.values() if type(value) is Value]
@@ -167,17 +146,19 @@ class GroupedProducts(Evaluator):
             function, lambda values: [derivative_of(function, edge, values) for edge in varying], reads
         )
         self._weights = [_Weights.of(edge, function.trace) for edge in factors]
-        firsts = itertools.accumulate((weights.count for weights in self._weights), initial=0)
+        firsts = itertools.accumulate((weights.size for weights in self._weights), initial=0)
         elements = [first + weights.elements for first, weights in zip(firsts, self._weights, strict=False)]
         sizes = [edges[0].call.in_size if edges else 0 for edges in diagonals]
         begins = [*itertools.accumulate(sizes, initial=0)]
-        #: For each derivative, where it begins among those of all factors, and whether it is the first one there.
-        self._places = [
-            (begin, not number) for begin, edges in zip(begins, diagonals, strict=False) for number in range(len(edges))
-        ]
-        self._count = begins[-1]
+        #: How many elements the diagonals have together, and how many diagonals follow one another at each place.
+        self._count, self._lengths = begins[-1], [len(edges) for edges in diagonals if edges]
         scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
         self._product = groups.plan(elements, scales, self._batch)
+        #: The cost of a call, in multiply-adds of sparse products.
+        self.cost = START + self._product.cost
+        self.details = f" ({groups.count} groups of rows with the same entries)"
+        self.flop = 2 * groups.multiply_adds
+        self.nbytes = self.pattern.index_nbytes + self._product.nbytes
 
     @classmethod
     def of(cls, function: TracedFunction, most: float) -> GroupedProducts | None:
@@ -220,25 +201,6 @@ class GroupedProducts(Evaluator):
         grouped = cls(function, factors, diagonals, groups)
         return grouped if grouped.cost < most else None
 
-    @property
-    def details(self) -> str:
-        return f" ({self._groups.count} groups of rows with the same entries)"
-
-    @property
-    def cost(self) -> float:
-        """The cost of a call, in multiply-adds of sparse products."""
-        return START + self._product.cost
-
-    @property
-    def flop(self) -> int:
-        """Operations of the products for one sample."""
-        return 2 * self._groups.multiply_adds
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the plan, and of the pattern's indices."""
-        return self.pattern.index_nbytes + self._product.nbytes
-
     def computed(self, trace: Trace) -> torch.Tensor:
         values = np.concatenate([weights.values(trace) for weights in self._weights])
         # What it is computed from is gone before the Jacobian takes memory.
@@ -251,55 +213,32 @@ class GroupedProducts(Evaluator):
         """The derivatives of the operators with diagonal matrices, multiplied where several follow one another."""
         scales = MEMORY_POOL.empty((self._count, self._product.padded), dtype)
         scales[:, self._batch :] = 1
-        for derivative, (begin, is_first) in zip(self._derivatives(trace), self._places, strict=True):
-            factors = derivative.numpy().T
-            of_samples = scales[begin : begin + len(factors), : self._batch]
-            np.multiply(factors, 1 if is_first else of_samples, out=of_samples)
+        derivatives = (derivative.numpy().T for derivative in self._derivatives(trace))
+        parts = [functools.reduce(np.multiply, itertools.islice(derivatives, length)) for length in self._lengths]
+        np.concatenate([scales[:0, : self._batch], *parts], out=scales[:, : self._batch])
         return scales
 
 
-@dataclass(frozen=True, eq=False)
-class _Weights:
-    """The numbers of which an operator's Jacobian is made, in all samples.
-
-    Attributes
-    ----------
-    edge : Edge
-        The operator.
-    count : int
-        How many numbers there are.
-    elements : ndarray of int
-        For each entry of the Jacobian, which of the numbers it is.
-    name : str or None
-        The argument whose elements the numbers are, if they are one's.
-    constants : ndarray or None
-        The numbers, where they are the same in each run. Without these and a name, the numbers are the entries of the
-        transposed Jacobian.
-    """
+class _Weights(NamedTuple):
+    """The numbers of which an operator's Jacobian is made, in all samples."""
 
     edge: Edge
-    count: int
+    #: How many there are, and for each entry of the Jacobian, which of them it is.
+    size: int
     elements: np.ndarray
-    name: str | None = None
-    constants: np.ndarray | None = None
+    #: The argument whose elements they are; None where they are the entries of the transposed Jacobian.
+    name: str | None
 
     @classmethod
     def of(cls, edge: Edge, trace: Trace) -> _Weights:
-        selection = selection_of(edge, trace)
-        if selection is not None:
-            name, elements = selection
-            return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), transposed(edge, elements), name)
-        others = [each for name, each in edge.operation.referenced.items() if name != edge.call.argument]
-        if any(type(each) in (Scalar, Value) for each in others):
-            nnz = edge.pattern.nnz
-            return cls(edge, nnz, transposed(edge, np.arange(nnz)))
-        numbers, elements = np.unique(LocalJacobian(edge, trace).values.numpy()[:, 0], return_inverse=True)
-        return cls(edge, len(numbers), transposed(edge, elements), constants=numbers)
+        selection, nnz = selection_of(edge, trace), edge.pattern.nnz
+        if selection is None:
+            return cls(edge, nnz, transposed(edge, np.arange(nnz)), None)
+        name, elements = selection
+        return cls(edge, trace.tensor(edge.operation.number_of(name)).numel(), transposed(edge, elements), name)
 
     def values(self, trace: Trace) -> np.ndarray:
         """The numbers in a run."""
-        if self.constants is not None:
-            return self.constants
         if self.name is None:
             return LocalJacobian(self.edge, trace).values.numpy().reshape(-1)
         weight = trace.elements(self.edge.operation.number_of(self.name)).detach()

@@ -124,21 +124,13 @@ class _Derivative:
     def pull(self, cotangents: Vectors) -> Sequence[torch.Tensor]:
         """The cotangents of all operands, from those of some results."""
         # Not by ``torch.func.vjp``, which loads PyTorch's compiler.
-        primals, results = self._run
-        gradients: list[torch.Tensor | None] = [None] * len(primals)
-        for value, result in zip(self.results.values(), results, strict=True):
-            if value in cotangents and result.requires_grad:
-                terms = gradients_of(result, primals, cotangents[value], retain_graph=True)
-                gradients = [_sum(*pair) for pair in zip(gradients, terms, strict=True)]
+        (primals, results), numbers = self._run, self.results.values()
+        reached = {n: y for n, y in zip(numbers, results, strict=True) if n in cotangents and y.requires_grad}
+        if not reached:
+            return [torch.zeros_like(primal) for primal in primals]
+        gradients = gradients_of([*reached.values()], primals, [cotangents[n] for n in reached], retain_graph=True)
         pairs = zip(gradients, primals, strict=True)
         return [torch.zeros_like(primal) if gradient is None else gradient for gradient, primal in pairs]
-
-
-def _sum(some: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
-    """The sum of two gradients, of which None is zero."""
-    if some is None or other is None:
-        return other if some is None else some
-    return some + other
 
 
 class _InputGradients(torch.autograd.Function):

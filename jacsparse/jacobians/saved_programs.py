@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,14 +48,16 @@ def write_program(path: str | os.PathLike[str], options: Options, program: Prepa
 
 @dataclass(frozen=True)
 class SavedProgram:
-    """What a file holds; each method raises ValueError where it is damaged, or fits no such call."""
+    """What a file holds; each method raises ValueError where it fits no such call."""
 
     path: str | os.PathLike[str]
     content: Mapping[str, Any]
+    #: Of a compressed Jacobian.
+    coloring: Coloring | None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> SavedProgram:
-        """The content of a file of this version."""
+        """The content of a file of this version; ValueError where it is damaged."""
         content = read_archive(path, KIND)
         if content.get("version") != __version__:
             raise ValueError(
@@ -69,20 +70,25 @@ class SavedProgram:
         if not is_whole or any(type(truth) is not bool for truth in truths.values()):
             texts = ", ".join(f"{name} is {each!r}" for name, each in (lists | truths).items())
             raise ValueError(f"{path}: {texts}; the file is damaged")
-        return cls(path, content)
+        if content.get("method") == "products" and not content["given"]:
+            return cls(path, content, None)
+        try:
+            if content["method"] != "compressed":
+                raise ValueError(f"its method is {content['method']!r}")
+            pattern = Pattern(content["shape"], content["indptr"], content["indices"])
+            return cls(path, content, Coloring.restore(content, pattern))
+        except (ValueError, TypeError, KeyError, MemoryError) as error:
+            raise ValueError(f"{path}: no valid prepared Jacobian: {error}") from error
 
     def arguments(self, f: Callable[..., Any], args: Sequence[Any]) -> Arguments:
         """A call's arguments, by those that the Jacobian is by."""
         argnums, static = self.content["argnums"], tuple(self.content["static_argnums"])
-        arguments = Arguments.of_call(f, args, argnums, self.content["batched"], static).with_tensors().apart()
-        return arguments.requiring_gradients() if self.content["create_graph"] else arguments
+        arguments = Arguments.of_call(f, args, argnums, self.content["batched"], static).with_tensors()
+        return arguments.apart(with_gradients=self.content["create_graph"])
 
     def options(self, compile: bool) -> Options:
         """What it was prepared with."""
-        pattern = None
-        if self.content["given"]:
-            with self._checked():
-                pattern = self._pattern
+        pattern = self.coloring.pattern if self.coloring is not None and self.content["given"] else None
         return Options(compile=compile, pattern=pattern, **{name: self.content[name] for name in _SAVED})
 
     def evaluator(self, f: Callable[..., Any], traced: TracedProgram, compile: bool) -> Evaluator:
@@ -92,24 +98,10 @@ class SavedProgram:
                 f"{self.path} is not of this function at arguments of these shapes: {name_of(f)}, {traced.arguments}; "
                 "prepare its Jacobian and save it again"
             )
-        function, method = traced.function, self.content.get("method")
-        if method == "products":
-            return evaluator_of(function, method, compile=compile)
-        with self._checked():
-            pattern, expected = self._pattern, (math.prod(function.chain.out_shape), math.prod(function.chain.in_shape))
-            if method != "compressed" or pattern.shape != expected:
-                raise ValueError(f"its method is {method!r}, its pattern {pattern.shape}")
-            colors = Coloring.restore(self.content, pattern)
-        return Compressed(function, colors, compile=compile)
-
-    @property
-    def _pattern(self) -> Pattern:
-        return Pattern(self.content["shape"], self.content["indptr"], self.content["indices"])
-
-    @contextlib.contextmanager
-    def _checked(self) -> Iterator[None]:
-        """A context in which errors say that the file is damaged."""
-        try:
-            yield
-        except (ValueError, TypeError, KeyError, MemoryError) as error:
-            raise ValueError(f"{self.path}: no valid prepared Jacobian: {error}") from error
+        function, chain = traced.function, traced.function.chain
+        if self.coloring is None:
+            return evaluator_of(function, "products", compile=compile)
+        expected = math.prod(chain.out_shape), math.prod(chain.in_shape)
+        if (shape := self.coloring.pattern.shape) != expected:
+            raise ValueError(f"{self.path}: no valid prepared Jacobian: its pattern is {shape}; expected {expected}")
+        return Compressed(function, self.coloring, compile=compile)

@@ -17,7 +17,7 @@ import numpy as np
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import frozen, index_dtype, row_starts, run_rows
 from ..spgemm import product_pattern
-from .kernels import add_terms, multiply_terms, number_entries, order_terms
+from .kernels import add_terms, multiply_terms
 
 #: The variable of a term that has none.
 NONE = -1
@@ -221,15 +221,15 @@ class Algebra:
         indptr, begins = terms.entries()
         count = len(begins) - 1
         # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        rows_of_lengths = np.bincount(np.diff(indptr))
-        following = row_starts(np.cumsum(rows_of_lengths[:0:-1])[::-1], np.int64)
-        numbers, counts = np.empty(count, index_dtype(self.variables + count, 0, 0)), np.empty(count, np.int64)
-        number_entries(0, terms.shape[0], indptr, begins, following, numbers, counts)
-        starts, pairs = row_starts(counts, index_dtype(len(terms), 0, 0)), right is not None
-        factors = terms.variable, right if pairs else np.empty(0, np.int32), terms.coefficient
-        left, right, coefficient = results = [np.empty_like(each) for each in factors]
-        run_rows(order_terms, begins, begins, numbers, starts, *factors, *results)
-        self.steps.append(WeightedSums(self.variables, starts, left, right if pairs else None, coefficient))
-        numbers += self.variables
+        place = np.arange(count) - np.repeat(indptr[:-1], np.diff(indptr))
+        order = np.argsort(place.astype(np.min_scalar_type(place.max(initial=0))), kind="stable")
+        counts = np.diff(begins)[order]
+        starts = row_starts(counts, index_dtype(len(terms), 0, 0))
+        of_entries = np.repeat(begins[order] - starts[:-1], counts) + np.arange(len(terms))
+        left, coefficient = terms.variable[of_entries], terms.coefficient[of_entries]
+        right = None if right is None else right[of_entries]
+        self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
+        numbers = np.empty(count, index_dtype(self.variables + count, 0, 0))
+        numbers[order] = np.arange(self.variables, self.variables + count)
         self.variables += count
         return Terms(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))

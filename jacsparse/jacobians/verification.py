@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import torch
 
 from ..patterns import Call, gradient_of
 from ..spgemm import SparseJacobian, check_limit
-from ..stages import Chain, Edge, Record, Run, chain_of_trace, refuse_hooks, trace_of_call
+from ..stages import Chain, Edge, Record, Run, chain_of_trace, pull_back_all, refuse_hooks, trace_of_call
 from ..tracing import check_module, name_of, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .edge_matrices import EdgeMatrix, times
@@ -63,7 +62,7 @@ class Check:
     entries : tuple of str
         Descriptions of the first entries that differ.
     parts : int
-        The number of parts in which the matrix was computed and compared; more than one where it is larger than the
+        The number of parts of the samples whose matrices were compared at once; more than one where these exceed the
         memory limit.
     jacobian : bool
         For the whole function, whether the product of all operators' matrices was compared too.
@@ -121,9 +120,8 @@ def verify(
     """Compare the sparse Jacobians of a function or a module with autograd.
 
     First each operator's Jacobian is compared at each sample: all entries of a small one, products with random vectors
-    of a large one. Then the whole function's output is compared, and its gradients, as the sparse Jacobians of all
-    operators give them; for a small function, also as the product of
-    these matrices gives them, which is the result of `jacobian`'s first calls.
+    of a large one. Then the whole function's output is compared, and its gradients, as the backward passes of these
+    operators give them along all paths; for a small function, also as the product of their matrices gives them.
 
     Parameters
     ----------
@@ -138,8 +136,8 @@ def verify(
     raise_exception : bool
         Whether a difference is an error, as in ``torch.autograd.gradcheck``.
     memory_limit : int, optional
-        Bytes of an operator's values and indices to hold at once: a larger matrix is computed and compared part by
-        part, by samples or by rows. 1 GiB by default.
+        Bytes of an operator's values and indices to hold at once: a larger matrix is computed and compared of some
+        samples at a time. 1 GiB by default.
 
     Returns
     -------
@@ -151,8 +149,7 @@ def verify(
     VerificationError
         Where entries differ; the message names them.
     TypeError, ValueError, UnsupportedOperatorError
-        Where the input does not fit, or an operator has no rule; or where a matrix is beyond the memory limit, and its
-        operator's rule cannot compute parts of it.
+        Where the input does not fit, an operator has no rule, or the matrix of one sample is beyond the memory limit.
 
     Notes
     -----
@@ -178,11 +175,17 @@ def verify(
         run = Run(trace, chain.records(trace))
         refuse_hooks(run.records)
         if tolerance is None:
-            edges = ((record, edge) for record in run.records for edge in record.stage.edges)
-            tolerance = tolerance_for(x.dtype, (record.trace.tensor(edge.target) for record, edge in edges))
+            tolerance = tolerance_for(x.dtype, (trace.tensor(edge.target) for edge in chain.edges))
         with without_autocast(x.device):
-            checks, exact, seeds, gradients = _check_edges(run, tolerance, memory)
-            gradients |= _by_jacobian(chain, run, x, seeds)
+            edges = [(record, edge) for record in run.records for edge in record.stage.edges]
+            checks = [_check_edge(record, edge, tolerance, memory) for record, edge in edges]
+            outputs = math.prod(chain.out_shape)
+            largest = max((max(edge.transposed_pattern.shape) for edge in chain.edges), default=outputs)
+            exact = outputs <= EXACT_ROWS and outputs * largest * len(x) * x.element_size() <= memory
+            seeds = _seeds(x, outputs, exact)
+            with torch.no_grad():
+                gradients = {"the gradient": pull_back_all(run.records, seeds) if len(chain) else seeds}
+                gradients |= _by_jacobian(chain, run, x, seeds)
     verification = Verification((*checks, _check_whole(module, x, run, exact, seeds, gradients, tolerance)))
     failed = verification.failed
     if failed and raise_exception:
@@ -197,60 +200,24 @@ def verify(
 _Gradients = dict[str, torch.Tensor]
 
 
-def _check_edges(run: Run, limit: float, memory: int) -> tuple[list[Check], bool, torch.Tensor, _Gradients]:
-    """Check each operator, and take gradients back through all of them, so that each matrix is computed once.
-
-    Returned are the checks; whether the gradients of the output are all unit vectors; these, of shape
-    ``(outputs, many, batch)``; and those of the input.
-    """
-    y = run.trace.output.detach().to(run.trace.input.dtype)
-    outputs, batch = y[:1].numel(), len(y)
-    edges = (edge for record in run.records for edge in record.stage.edges)
-    largest = max((max(edge.transposed_pattern.shape) for edge in edges), default=outputs)
-    exact = outputs <= EXACT_ROWS and outputs * largest * batch * y.element_size() <= memory
-    of_output = seeds = _seeds(y, outputs, exact)
-    checks: list[Check] = []
-    for record in reversed(run.records):
-        stage = record.stage
-        gradients = {stage.stop: of_output}
-        # The edges that still need the gradient of a vertex.
-        users = Counter(edge.target for edge in stage.edges)
-        for edge in reversed(stage.edges):
-            check, pulled = _check_edge(record, edge, limit, memory, gradients.get(edge.target))
-            checks.append(check)
-            users[edge.target] -= 1
-            if not users[edge.target]:
-                gradients.pop(edge.target, None)
-            if pulled is not None:
-                total = gradients.get(edge.source)
-                gradients[edge.source] = pulled if total is None else total.add_(pulled)
-        zeros = (math.prod(stage.in_shape), *seeds.shape[1:])
-        of_output = gradients[stage.start] if stage.start in gradients else seeds.new_zeros(zeros)
-    return checks[::-1], exact, seeds, {"the gradient": of_output}
-
-
-def _check_edge(
-    record: Record, edge: Edge, limit: float, memory: int, gradients: torch.Tensor | None
-) -> tuple[Check, torch.Tensor | None]:
-    """Check an operator, and take gradients of its result, if any, back to its operand."""
+def _check_edge(record: Record, edge: Edge, limit: float, memory: int) -> Check:
+    """Check an operator."""
     call, matrix = record.call(edge), EdgeMatrix(record, edge, memory)
     products = call.out_size * call.in_size * record.batch * call.input.element_size()
     # The products, the expected ones and their difference are held at once.
-    exact = call.out_size <= EXACT_ROWS and matrix.parts == 1 and 4 * products <= memory
+    exact = call.out_size <= EXACT_ROWS and len(matrix.samples) == 1 and 4 * products <= memory
     seeds = _seeds(call.input, call.out_size, exact)
-    # All products at once, because each use computes the parts of a matrix anew.
-    actual = matrix.times(seeds if gradients is None else torch.cat([seeds, gradients], 1))
-    pulled = None if gradients is None else actual[:, seeds.shape[1] :].contiguous()
-    expected = torch.empty_like(actual[:, : seeds.shape[1]])
+    actual = matrix.times(seeds)
+    expected = torch.empty_like(actual)
     for number, seed in enumerate(seeds.unbind(1)):
         expected[:, number] = _vjp(call, seed.T).T
-    share, places = _compared(actual[:, : seeds.shape[1]], expected, rounding_of(call.input, call.output), limit)
+    share, places = _compared(actual, expected, rounding_of(call.input, call.output), limit)
     entries = [
-        _entry(matrix, call, sample, number if exact else _row(matrix, call, sample, column, limit), column)
+        _entry(matrix, call, sample, column, range(number, number + 1) if exact else range(call.out_size), limit)
         for column, number, sample in places
     ]
     shape = (call.out_size, call.in_size)
-    return Check(call.path, call.operator, shape, exact, share, tuple(entries), matrix.parts), pulled
+    return Check(call.path, call.operator, shape, exact, share, tuple(entries), len(matrix.samples))
 
 
 def _compared(
@@ -274,36 +241,28 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().reshape(len(tensor), -1)
 
 
-def _row(matrix: EdgeMatrix, call: Call, sample: int, column: int, limit: float) -> int:
-    """A row in which the entries at a column and sample differ: the search halves the outputs."""
+def _entry(matrix: EdgeMatrix, call: Call, sample: int, column: int, rows: range, limit: float) -> str:
+    """Describe an entry in a column and among some rows that differs; the search for its row halves these."""
     assert call.input is not None
-    low, high = 0, call.out_size
+    places, values = matrix.row(column, sample)
+    x, columns = call.input, torch.from_numpy(places.astype(np.int64)).to(call.input.device)
+
+    def products(first: int, last: int, weights: torch.Tensor) -> tuple[float, float]:
+        """The weighted sum of the column's entries in some rows, and autograd's."""
+        seed = x.new_zeros((len(x), call.out_size))
+        seed[:, first:last] = weights[first:last]
+        return (values * seed[sample, columns]).sum().item(), _vjp(call, seed)[sample, column].item()
+
+    low, high = rows.start, rows.stop
+    drawn = (torch.rand(call.out_size, generator=torch.Generator().manual_seed(1), device="cpu") + 0.5).to(x)
     while high - low > 1:
         middle = (low + high) // 2
-        seed = call.input.new_zeros((len(call.input), call.out_size))
-        seed[:, low:middle] = (
-            torch.rand(middle - low, generator=torch.Generator().manual_seed(1), device="cpu").to(seed) + 0.5
-        )
-        expected = _vjp(call, seed)[sample, column]
-        places, values = matrix.row(column, sample)
-        actual = (values * seed[sample, torch.from_numpy(places.astype(np.int64)).to(seed.device)]).sum()
-        scale = max(1e-300, expected.abs().item(), actual.abs().item())
-        differs = not (actual - expected).abs().item() <= limit * scale
+        actual, expected = products(low, middle, drawn)
+        differs = not abs(actual - expected) <= limit * max(1e-300, abs(expected), abs(actual))
         low, high = (low, middle) if differs else (middle, high)
-    return low
-
-
-def _entry(matrix: EdgeMatrix, call: Call, sample: int, row: int, column: int) -> str:
-    """Describe one entry: its place, its value and autograd's."""
-    assert call.input is not None
-    seed = call.input.new_zeros((len(call.input), call.out_size))
-    seed[:, row] = 1
-    expected = _vjp(call, seed)[sample, column].item()
-    places, values = matrix.row(column, sample)
-    at = np.flatnonzero(places == row)
-    actual = values[int(at[0])].item() if len(at) else 0.0
-    missing = "" if len(at) else ", which the pattern leaves out"
-    return f"sample {sample}: ∂y[{row}]/∂x[{column}] is {actual:.6g}, autograd {expected:.6g}{missing}"
+    actual, expected = products(low, high, torch.ones_like(drawn))
+    missing = "" if low in places else ", which the pattern leaves out"
+    return f"sample {sample}: ∂y[{low}]/∂x[{column}] is {actual:.6g}, autograd {expected:.6g}{missing}"
 
 
 def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -> _Gradients:
@@ -313,8 +272,7 @@ def _by_jacobian(chain: Chain, run: Run, x: torch.Tensor, seeds: torch.Tensor) -
     if max(edges, size) * len(x) > SMALL:
         return {}
     way = ChainProducts(TracedFunction(run.trace, chain))
-    with torch.no_grad():
-        transposed = SparseJacobian(way.pattern, way.values(run.trace)).T
+    transposed = SparseJacobian(way.pattern, way.values(run.trace)).T
     return {"by products, the gradient": times(transposed.pattern, transposed.values, seeds)}
 
 

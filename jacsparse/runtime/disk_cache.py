@@ -2,7 +2,7 @@
 
 A shelf is a folder of the cache directory, and each file on it holds the arrays of one key. Files appear whole or not
 at all and are never written to again, so any number of processes may use a shelf at once. A damaged file, which an
-archive's checksums tell, counts as missing. Results of symbolic phases (patterns of products, orders, colourings) have
+archive's checksums tell, counts as missing. Results of symbolic phases (patterns of products, colourings) have
 a limit: beyond it the least recently used ones are removed.
 """
 

@@ -21,13 +21,12 @@ multiplied stage by stage. The chain's pattern is that of the accumulation.
 rule's, or PyTorch's derivative where the rule has none. `last_products` goes by strips where products are large,
 `infinite_entries` mends what is not finite, by backward passes (`graph_gradients`).
 
-**Another kind of step** is a name of `Order.how`: a case in ``Order.__str__``, a candidate in `_Candidates`, with its
-cost, and a case in `accumulated`; what the cost depends on of a stage goes into `_digest`, since orders are kept on
-disk. If what it computes is neither a product nor a sum, it is also a class of `matrices`, which a method of
-`Accumulation` adds, with its pattern, and which gets by `Chain.products` what else its values are computed by;
+**Another kind of step** is a name of `Order.how`: a case in ``Order.__str__``, a candidate in `_candidates`, with its
+cost, and a case in `accumulated`. If what it computes is neither a product nor a sum, it is also a class of `matrices`,
+which a method of `Accumulation` adds, with its pattern, and which gets by `Chain.products` what else its values take;
 `Accumulation.passes` and ``_cost_of_products`` in `jacsparse.jacobians.choice` price it, if multiply-adds do not.
 ``backward`` and `Pulled` are the example: one pass of the operators' own backward for an interval, whose cost has a
-table of its own in `_cheapest`, ``passing``, since further stages join a pass. A chain of one stage takes no step.
+table of its own in `best_order`, ``passing``, since further stages join a pass. A chain of one stage takes no step.
 Steps within folded entries are `WeightedSums` of `jacsparse.jacobians.terms`.
 """
 

@@ -9,9 +9,8 @@ stage by stage, from its end or from its start.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,14 +18,10 @@ from typing import Any
 
 import numpy as np
 
-from ..runtime import cached_arrays
 from ..spgemm import KEYS, counts, fresh_keys, spread
 from .accumulation import Accumulation
 from .elimination import eliminate
 from .stage import Edge, Stage
-
-#: The packages whose sources decide which order is the best.
-_PACKAGES = tuple(f"jacsparse.{room}" for room in ("patterns", "spgemm", "stages"))
 
 #: Cost of a multiply-add of an operator's own dense backward, relative to one of sparse products: measured on CPUs,
 #: where convolutions of PyTorch reach 10 to 90 billion a second and sparse products 2 to 15.
@@ -88,7 +83,7 @@ class Order:
 class Estimates:
     """Estimated entries of intervals of stages, and multiply-adds of their products; on request `at_ends` alone.
 
-    Those begin at the chain's start or end at its end, and are multiplied by single stages.
+    Those begin at the chain's start or end at its end, and are multiplied by single stages, of one operator each.
     """
 
     def __init__(self, stages: Sequence[Stage], *, at_ends: bool = False) -> None:
@@ -108,6 +103,12 @@ class Estimates:
                 self.entries[number, later] = scale * reached.sum(axis=0)
             for number, sooner, scale, reached in self._passed(range(1), self.onward, backwards=False):
                 self.entries[sooner, number] = scale * reached.sum(axis=0)
+            self.meets: list[Any] = [defaultdict(lambda: math.inf) for _ in stages]
+            for number in range(n - 1):
+                if stages[number].operator is not None:
+                    self.meets[number][number, n - number - 2] = self.through[number, n - 1]
+                if stages[number + 1].operator is not None:
+                    self.meets[number][0, 0] = self.onward[number + 1, 0]
             return
         ahead = [
             np.zeros((min(size, self._sampled), n - place), dtype=np.float32) for place, size in enumerate(self._sizes)
@@ -116,7 +117,8 @@ class Estimates:
             for number, later, scale, reached in self._passed(chunk, self.through, backwards=True):
                 self.entries[number, later] = scale * reached.sum(axis=0)
                 ahead[number][:, later.start - number : later.stop - number] = reached
-        # Multiply-adds of the product of two intervals that meet behind each stage, by the first and the last stage.
+        # Multiply-adds of the product of two intervals that meet behind each stage: by the first stage, and by how many
+        # stages come behind the next one.
         self.meets = [np.zeros((number + 1, n - number - 1)) for number in range(n)]
         for chunk in chunks:
             # The number of elements of each earlier stage's input that an element depends on.
@@ -172,137 +174,66 @@ def _sample(size: int, most: int) -> tuple[Any, float]:
 
 
 def best_order(stages: Sequence[Stage]) -> Order:
-    """The cheapest order of the products of a chain of at least one stage, cached on disk."""
-    if len(stages) == 1:
-        return Order("stage", 0)
-    order = cached_arrays(f"order {_digest(stages)}", lambda: _packed(_cheapest(stages)), packages=_PACKAGES)
-    return _unpacked(json.loads(order["order"].tobytes()))
-
-
-def _digest(stages: Sequence[Stage]) -> str:
-    """A digest of all that the best order depends on."""
-    digest = hashlib.blake2b(f"{KEYS} {DENSE} {START} {PASS} {len(stages) > MOST_STAGES}".encode())
-    for stage in stages:
-        numbers: dict[Any, int] = {}
-        ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (stage.start, stage.stop)]
-        digest.update(f"{stage.in_shape} {stage.out_shape} {stage.hooked} {stage.backward_work} {ends}".encode())
-        for edge in stage.edges:
-            ends = [numbers.setdefault(vertex, len(numbers)) for vertex in (edge.source, edge.target)]
-            digest.update(f"{ends} {edge.transposed_pattern.digest}".encode())
-    return digest.hexdigest()
-
-
-def _packed(order: Order) -> dict[str, np.ndarray]:
-    """An order as an array: the bytes of the JSON of its parts."""
-    parts = [[p.how, p.stage, p.left is not None, p.right is not None, p.cost] for p in order.parts]
-    return {"order": np.frombuffer(json.dumps(parts).encode(), dtype=np.uint8)}
-
-
-def _unpacked(parts: Sequence[tuple[str, int, bool, bool, float]]) -> Order:
-    orders = list[Order]()
-    for how, stage, has_left, has_right, cost in parts:
-        right = orders.pop() if has_right else None
-        left = orders.pop() if has_left else None
-        orders.append(Order(how, stage, left, right, cost))
-    return orders[0]
-
-
-class _Candidates:
-    """Orders of intervals that a stage is multiplied by, with predicted costs."""
-
-    def __init__(self, stages: Sequence[Stage], estimates: Estimates) -> None:
-        self.stages, self.estimates = stages, estimates
-        #: Cost of each stage's own backward for one column; and of beginning with it.
-        self.backward = [DENSE * stage.backward_work for stage in stages]
-        self.start = [START * len(stage.edges) for stage in stages]
-
-    def alone(self, number: int) -> Order:
-        """The matrix of a stage."""
-        costs = self.estimates.entries if self.stages[number].operator else self.estimates.through
-        return Order("stage", number, cost=self.start[number] + float(costs[number, number]))
-
-    def before(self, first: int, last: int, right: Order, passing: Order | None) -> Iterator[Order]:
-        """A stage times the interval behind it; `passing` is the best order of that which begins with an own backward.
-
-        Another own backward before it joins its pass.
-        """
-        stage = self.stages[first]
-        if stage.operator is None:
-            cost = right.cost + self.start[first] + self.estimates.through[first, last]
-            yield Order("through", first, right=right, cost=cost)
-        if not stage.hooked:
-            behind, cost = right, right.cost + PASS
-            if passing is not None and passing.cost < cost:
-                behind, cost = passing, passing.cost
-            cost += self.start[first] + math.prod(self.stages[last].out_shape) * self.backward[first]
-            yield Order("backward", first, right=behind, cost=cost)
-
-    def behind(self, first: int, last: int, left: Order) -> Iterator[Order]:
-        """The interval before a stage times that stage."""
-        if self.stages[last].operator is None:
-            cost = left.cost + self.start[last] + self.estimates.onward[last, first]
-            yield Order("from", last, left=left, cost=cost)
-
-    def with_entries(self, orders: Iterable[Order], first: int, last: int) -> list[Order]:
-        """The same orders of an interval, whose costs have those of its entries too."""
-        entries = self.estimates.entries[first, last]
-        return [replace(order, cost=float(order.cost + entries)) for order in orders]
-
-
-def _cheapest(stages: Sequence[Stage]) -> Order:
+    """The cheapest order of the products of a chain of at least one stage."""
     n = len(stages)
-    if n > MOST_STAGES:
-        return _in_turn(stages)
-    estimates = Estimates(stages)
-    candidates = _Candidates(stages, estimates)
-    best: dict[tuple[int, int], Order] = {(number, number): candidates.alone(number) for number in range(n)}
+    if n == 1:
+        return Order("stage", 0)
+    at_ends = n > MOST_STAGES
+    estimates = Estimates(stages, at_ends=at_ends)
+    best = {(number, number): _alone(stage, number, estimates) for number, stage in enumerate(stages)}
     # The cheapest order that begins with an own backward.
     passing: dict[tuple[int, int], Order] = {}
     for length in range(1, n):
-        for first in range(n - length):
-            last = first + length
-            ways = [
-                (best[first, middle].cost + best[middle + 1, last].cost + meets[first, last - middle - 1], middle)
-                for middle, meets in enumerate(estimates.meets[first:last], start=first)
-            ]
-            cost, middle = min(ways)
-            orders = [Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost + START)]
-            orders += candidates.before(first, last, best[first + 1, last], passing.get((first + 1, last)))
-            orders += candidates.behind(first, last, best[first, last - 1])
-            orders = candidates.with_entries(orders, first, last)
-            best[first, last] = min(orders, key=_cost)
+        for first in {0, n - 1 - length} if at_ends else range(n - length):
+            last, entries = first + length, estimates.entries[first, first + length]
+            middles: Iterable[int] = range(first, last)
+            if at_ends:
+                middles = [m for m in {first, last - 1} if (first, m) in best and (m + 1, last) in best]
+            candidates = _candidates(stages, first, last, middles, best, passing, estimates)
+            orders = [replace(order, cost=float(order.cost + entries)) for order in candidates]
+            best[first, last] = min(orders, key=lambda order: order.cost)
             passing.update(((first, last), order) for order in orders if order.how == "backward")
     return best[0, n - 1]
 
 
-def _in_turn(stages: Sequence[Stage]) -> Order:
-    """The cheaper one of the orders that multiply stage by stage, from the chain's end and from its start."""
-    n = len(stages)
-    estimates = Estimates(stages, at_ends=True)
-    candidates = _Candidates(stages, estimates)
-    from_end, passing = candidates.alone(n - 1), None
-    for first in range(n - 2, -1, -1):
-        orders = list(candidates.before(first, n - 1, from_end, passing))
-        if stages[first].operator is not None:
-            left = Order("stage", first, cost=candidates.start[first])
-            cost = left.cost + from_end.cost + START + estimates.through[first, n - 1]
-            orders.append(Order("product", left=left, right=from_end, cost=cost))
-        orders = candidates.with_entries(orders, first, n - 1)
-        from_end = min(orders, key=_cost)
-        passing = next((order for order in orders if order.how == "backward"), None)
-    from_start = candidates.alone(0)
-    for last in range(1, n):
-        orders = list(candidates.behind(0, last, from_start))
-        if stages[last].operator is not None:
-            right = Order("stage", last, cost=candidates.start[last])
-            cost = from_start.cost + right.cost + START + estimates.onward[last, 0]
-            orders.append(Order("product", left=from_start, right=right, cost=cost))
-        from_start = min(candidates.with_entries(orders, 0, last), key=_cost)
-    return min(from_end, from_start, key=_cost)
+def _alone(stage: Stage, number: int, estimates: Estimates) -> Order:
+    """The matrix of a stage."""
+    costs = estimates.entries if stage.operator else estimates.through
+    return Order("stage", number, cost=START * len(stage.edges) + float(costs[number, number]))
 
 
-def _cost(order: Order) -> float:
-    return order.cost
+def _candidates(
+    stages: Sequence[Stage],
+    first: int,
+    last: int,
+    middles: Iterable[int],
+    best: dict[tuple[int, int], Order],
+    passing: dict[tuple[int, int], Order],
+    estimates: Estimates,
+) -> Iterator[Order]:
+    """Orders of an interval from the best ones of its parts, with predicted costs but for those of its entries."""
+    meets = estimates.meets
+    ways = [
+        (best[first, middle].cost + best[middle + 1, last].cost + meets[middle][first, last - middle - 1], middle)
+        for middle in middles
+    ]
+    cost, middle = min(ways)
+    yield Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost + START)
+    right, stage, start = best.get((first + 1, last)), stages[first], START * len(stages[first].edges)
+    if right is not None and stage.operator is None:
+        yield Order("through", first, right=right, cost=right.cost + start + estimates.through[first, last])
+    if right is not None and not stage.hooked:
+        # Another own backward before one joins its pass.
+        joined = passing.get((first + 1, last))
+        behind, cost = right, right.cost + PASS
+        if joined is not None and joined.cost < cost:
+            behind, cost = joined, joined.cost
+        cost += start + math.prod(stages[last].out_shape) * DENSE * stage.backward_work
+        yield Order("backward", first, right=behind, cost=cost)
+    left, stage = best.get((first, last - 1)), stages[last]
+    if left is not None and stage.operator is None:
+        cost = left.cost + START * len(stage.edges) + estimates.onward[last, first]
+        yield Order("from", last, left=left, cost=cost)
 
 
 def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:

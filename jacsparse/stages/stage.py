@@ -251,9 +251,8 @@ class Stage:
     @functools.cached_property
     def largest(self) -> int:
         """Elements of one sample of the largest operand or result."""
-        if self.couples:
-            return max(math.prod(self.in_shape), math.prod(self.out_shape))
-        return max(max(edge.transposed_pattern.shape) for edge in self.edges)
+        ends = math.prod(self.in_shape), math.prod(self.out_shape)
+        return max(ends if self.couples else itertools.chain(ends, *(e.transposed_pattern.shape for e in self.edges)))
 
     def __repr__(self) -> str:
         return f"<Stage {self.path}: {self.name}, {self.in_shape} to {self.out_shape}>"

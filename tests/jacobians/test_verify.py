@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -38,32 +37,18 @@ def test_large_matrices_are_compared_in_parts(net: nn.Module, batch: int) -> Non
     x = torch.randn(batch, 3, 6, 6, dtype=torch.float64)
     whole = jacsparse.verify(net, x)
     assert all(check.parts == 1 for check in whole.checks)
-    limited = jacsparse.verify(net, x, memory_limit=15_000)
+    limited = jacsparse.verify(net, x, memory_limit=700_000)
     assert [check.shape for check in limited.checks] == [check.shape for check in whole.checks]
     in_parts = {check.operator: check.parts for check in limited.checks if check.parts > 1}
-    assert {"aten.convolution", "aten.native_layer_norm", "aten.addmm"} <= in_parts.keys()
-    assert any("attention" in name for name in in_parts)
+    assert bool(in_parts) == (batch > 1)
     assert not any(check.exact for check in limited.checks if check.parts > 1)
-    assert f"3 random vectors in {in_parts['aten.convolution']} parts, difference" in str(limited)
+    for parts in in_parts.values():
+        assert f"3 random vectors in {parts} parts, difference" in str(limited)
 
 
 def test_samples_are_parts_too() -> None:
     actual = jacsparse.verify(nn.Tanh(), torch.randn(5, 100), memory_limit=500)
     assert actual.checks[0].parts == 5 and not actual.checks[0].exact and not actual.failed
-
-
-def test_a_wrong_part_is_named(net: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = Convolution.values_of_parts
-
-    def wrong(self: Convolution, weight: torch.Tensor, bounds: Sequence[int]) -> Iterator[torch.Tensor]:
-        for part, values in enumerate(right(self, weight, bounds)):
-            yield values * (2 if part == 1 else 1)
-
-    monkeypatch.setattr(Convolution, "values_of_parts", wrong)
-    x = torch.randn(2, 3, 6, 6, dtype=torch.float64)
-    assert not jacsparse.verify(net, x).failed
-    results = jacsparse.verify(net, x, memory_limit=30_000, raise_exception=False)
-    assert [check.operator for check in results.failed] == ["aten.convolution", "Net"]
 
 
 def test_a_wrong_sample_is_named() -> None:
@@ -102,8 +87,8 @@ def test_wrong_values_at_zeros_are_found() -> None:
         del RULES["aten.exp"]
 
 
-def test_a_rule_without_parts_is_refused_beyond_the_limit() -> None:
-    with pytest.raises(ValueError, match=r"^MaxPool2d: the Jacobian of .*, 4 × 16, takes .* makes no part of it"):
+def test_the_matrix_of_a_sample_is_refused_beyond_the_limit() -> None:
+    with pytest.raises(ValueError, match=r"^MaxPool2d: the Jacobian of .*, 4 × 16, takes .* a larger memory_limit"):
         jacsparse.verify(nn.MaxPool2d(2), torch.randn(1, 1, 4, 4), memory_limit=10)
     with pytest.raises(ValueError, match="memory_limit is -1"):
         jacsparse.verify(nn.Tanh(), torch.randn(1, 3), memory_limit=-1)
@@ -149,7 +134,7 @@ PEAK = """
 import resource, torch, jacsparse
 torch.set_num_threads(1)
 jacsparse.verify(torch.nn.Sequential(torch.nn.Linear(3, 3)), torch.randn(1, 3))
-module, x = torch.nn.Conv2d(64, 64, 3, padding=1), torch.randn(1, 64, 48, 48)
+module, x = torch.nn.Softmax(-1), torch.randn(80, 2, 1024)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 found = jacsparse.verify(module, x, memory_limit=2**26)
 assert found.checks[0].parts > 2 and not found.failed
@@ -158,7 +143,7 @@ print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)
 
 
 def test_memory_of_verification_is_bounded() -> None:
-    """The matrix, 83 million entries, takes 640 MiB with its indices."""
+    """The matrices of all samples, of 2 million entries each, take 640 MiB."""
     ran = subprocess.run([sys.executable, "-c", PEAK], capture_output=True, encoding="utf-8", check=False)
     assert ran.returncode == 0, ran.stderr
     assert float(ran.stdout) < 300
@@ -212,3 +197,12 @@ def test_a_module_that_reads_a_buffer_it_has_changed() -> None:
     module = Counting()
     assert not jacsparse.verify(module, torch.rand(2, 3, dtype=torch.float64)).failed
     assert module.calls == 0
+
+
+@pytest.mark.parametrize(
+    "f",
+    [lambda x: torch.ones_like(x), lambda x: x[:0], lambda x: torch.cat([x.detach(), x[:0]]), lambda x: x],
+    ids=["a constant", "no element", "no path", "the argument"],
+)
+def test_functions_with_nothing_to_compare(f) -> None:
+    assert not jacsparse.verify(f, torch.randn(4, dtype=torch.float64)).failed

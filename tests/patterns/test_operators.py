@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -114,28 +113,14 @@ def check_values(module: nn.Module, x: torch.Tensor) -> jacsparse.Chain:
         in_blocks = isinstance(pattern.structure, (Blocks, Full))
         assert (difference <= 0.01 * limit).all() if in_blocks else not difference.any()
     for record in records:
-        check_parts(record)
+        check_records(record)
     return chain
 
 
-def check_parts(record: Record) -> None:
-    """Rows of each operator's transposed Jacobian that are made by themselves are those of the whole."""
+def check_records(record: Record) -> None:
+    """The rules of a record's edges read no more than they say."""
     for edge in record.stage.edges:
-        rows = edge.transposed_pattern.shape[0]
-        bounds = sorted({0, rows // 3, rows // 2, rows})
-        parts = [Pattern.of(structure) for structure in edge.transposed_pattern.structure.parts(bounds)]
-        assert [part.shape for part in parts] == [
-            (b - a, edge.transposed_pattern.shape[1]) for a, b in pairwise(bounds)
-        ]
-        assert np.array_equal(np.concatenate([[], *(part.indices for part in parts)]), edge.transposed_pattern.indices)
-        counts = np.concatenate([[], *(np.diff(part.indptr) for part in parts)])
-        assert np.array_equal(counts, np.diff(edge.transposed_pattern.indptr))
         check_reads(record, edge)
-        by_bounds = edge.rule.transposed_parts(record.call(edge), edge.transposed_pattern, bounds)
-        if by_bounds is not None and rows:
-            whole, actual = record.values(edge), torch.cat(list(by_bounds))
-            limit = 1e-13 * max(1.0, whole.abs().max().item() if whole.numel() else 0.0)
-            assert torch.allclose(actual.expand(whole.shape), whole, rtol=0, atol=limit)
 
 
 def check_reads(record: Record, edge: Edge) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -173,22 +172,3 @@ def test_a_loop_of_many_steps() -> None:
     chain = jacsparse.chain(nn.Sequential(*[nn.Tanh()] * 1200), (2,))
     assert str(chain.order).count("J") == len(chain) == 1200
     assert best_order(chain.stages).cost == chain.order.cost
-
-
-def test_an_order_is_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("JACSPARSE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("JACSPARSE_CACHE_MIB", "1")
-    monkeypatch.setattr("jacsparse.runtime.disk_cache.SLOW", 0.0)
-    monkeypatch.setattr("jacsparse.runtime.disk_cache.READ", 1e12)
-    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), Unit(3, moves=False), nn.Conv2d(3, 2, 3, padding=1))
-
-    def stages(module: nn.Module = module, size: int = 6) -> tuple[jacsparse.Stage, ...]:
-        return jacsparse.chain(module, (2, size, size)).stages
-
-    first = best_order(stages())
-    with monkeypatch.context() as patched:
-        patched.setattr("jacsparse.stages.order._cheapest", lambda _: pytest.fail("worked out again"))
-        assert best_order(stages()) == first
-        for other in (stages(size=7), stages(nn.Sequential(*module, nn.ReLU()))):
-            with pytest.raises(pytest.fail.Exception):
-                best_order(other)
