@@ -89,43 +89,28 @@ def sweep(
         Where the state is too large.
     """
     device, (count, size) = like.device, like.shape
-    there, types = runs.on(device), _swept(like.dtype, dtype)
-    table = (*there[:4], there.batch)
-    arguments = (*matrices, *states)
+    there, types, shared = runs.on(device), f"{c_type(like.dtype)}, {c_type(dtype)}", 0
+    numbers: tuple[Any, ...] = (size, back) if form in ("dense", "scaled") else (count, size, back)
+    if form != "diagonal":
+        check_size("n", size, WIDEST)
     if form == "diagonal":
-        grid = [blocks(count * size)]
-        _LINEAR.launch(
-            f"diagonal_sweep<{types}>", grid, [THREADS], *table, count, size, back, *arguments, device=device
-        )
-        return
-    check_size("n", size, WIDEST)
-    if form == "sparse":
+        grid, block = [blocks(count * size)], [THREADS]
+    elif form == "sparse":
         # One type for all of them.
         kind = index_type(*(array for array in matrices[:3] if array is not None))
         arrays = (None if array is None else uploaded(array, device, kind) for array in matrices[:3])
-        index, arguments = c_type(kind), (*arrays, *matrices[3:], *states)
+        types, matrices = f"{types}, {c_type(kind)}", (*arrays, *matrices[3:])
         # Neighbouring samples' values lie side by side; two states of each have to fit.
-        batch, fitting = there.batch, 48 * 1024 // (2 * size * like.element_size())
-        lanes = 1 << min(5, batch.bit_length() - 1, fitting.bit_length() - 1)
-        _LINEAR.launch(
-            f"sparse_sweep<{types}, {index}>",
-            [blocks(count, lanes)],
-            [lanes, THREADS // lanes],
-            *table,
-            count,
-            size,
-            back,
-            *arguments,
-            device=device,
-            shared=2 * size * lanes * like.element_size(),
-        )
-        return
-    if form == "scaled":
+        nbytes = 2 * size * like.element_size()
+        lanes = 1 << min(5, there.batch.bit_length() - 1, (48 * 1024 // nbytes).bit_length() - 1)
+        grid, block, shared = [blocks(count, lanes)], [lanes, THREADS // lanes], nbytes * lanes
+    elif form == "scaled":
         (registers, split), threads = shares_of(0, c_type(like.dtype), size)
-        instance = f"scaled_sweep<{types}, {registers}, {split}>"
+        types, grid, block = f"{types}, {registers}, {split}", [count], [threads]
     else:
-        instance, threads = f"dense_sweep<{types}>", max(THREADS, whole_warps(size))
-    _LINEAR.launch(instance, [count], [threads], *table, size, back, *arguments, device=device)
+        grid, block = [count], [max(THREADS, whole_warps(size))]
+    arguments = (*there[:4], there.batch, *numbers, *matrices, *states)
+    _LINEAR.launch(f"{form}_sweep<{types}>", grid, block, *arguments, device=device, shared=shared)
 
 
 def transfer(
@@ -174,21 +159,10 @@ def transfer_diagonals(
         Whether this is the adjoint.
     """
     there, device = runs.on(d.device), d.device
-    count = len(there.sample)
+    count, instance = len(there.sample), f"diagonal_transfer<{c_type(d.dtype)}>"
     out = allocated("the chunks' transfer diagonals", (count, 2, size), torch.float64, device)
-    table = (*there[:4], there.batch, count, size)
-    _LINEAR.launch(
-        f"diagonal_transfer<{c_type(d.dtype)}>",
-        [blocks(count * size)],
-        [THREADS],
-        *table,
-        back,
-        d,
-        shared,
-        added,
-        out,
-        device=device,
-    )
+    arguments = (*there[:4], there.batch, count, size, back, d, shared, added, out)
+    _LINEAR.launch(instance, [blocks(count * size)], [THREADS], *arguments, device=device)
     return out
 
 
@@ -231,18 +205,9 @@ def launch_transfer(
     pitch = height if height // 4 % 2 else height + 4
     if out is None:
         out = allocated("the chunks' transfer matrices", (runs, size + 1, size), like.dtype, like.device)
-    file.launch(
-        f"{kernel}<{c_type(like.dtype)}, {rows}>",
-        [runs, blocks(size + 1, share)],
-        [whole_warps(columns // 4 * (height // rows))],
-        *table,
-        size,
-        share,
-        *arguments,
-        out,
-        device=like.device,
-        shared=(size * pitch + _SLAB * columns + 2 * vectors * size) * width,
-    )
+    instance, threads = f"{kernel}<{c_type(like.dtype)}, {rows}>", whole_warps(columns // 4 * (height // rows))
+    grid, shared = [runs, blocks(size + 1, share)], (size * pitch + _SLAB * columns + 2 * vectors * size) * width
+    file.launch(instance, grid, [threads], *table, size, share, *arguments, out, device=like.device, shared=shared)
     return out
 
 
@@ -282,10 +247,6 @@ def shares_of(gates: int, kind: str, size: int | None = None) -> Any:
         return shares
     registers, split = next((share for share in shares if size <= share[0] * share[1]), shares[-1])
     return (registers, split), whole_warps(registers * split**2 or -(-size // 8) * 8 * split)
-
-
-def _swept(dtype: torch.dtype, memory: torch.dtype) -> str:
-    return f"{c_type(dtype)}, {c_type(memory)}"
 
 
 def whole_warps(size: int) -> int:

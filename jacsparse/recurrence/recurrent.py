@@ -127,6 +127,10 @@ class Recurrent(nn.RNNBase):
         """Whether PyTorch has an operator for the cell: another cell may have the mode of one."""
         return self.mode in OPERATORS and self.cell is CELLS[self.mode]
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return recurrence_names(self.num_layers, self.bidirectional)
+
     def _set_up(
         self,
         schedule: Schedule | str = "auto",
@@ -142,25 +146,17 @@ class Recurrent(nn.RNNBase):
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self._chosen = ChosenSolvers.of(schedule, forward, chunk)
         self._across = SequenceRanks.of(process_group, exchange)
-        self._pass: PassOfReports | SmallPass | LeftToTorch = PassOfReports([], [])
+        self._pass: PassOfReports | SmallPass | LeftToTorch = PassOfReports()
 
     @property
     def reports(self) -> list[Report]:
         """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
-        if isinstance(self._pass, SmallPass):
-            return self._pass.reports
-        if isinstance(self._pass, PassOfReports):
-            for report in self._pass.reports:
-                report.read()
-            return self._pass.reports
-        return self._pass.reports(recurrence_names(self.num_layers, self.bidirectional), self.hidden_size)
+        return self._pass.reports
 
     @property
     def boundaries(self) -> list[torch.Tensor | None]:
         """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
-        if isinstance(self._pass, PassOfReports | SmallPass):
-            return self._pass.boundaries
-        return [None] * len(recurrence_names(self.num_layers, self.bidirectional))
+        return self._pass.boundaries
 
     @classmethod
     def of(cls, layer: nn.RNNBase, **options: Any) -> Self:
@@ -292,14 +288,14 @@ class Recurrent(nn.RNNBase):
             self.__dict__["_pass"] = left
             return self._results(output, last, packed, single)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
-        this, names = PassOfReports([], []), recurrence_names(self.num_layers, self.bidirectional)
+        this, names = PassOfReports(), self._names
         cell, obstacle, chosen = cell_on(self.cell, x), obstacle_on(self.cell, x), self._chosen
         warm_starts = [None] * len(names) if warm is None else warm_states(warm, len(names))
 
         def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             solvers = chosen.forward, chosen.backward
             layer = LayerPass(
-                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.reports, part=part,
+                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.solutions, part=part,
                 obstacle=obstacle,
             )  # fmt: skip
             result = run_layer(layer, x, initial, self._parameters_at(place, weights))
@@ -428,15 +424,16 @@ class Recurrent(nn.RNNBase):
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
         if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or not self._is_torchs:
             return None
+        size, trains = self.hidden_size, torch.is_grad_enabled()
         if on_device(x):
-            return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)
+            return None if size <= LARGEST else LeftToTorch(self._names, steps, batch, size, trains, True)
         # PyTorch's kernels would compute in low precision under autocast.
         if weights is not self._flat_weights or torch.is_autocast_enabled("cpu"):
             return None
-        trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
-        if ours_are_faster(self.mode, x.dtype, steps, batch, self.hidden_size, trains=trains):
+        trains = trains and any(map(_requires_grad, (*weights, x, *states)))
+        if ours_are_faster(self.mode, x.dtype, steps, batch, size, trains=trains):
             return None
-        return LeftToTorch(steps, batch, trains, False)
+        return LeftToTorch(self._names, steps, batch, size, trains, False)
 
     def _by_torch(
         self,

@@ -71,16 +71,24 @@ OPERATORS: dict[str, Callable[..., Sequence[torch.Tensor]]] = {mode: getattr(tor
 
 
 class LeftToTorch(NamedTuple):
-    """A pass that PyTorch's kernels computed: its steps and samples, whether it trains, and whether on a device."""
+    """A pass of some layers that PyTorch's kernels computed: its sizes, whether it trains, and whether on a device."""
 
+    layers: Sequence[str]
     steps: int
     batch: int
+    size: int
     trains: bool
     on_device: bool
 
-    def reports(self, layers: Sequence[str], size: int) -> list[Report]:
-        """Those of layers with states of `size` elements, by name and way."""
-        states = f"{size} elements in a state"
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """None for each layer and direction."""
+        return [None] * len(self.layers)
+
+    @property
+    def reports(self) -> list[Report]:
+        """By the layer's name and way."""
+        states = f"{self.size} elements in a state"
         reason = (
             f"{states}, where kernels for CUDA devices have at most {LARGEST}"
             if self.on_device
@@ -89,6 +97,6 @@ class LeftToTorch(NamedTuple):
         )
         return [
             Report(way, self.steps, name, ["torch.nn"], self.steps, 1, reason=reason)
-            for name in layers
+            for name in self.layers
             for way in (("forward", "backward") if self.trains else ("forward",))
         ]

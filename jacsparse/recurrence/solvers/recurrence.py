@@ -37,6 +37,9 @@ class Choice(NamedTuple):
         Why: as ``auto`` chose, or because it was asked for.
     asked : bool
         Whether this number of steps was asked for.
+    swept : bool
+        Of small states on a device, whether chunks are swept by all multiprocessors, in a launch of its own, before a
+        block looks after each sample.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Choice(NamedTuple):
     schedule: Schedule | None = None
     reason: str = ""
     asked: bool = True
+    swept: bool = False
 
 
 class Kept(NamedTuple):
