@@ -99,7 +99,12 @@ class Boundaries:
         self._length, self._count = groups.length, len(groups.sample)
         self._table, self._chunks = _tables(chunks, self._device)
         self._groups = tuple(uploaded(array, self._device) for array in groups[:3])
-        self._composed = self._compose() if groups.length < places else None
+        table = (*self._groups, self._table, self._chunks, self._batch)
+        self._composed = (
+            launch_transfer(_BOUNDARIES, "compose_chunks", table, matrices, self._size, 1, (matrices,))
+            if groups.length < places
+            else None
+        )
 
     def reached(
         self, initial_state: torch.Tensor, dtype: torch.dtype, previous: torch.Tensor | None = None
@@ -124,12 +129,6 @@ class Boundaries:
                 ends, start, self._composed,
             )  # fmt: skip
         return self._walk(self._matrices.dtype, None, None, ends, start)
-
-    def _compose(self) -> torch.Tensor:
-        table = (*self._groups, self._table, self._chunks, self._batch)
-        return launch_transfer(
-            _BOUNDARIES, "compose_chunks", table, self._matrices, self._size, 1, (self._matrices,), None
-        )
 
     def _walk(
         self,

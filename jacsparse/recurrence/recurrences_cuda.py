@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -114,56 +113,36 @@ def sweep(
 
 
 def transfer(
-    name: str, runs: Runs | DeviceRuns, like: torch.Tensor, size: int, *arguments: Any, back: bool
+    form: str, runs: Runs | DeviceRuns, added: torch.Tensor, size: int, matrices: tuple[Any, ...], *, back: bool
 ) -> torch.Tensor:
-    """The affine propagator of each run of a linear recurrence, ``(runs, size + 1, size)``, as of `launch_transfer`.
+    """What each run of a linear recurrence does: ``(runs, size + 1, size)``, as of `launch_transfer`.
+
+    Of diagonal matrices, their diagonal and the offset, in float64, ``(runs, 2, size)``.
 
     Parameters
     ----------
-    name : {"dense", "scaled"}
-        The form of the matrices.
+    form : {"dense", "diagonal", "scaled"}
+        Of the matrices.
     runs : Runs
         Which.
-    like : Tensor
-        Where, and of which dtype.
-    size : int
-        Elements of a state.
-    *arguments
-        What the kernel takes after `back` and before the result.
-    back : bool
-        Whether this is the adjoint.
-    """
-    check_size("n", size, LARGEST)
-    there = runs.on(like.device)
-    arguments = (back, *(_given(argument, like.device) for argument in arguments))
-    vectors = {"dense": 1, "scaled": 2}[name]
-    return launch_transfer(_LINEAR, f"{name}_transfer", (*there[:4], there.batch), like, size, vectors, arguments, None)
-
-
-def transfer_diagonals(
-    runs: Runs | DeviceRuns, size: int, d: torch.Tensor, shared: bool, added: torch.Tensor, *, back: bool
-) -> torch.Tensor:
-    """What each run of a recurrence with diagonals does: their products and the offset, float64, ``(runs, 2, size)``.
-
-    Parameters
-    ----------
-    runs : Runs
-        Which.
-    size : int
-        Elements of a state.
-    d, shared
-        What the kernel takes of the matrices.
     added : Tensor
         What is added.
+    size : int
+        Elements of a state.
+    matrices : tuple
+        What the kernel takes of the matrices.
     back : bool
         Whether this is the adjoint.
     """
-    there, device = runs.on(d.device), d.device
-    count, instance = len(there.sample), f"diagonal_transfer<{c_type(d.dtype)}>"
-    out = allocated("the chunks' transfer diagonals", (count, 2, size), torch.float64, device)
-    arguments = (*there[:4], there.batch, count, size, back, d, shared, added, out)
-    _LINEAR.launch(instance, [blocks(count * size)], [THREADS], *arguments, device=device)
-    return out
+    there, device = runs.on(added.device), added.device
+    table, count, arguments = (*there[:4], there.batch), len(there.sample), (back, *matrices, added)
+    if form == "diagonal":
+        out = allocated("the chunks' transfer diagonals", (count, 2, size), torch.float64, device)
+        instance, grid = f"diagonal_transfer<{c_type(added.dtype)}>", [blocks(count * size)]
+        _LINEAR.launch(instance, grid, [THREADS], *table, count, size, *arguments, out, device=device)
+        return out
+    check_size("n", size, LARGEST)
+    return launch_transfer(_LINEAR, f"{form}_transfer", table, added, size, {"dense": 1, "scaled": 2}[form], arguments)
 
 
 def launch_transfer(
@@ -174,7 +153,7 @@ def launch_transfer(
     size: int,
     vectors: int,
     arguments: tuple[Any, ...],
-    out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The affine propagator of each run, ``(runs, size + 1, size)``: its matrix, and its offset in the last row.
 
@@ -252,9 +231,3 @@ def shares_of(gates: int, kind: str, size: int | None = None) -> Any:
 def whole_warps(size: int) -> int:
     """Threads of the warps that `size` threads take."""
     return max(1, -(-size // 32)) * 32
-
-
-def _given(argument: Any, device: torch.device) -> Any:
-    if isinstance(argument, np.ndarray):
-        return uploaded(argument, device, index_type(argument))
-    return None if isinstance(argument, torch.Tensor) and not len(argument) else argument

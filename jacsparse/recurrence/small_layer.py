@@ -214,14 +214,15 @@ class SmallLayer:
         memory : list of Tensor
             Of each direction, what kernels tell of the solution.
         """
-        shape, states = self.shape, self.cell.states
-        time, batch, inputs, size, directions = shape
+        states, count = self.cell.states, 4 if self.bias else 2
+        time, batch, inputs, size, directions = self.shape
         output = x.new_empty((time, batch, directions * size))
         last = last or [x.new_empty((directions, batch, size)) for _ in range(states)]
         kept: list[torch.Tensor] = []
         memories: list[torch.Tensor] = []
         for number, (launches, elements) in enumerate(self._states):
-            w_in, w, *bias = self._of_direction(number, weights)
+            own = weights[count * number : count * (number + 1)]
+            w_in, w, *bias = own if self.bias else (*own, None, None)
             here, there = self._at(number, starts), self._at(number, last)
             entered, (x_time, x_sample, _) = x, x.stride()
             if self.projected:
@@ -274,17 +275,16 @@ class SmallLayer:
         grad_x: torch.Tensor | None = None
         memories = []
         for number, (launches, elements) in enumerate(self._gradients):
-            w_in, w, *_ = self._of_direction(number, weights)
+            w_in, w = weights[count * number : count * number + 2]
             here, width = self._at(number, starts), self.cell.grad_width * size
             grad_gates, memory = x.new_empty((self.rows, width)), x.new_empty(elements)
             added = grad_output
             if added is not None and directions > 1:
                 added = added[:, :, number * size : (number + 1) * size]
-            ends, strides = self._at(number, grad_last), (0, 0, 0) if added is None else added.stride()
+            strides = (0, 0, 0) if added is None else added.stride()
+            ends, there = self._at(number, grad_last), self._at(number, grad_starts)
             for launch in launches:
-                launch(
-                    kept[number], *here, w, added, *strides, *ends, grad_gates, memory, *self._at(number, grad_starts)
-                )
+                launch(kept[number], *here, w, added, *strides, *ends, grad_gates, memory, *there)
             memories.append(memory)
             needs = for_weights[count * number : count * (number + 1)]
             if any(needs):
@@ -302,12 +302,6 @@ class SmallLayer:
                     grad_x = entering @ w_in if grad_x is None else grad_x.addmm_(entering, w_in)
         grad_x = None if grad_x is None else grad_x.view(time, batch, inputs)
         return [grad_x, *grad_starts, *grad_weights], memories
-
-    def _of_direction(self, number: int, weights: Tensors) -> list[Any]:
-        """Both weights and both biases of a direction."""
-        if self.bias:
-            return list(weights[4 * number : 4 * number + 4])
-        return [*weights[2 * number : 2 * number + 2], None, None]
 
     def _at(self, number: int, states: Tensors) -> list[torch.Tensor | None]:
         """The vectors of the state of a direction, two of them."""
