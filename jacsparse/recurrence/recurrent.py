@@ -281,8 +281,8 @@ class Recurrent(nn.RNNBase):
             states = [*map(part.joined, states)]
         if warm is None and part is None and (left := self._left_to_torch(given, states, weights)):
             hx = states if self.mode == "LSTM" else states[0]
-            options = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
-            output, *last = by_torch(self.mode, x, packed, hx, options)
+            arguments = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+            output, *last = by_torch(self.mode, x, packed, hx, arguments)
             self.__dict__["_pass"] = left
             return given.results(output, last)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)

@@ -89,6 +89,7 @@ class RankedScanner:
             with ranks.during("backward pass"):
                 return self._scanner.pull_back(records, gradient, externals, for_input=ranks.rank > 0 or self._for_x)
 
+        of_input: Any
         if way == "linear":
             of_output, number = ranks.take_over(gradient, -1, "backward pass")
             of_input, of_externals = pull_back_here(of_output)
