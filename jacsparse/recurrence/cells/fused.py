@@ -25,10 +25,10 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
-from ...codegen import any_nonzero, copy_elements
+from ...codegen import any_nonzero
 from ...runtime import inlined, inlined_with_arrays, run_rows
 from ..sequences import DeviceRuns, Runs, rows_of
-from ..vector import ROWS, join_row, multiply_rows, split_row
+from ..vector import ROWS
 from .cell import Cell, Saved, Weights
 
 #: Every so many steps it is looked whether any gradient is left.
@@ -75,105 +75,6 @@ def record_live_steps(live_steps, written, columns, rows, sample, begin, count, 
             live_steps[run + r] = min(reached, count[run + r])
     else:
         write_zeros(written, columns, rows, sample, begin, count, direction, offset, run, reached, count[run])
-
-
-@inlined_with_arrays
-def take_forward(
-    step, vectors, option, first, last, sample, begin, count, direction, offset, block_size,
-    entering, own, products, states, kept, x, w, bias, start, out, gates, end,
-):  # fmt: skip
-    """Take runs forward: ``step(elements, vectors, option)`` is the elementwise part.
-
-    `entering` are the vectors that begin as the input's part, `own` as `bias`; `products` get those of the weights and
-    the first of the `states`, and where `gates` has rows, `kept` are saved there. All of them are among `vectors`.
-    """
-    size, width = start.shape[1] // len(states), w.shape[1] // len(products)
-    starts, ends, weights = start.reshape(-1), end.reshape(-1), w.reshape(-1)
-    input_projection, shown, saved = x.reshape(-1), out.reshape(-1), gates.reshape(-1)
-    for block in range(first, last):
-        run = block * block_size
-        rows = min(block_size, len(sample) - run)
-        for r in range(rows):
-            split_row(states, r * width, starts, len(states) * (run + r) * size, size)
-        active = rows
-        for number in range(count[run]):
-            while count[run + active - 1] <= number:
-                active -= 1
-            for r in range(active):
-                row = row_of(sample, begin, direction, offset, run + r, number)
-                split_row(entering, r * width, input_projection, len(entering) * row * size, size)
-                split_row(own, r * width, bias, 0, size)
-            multiply_rows(products, weights, width, len(products) * width, states[0], size, width, active)
-            step(active * width, vectors, option)
-            for r in range(active):
-                row = row_of(sample, begin, direction, offset, run + r, number)
-                copy_elements(shown, row * size, states[0], r * width, size)
-                if len(saved):
-                    join_row(saved, len(kept) * row * size, kept, r * width, size)
-        for r in range(rows):
-            join_row(ends, len(states) * (run + r) * size, states, r * width, size)
-
-
-@inlined_with_arrays
-def take_backward(
-    back, vectors, option, first, last, sample, begin, count, direction, offset, block_size,
-    past, rows_of_past, before, rows_before, initial, first_times, v, g, grads, products, w,
-    grad_out, grad_end, grad_gates, grad_start, live_steps,
-):  # fmt: skip
-    """Take gradients `v` of states back: ``back(elements, vectors, option)`` is the elementwise part.
-
-    The vectors `past` are read of a step, and `before` of the one before: the last of its vectors or, at a sample's
-    first step, of `initial`. `g` is what is added; `grads` are written, and `products` of them with the weights are
-    added to the first of `v`.
-    """
-    size, width = grad_end.shape[1] // len(v), w.shape[1]
-    weights, outputs, added, written = (
-        w.reshape(-1),
-        rows_of_past.reshape(-1),
-        grad_out.reshape(-1),
-        grad_gates.reshape(-1),
-    )
-    preceding, first_states, columns = rows_before.reshape(-1), initial.reshape(-1), rows_before.shape[1] // size
-    ends, starts, parts = grad_end.reshape(-1), grad_start.reshape(-1), len(grads) * size
-    for block in range(first, last):
-        run = block * block_size
-        rows = min(block_size, len(sample) - run)
-        for r in range(rows):
-            split_row(v, r * width, ends, len(v) * (run + r) * size, size)
-        active, alive, reached = rows, True, 0
-        for number in range(count[run]):
-            while count[run + active - 1] <= number:
-                active -= 1
-            if not alive:
-                if len(added):
-                    alive = any_added(added, size, active, sample, begin, count, direction, offset, run, number)
-                if not alive:
-                    continue
-                write_zeros(written, parts, rows, sample, begin, count, direction, offset, run, reached, number)
-            reached = number + 1
-            for r in range(active):
-                who, time = sample[run + r], begin[run + r] + (count[run + r] - 1 - number) * direction
-                row = offset[time] + who
-                split_row(past, r * width, outputs, len(past) * row * size, size)
-                if len(before):
-                    if time == first_times[who]:
-                        split_row(before, r * width, first_states, (len(v) * (who + 1) - 1) * size, size)
-                    else:
-                        at = columns * (offset[time - direction] + who + 1) - 1
-                        split_row(before, r * width, preceding, at * size, size)
-                if len(added):
-                    copy_elements(g, r * width, added, row * size, size)
-            back(active * width, vectors, option)
-            if len(written):
-                for r in range(active):
-                    row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - number)
-                    join_row(written, row * parts, grads, r * width, size)
-            multiply_rows(v[0], weights, width * width, width, products, size, width, active)
-            if number % CHECKED == 0:
-                alive = any_nonzero(v[0], 0, active * width) or any_nonzero(v[-1], 0, active * width)
-        record_live_steps(live_steps, written, parts, rows, sample, begin, count, direction, offset, run, reached)
-        for r in range(rows):
-            join_row(starts, len(v) * (run + r) * size, v, r * width, size)
 
 
 class FusedCell(Cell):

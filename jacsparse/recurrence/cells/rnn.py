@@ -7,47 +7,45 @@ from typing import Any
 
 import torch
 
-from ...runtime import flushing, inlined, kernel
-from ..vector import tanh
+from ...codegen import any_nonzero, copy_elements
+from ...runtime import flushing, kernel
+from ..vector import multiply_rows, tanh
 from .cell import Terms, Weights
-from .fused import FusedCell, scratch, take_backward, take_forward
-
-
-@inlined
-def _step(elements, vectors, relu):
-    total, state = vectors
-    if relu:
-        for i in range(elements):
-            state[i] = 0 if total[i] < 0 else total[i]
-    else:
-        for i in range(elements):
-            state[i] = tanh(total[i])
+from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scratch, write_zeros
 
 
 @kernel
 def _forward(first, last, sample, begin, count, direction, offset, block_size, x, w, relu, start, out, end):
     """``h = tanh(x + W h)``, or ReLU; `start` and `end` are the runs' first and last states."""
-    width = w.shape[1]
-    total, state = scratch(width, x), scratch(width, x)
-    take_forward(
-        _step, (total, state), relu, first, last, sample, begin, count, direction, offset, block_size,
-        (total,), (), (total,), (state,), (), x, w, x, start, out, x[:0], end,
-    )  # fmt: skip
-
-
-@inlined
-def _back(elements, vectors, relu):
-    v, g, d, state = vectors
-    zero, one = v.dtype.type(0), v.dtype.type(1)
-    if relu:
-        for i in range(elements):
-            # Not `> zero`: the gradient of a NaN passes, as in PyTorch.
-            d[i] = zero if state[i] <= zero else v[i] + g[i]
-    else:
-        for i in range(elements):
-            d[i] = (v[i] + g[i]) * (one - state[i] * state[i])
-    for i in range(elements):
-        v[i] = zero
+    size, width = start.shape[1], w.shape[1]
+    zero = x.dtype.type(0)
+    starts, ends, weights = start.reshape(-1), end.reshape(-1), w.reshape(-1)
+    input_projection, shown = x.reshape(-1), out.reshape(-1)
+    state, total = scratch(width, x), scratch(width, x)
+    for block in range(first, last):
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
+        for r in range(rows):
+            copy_elements(state, r * width, starts, (run + r) * size, size)
+        active = rows
+        for step in range(count[run]):
+            while count[run + active - 1] <= step:
+                active -= 1
+            for r in range(active):
+                row = row_of(sample, begin, direction, offset, run + r, step)
+                copy_elements(total, r * width, input_projection, row * size, size)
+            multiply_rows(total, weights, 0, width, state, size, width, active)
+            if relu:
+                for i in range(active * width):
+                    state[i] = zero if total[i] < zero else total[i]
+            else:
+                for i in range(active * width):
+                    state[i] = tanh(total[i])
+            for r in range(active):
+                row = row_of(sample, begin, direction, offset, run + r, step)
+                copy_elements(shown, row * size, state, r * width, size)
+        for r in range(rows):
+            copy_elements(ends, (run + r) * size, state, r * width, size)
 
 
 @flushing
@@ -60,13 +58,52 @@ def _backward(
 
     `grad_out` or `grad_gates` without rows: there are no gradients of outputs, or those of gates are not wanted.
     """
-    width = w.shape[1]
+    size, width = grad_end.shape[1], w.shape[1]
+    zero, one = grad_end.dtype.type(0), grad_end.dtype.type(1)
+    weights, outputs, added, written = w.reshape(-1), h.reshape(-1), grad_out.reshape(-1), grad_gates.reshape(-1)
+    ends, starts = grad_end.reshape(-1), grad_start.reshape(-1)
     v, g = scratch(width, grad_end), scratch(width, grad_end)
     d, state = scratch(width, grad_end), scratch(width, grad_end)
-    take_backward(
-        _back, (v, g, d, state), relu, first, last, sample, begin, count, direction, offset, block_size,
-        (state,), h, (), h, h, begin, (v,), g, (d,), (d,), w, grad_out, grad_end, grad_gates, grad_start, live_steps,
-    )  # fmt: skip
+    for block in range(first, last):
+        run = block * block_size
+        rows = min(block_size, len(sample) - run)
+        for r in range(rows):
+            copy_elements(v, r * width, ends, (run + r) * size, size)
+        active, alive, reached = rows, True, 0
+        for back in range(count[run]):
+            while count[run + active - 1] <= back:
+                active -= 1
+            if not alive:
+                if len(added):
+                    alive = any_added(added, size, active, sample, begin, count, direction, offset, run, back)
+                if not alive:
+                    continue
+                write_zeros(written, size, rows, sample, begin, count, direction, offset, run, reached, back)
+            reached = back + 1
+            for r in range(active):
+                row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                copy_elements(state, r * width, outputs, row * size, size)
+                if len(added):
+                    copy_elements(g, r * width, added, row * size, size)
+            if relu:
+                for i in range(active * width):
+                    # Not `> zero`: the gradient of a NaN passes, as in PyTorch.
+                    d[i] = zero if state[i] <= zero else v[i] + g[i]
+            else:
+                for i in range(active * width):
+                    d[i] = (v[i] + g[i]) * (one - state[i] * state[i])
+            if len(written):
+                for r in range(active):
+                    row = row_of(sample, begin, direction, offset, run + r, count[run + r] - 1 - back)
+                    copy_elements(written, row * size, d, r * width, size)
+            for i in range(active * width):
+                v[i] = zero
+            multiply_rows(v, weights, 0, width, d, size, width, active)
+            if back % CHECKED == 0:
+                alive = any_nonzero(v, 0, active * width)
+        record_live_steps(live_steps, written, size, rows, sample, begin, count, direction, offset, run, reached)
+        for r in range(rows):
+            copy_elements(starts, (run + r) * size, v, r * width, size)
 
 
 @dataclass(frozen=True)
