@@ -121,9 +121,9 @@ def _scaled(first, last, sample, begin, count, direction, batch, back, w, d, sha
             time = _time(begin[run], count[run], direction, step, back)
             row = (time * batch + sample[run]) * size
             copy_elements(scale, 0, flat, _block(time, sample[run], batch, shared) * size, size)
-            if len(added):
-                copy_elements(addend, 0, added, row, size)
             if back:
+                if len(added):
+                    copy_elements(addend, 0, added, row, size)
                 for i in range(width):
                     addend[i] += state[i]
                     state[i] = 0
@@ -136,7 +136,9 @@ def _scaled(first, last, sample, begin, count, direction, batch, back, w, d, sha
             else:
                 for i in range(width):
                     scale[i] = scale[i] * state[i]
-                    state[i] = addend[i]
+                    state[i] = 0
+                if len(added):
+                    copy_elements(state, 0, added, row, size)
                 multiply_rows(state, weights, 0, width, scale, size, width, 1)
                 if len(shown):
                     copy_elements(shown, row, state, 0, size)
