@@ -34,7 +34,7 @@ def text(report: Any) -> str:
     return "\n".join(line.rstrip() for line in plain.file.getvalue().splitlines())  # type: ignore[attr-defined]
 
 
-class Report(ABC):
+class PrintedReport(ABC):
     """What ``print`` shows as tables, and a file has as plain values."""
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..runtime import replacing
-from ..terminal import Report
+from ..terminal import PrintedReport
 from .figure import flop_figure
 from .layer_flop import LayerFlop
 from .summary import FlopSummary, summary_of, warnings_of
@@ -162,7 +162,7 @@ class ScheduleChoice:
 
 
 @dataclass(frozen=True, repr=False)
-class FlopReport(Report):
+class FlopReport(PrintedReport):
     """The FLOP of one sample's backward pass, by scan and by back-propagation. ``print`` shows them as tables.
 
     Attributes

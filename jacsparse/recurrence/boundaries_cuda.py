@@ -74,34 +74,11 @@ def judge(
     `local` is as of `Recurrence`. Writes `guess`, `defect` and `judged`; for samples that were already within the
     tolerance it writes only `defect`.
     """
-    device, size = initial_state.device, initial_state.shape[1]
-    runs = chunks.runs.on(device)
-    _BOUNDARIES.launch(
-        f"judge<{c_type(initial_state.dtype)}>",
-        [len(initial_state)],
-        [1024],
-        *_tables(chunks, device),
-        runs.begin,
-        runs.steps,
-        len(initial_state),
-        size,
-        chunks.backward,
-        ends,
-        following,
-        initial_state,
-        previous,
-        tolerance(initial_state.dtype),
-        torch.finfo(initial_state.dtype).tiny,
-        local,
-        guess,
-        judged.start,
-        judged.again,
-        defect,
-        judged.begin,
-        judged.steps,
-        judged.rest,
-        device=device,
-    )
+    states, following_states = (ends, following, initial_state, previous), (guess, judged.start, judged.again, defect)
+    limits = (tolerance(initial_state.dtype), torch.finfo(initial_state.dtype).tiny, local)
+    arguments = (chunks.backward, *states, *limits, *following_states, judged.begin, judged.steps, judged.rest)
+    runs = chunks.runs.on(initial_state.device)
+    _launch_for_samples("judge", 1024, chunks, initial_state, (runs.begin, runs.steps), arguments)
 
 
 class Boundaries:
@@ -122,7 +99,12 @@ class Boundaries:
         self._length, self._count = groups.length, len(groups.sample)
         self._table, self._chunks = _tables(chunks, self._device)
         self._groups = tuple(uploaded(array, self._device) for array in groups[:3])
-        self._composed = self._compose() if groups.length < places else None
+        table = (*self._groups, self._table, self._chunks, self._batch)
+        self._composed = (
+            launch_transfer(_BOUNDARIES, "compose_chunks", table, matrices, self._size, 1, (matrices,))
+            if groups.length < places
+            else None
+        )
 
     def reached(
         self, initial_state: torch.Tensor, dtype: torch.dtype, previous: torch.Tensor | None = None
@@ -148,12 +130,6 @@ class Boundaries:
             )  # fmt: skip
         return self._walk(self._matrices.dtype, None, None, ends, start)
 
-    def _compose(self) -> torch.Tensor:
-        table = (*self._groups, self._table, self._chunks, self._batch)
-        return launch_transfer(
-            _BOUNDARIES, "compose_chunks", table, self._matrices, self._size, 1, (self._matrices,), None
-        )
-
     def _walk(
         self,
         dtype: torch.dtype,
@@ -172,16 +148,9 @@ class Boundaries:
 
     def _launch(self, kernel: str, types: str, *arguments: Any) -> None:
         """Run a kernel that takes a block for each group."""
-        lanes = whole_warps(self._size)
-        _BOUNDARIES.launch(
-            f"{kernel}<{types}>",
-            [self._count],
-            [max(1, min(8, WIDEST // lanes)) * lanes],
-            *self._groups,
-            self._table,
-            *arguments,
-            device=self._device,
-        )
+        lanes, table = whole_warps(self._size), (*self._groups, self._table)
+        block = [max(1, min(8, WIDEST // lanes)) * lanes]
+        _BOUNDARIES.launch(f"{kernel}<{types}>", [self._count], block, *table, *arguments, device=self._device)
 
 
 def diagonal_boundaries(chunks: Chunks, maps: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
@@ -196,20 +165,8 @@ def diagonal_boundaries(chunks: Chunks, maps: torch.Tensor, initial_state: torch
     initial_state : Tensor, (batch, state)
         The samples' first states.
     """
-    (batch, size), device = initial_state.shape, initial_state.device
-    start = initial_state.new_empty(len(maps), size)
-    _BOUNDARIES.launch(
-        f"walk_diagonals<{c_type(start.dtype)}>",
-        [batch],
-        [THREADS],
-        *_tables(chunks, device),
-        batch,
-        size,
-        maps,
-        initial_state,
-        start,
-        device=device,
-    )
+    start = initial_state.new_empty(len(maps), initial_state.shape[1])
+    _launch_for_samples("walk_diagonals", THREADS, chunks, initial_state, (), (maps, initial_state, start))
     return start
 
 
@@ -227,33 +184,11 @@ def unfinished(
     initial_state : Tensor, (batch, state)
         The samples' first states.
     """
-    device, (batch, size) = initial_state.device, initial_state.shape
-    whole = chunks.sequences.whole(chunks.runs.direction).on(device)
+    whole = chunks.sequences.whole(chunks.runs.direction).on(initial_state.device)
     begin, steps, rest = torch.empty_like(whole.begin), torch.empty_like(whole.steps), torch.empty_like(initial_state)
-    _BOUNDARIES.launch(
-        f"unfinished<{c_type(start.dtype)}>",
-        [batch],
-        [1024],
-        *_tables(chunks, device),
-        whole.begin,
-        whole.steps,
-        batch,
-        size,
-        start,
-        ends,
-        initial_state,
-        begin,
-        steps,
-        rest,
-        device=device,
-    )
+    arguments = (start, ends, initial_state, begin, steps, rest)
+    _launch_for_samples("unfinished", 1024, chunks, initial_state, (whole.begin, whole.steps), arguments)
     return whole._replace(begin=begin, steps=steps), rest
-
-
-def remaining_runs(chunks: Chunks, device: torch.device, begin: torch.Tensor, steps: torch.Tensor) -> DeviceRuns:
-    """For each sample a run of so many steps from a time on."""
-    whole = chunks.sequences.whole(chunks.runs.direction).on(device)
-    return whole._replace(begin=begin, steps=steps)
 
 
 class StepTimes(NamedTuple):
@@ -295,6 +230,20 @@ def group_length(places: int, size: int, prices: Prices = PRICES) -> int:
     times = StepTimes.of(size, prices)
     best = max(2, round((2 * times.walk * places / (times.compose + 3 * times.walk)) ** 0.5))
     return best if _CLEARLY * times.walks(places, best) < times.walks(places, places) else places
+
+
+def _launch_for_samples(
+    kernel: str,
+    threads: int,
+    chunks: Chunks,
+    initial_state: torch.Tensor,
+    runs: tuple[Any, ...],
+    others: tuple[Any, ...],
+) -> None:
+    """Run a kernel that takes a block for each sample: what it is given before and after the sizes, beside tables."""
+    device, (batch, size) = initial_state.device, initial_state.shape
+    arguments = (*_tables(chunks, device), *runs, batch, size, *others)
+    _BOUNDARIES.launch(f"{kernel}<{c_type(initial_state.dtype)}>", [batch], [threads], *arguments, device=device)
 
 
 def _tables(chunks: Chunks, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

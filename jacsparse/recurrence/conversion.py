@@ -10,6 +10,9 @@ from ..runtime import a_type
 from .layers import GRU, LSTM, RNN
 from .recurrent import Recurrent
 
+#: Our layers that compute what those of `torch.nn` do.
+_COUNTERPARTS: dict[type[nn.Module], type[Recurrent]] = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}
+
 
 def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.Module:
     """Put this library's recurrent layers in the place of `torch.nn`'s in a model, or back.
@@ -62,9 +65,9 @@ def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.M
     for path, part in module.named_modules():
         if to == "torch" and type(part) in (RNN, GRU, LSTM):
             layers[part] = part.to_torch()
-        elif to == "jacsparse" and (kind := _counterpart(part)) is not None:
+        elif to == "jacsparse" and type(part) in _COUNTERPARTS and not part.proj_size:
             try:
-                layers[part] = kind.of(part, **options)  # type: ignore[arg-type]
+                layers[part] = _COUNTERPARTS[type(part)].of(part, **options)  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{path}: {error}" if path else str(error)) from None
     for before, after in layers.items():
@@ -75,9 +78,3 @@ def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.M
             if child in layers:
                 parent._modules[name] = layers[child]
     return layers.get(module, module)
-
-
-def _counterpart(part: nn.Module) -> type[Recurrent] | None:
-    """Our layer that computes what a layer of `torch.nn` does; None of any other module."""
-    kind: type[Recurrent] | None = {nn.RNN: RNN, nn.GRU: GRU, nn.LSTM: LSTM}.get(type(part))  # type: ignore[call-overload]
-    return None if kind is None or part.proj_size else kind

@@ -1,14 +1,15 @@
-"""Checks of what a layer is given: options, tensors and packed sequences."""
+"""What a layer is given, checked: options, tensors and packed sequences."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime import a_type
 from .sequences import check_dense
@@ -60,6 +61,90 @@ def checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
         raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
     check_dense(name, value)
     return value
+
+
+class Given(NamedTuple):
+    """What a layer is given, and what it gives of it.
+
+    Attributes
+    ----------
+    x : Tensor
+        The input, ``(time, batch, features)`` or, where packed, as rows.
+    steps, batch : int
+        Of the longest sample, and samples.
+    packed : PackedSequence or None
+        The input, where it is packed.
+    single : bool
+        Whether it is a single sequence.
+    batch_first : bool
+        Whether samples are along the first axis of the input and of the output.
+    """
+
+    x: torch.Tensor
+    steps: int
+    batch: int
+    packed: PackedSequence | None
+    single: bool
+    batch_first: bool
+
+    @classmethod
+    def of(cls, input: Any, weight: torch.Tensor, features: int, *, batch_first: bool, may_be_empty: bool) -> Given:
+        """A layer's input; TypeError or ValueError where it does not fit weights like `weight`."""
+        packed = input if isinstance(input, PackedSequence) else None
+        x = checked("input", input if packed is None else input.data, weight)
+        if packed is not None:
+            if x.ndim != 2 or x.shape[1] != features:
+                raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {features})")
+            return cls(x, *packed_size(packed.batch_sizes, len(x)), packed, False, batch_first)
+        shape = x.shape
+        if len(shape) not in (2, 3) or shape[-1] != features:
+            expected = "batch, time" if batch_first else "time, batch"
+            raise ValueError(
+                f"input has shape {tuple(x.shape)}; expected ({expected}, {features}) or (time, {features}) for a "
+                "single sequence"
+            )
+        single = len(shape) == 2
+        if single:
+            x = x.unsqueeze(1)
+        elif batch_first:
+            x = x.transpose(0, 1)
+        time, batch, _ = x.shape
+        if not time and not may_be_empty:
+            raise ValueError(f"input has shape {tuple(shape)}: no steps; expected at least one")
+        return cls(x, time, batch, None, single, batch_first)
+
+    def states(self, hx: Any, places: int, kinds: int, size: int) -> list[torch.Tensor]:
+        """First states of so many kinds, ``(layers · directions, batch, hidden)``, in the order of samples."""
+        if hx is None:
+            return [self.x.new_zeros(places, self.batch, size)] * kinds
+        parts = hx if kinds > 1 else (hx,)
+        if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
+            expected = "a pair of" if kinds == 2 else f"a tuple of {kinds}"
+            raise TypeError(f"hx is {a_type(hx)}; expected {expected} tensors, one for each vector of the state")
+        shape = (places, size) if self.single else (places, self.batch, size)
+        states = []
+        for number, part in enumerate(parts):
+            name = f"hx[{number}]" if kinds > 1 else "hx"
+            state = checked(name, part, self.x)
+            if state.shape != shape:
+                raise ValueError(f"{name} has shape {tuple(state.shape)}; expected {shape}")
+            states.append(state.unsqueeze(1) if self.single else state)
+        if self.packed is not None and self.packed.sorted_indices is not None:
+            states = [part.index_select(1, self.packed.sorted_indices) for part in states]
+        return states
+
+    def results(self, x: torch.Tensor, states: Sequence[torch.Tensor]) -> tuple[Any, Any]:
+        """Outputs and last states as the input was given: packed, of a single sequence, or the batch first."""
+        output: Any = x
+        if (packed := self.packed) is not None:
+            output = PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
+            if packed.unsorted_indices is not None:
+                states = [part.index_select(1, packed.unsorted_indices) for part in states]
+        elif self.single:
+            output, states = x.squeeze(1), [part.squeeze(1) for part in states]
+        elif self.batch_first:
+            output = x.transpose(0, 1)
+        return output, states[0] if len(states) == 1 else tuple(states)
 
 
 def packed_size(batch_sizes: torch.Tensor, rows: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ..runtime import is_batched, is_transformed, on_device
 from ..tracing import without_autocast
 from .cells import Saved, Weights, check_step, preceding
 from .layer_recurrences import LayerPass
-from .once_differentiable import alive, differentiable_once, once
+from .once_differentiable import LayerOnce, alive, once
 from .sequences import index, plain
 from .small_layer import SmallLayer, SmallPass
 
@@ -74,28 +74,7 @@ def _forward(
         return states, saved, end
 
 
-_Once = differentiable_once(
-    "jacsparse.nn's recurrent layers",
-    "use torch.nn's layers of the same names: jacsparse.nn.convert(model, to='torch')",
-)
-
-
-def refusal_within_transforms(error: RuntimeError) -> NotImplementedError | None:
-    """The error of PyTorch's kernels within a transform of ``torch.func``, in words that name the way out.
-
-    None where the error is another one.
-    """
-    if "Batching rule not implemented" in str(error):
-        return NotImplementedError(_Layer.no_batching)
-    if "forward AD with mkldnn" in str(error):
-        return NotImplementedError(
-            "PyTorch's LSTM in float32 has no derivative in forward mode, which torch.func.jvp, jacfwd and hessian "
-            "take; call them within torch.backends.mkldnn.flags(enabled=False)"
-        )
-    return None
-
-
-class _Layer(_Once):  # type: ignore[misc, valid-type]
+class _Layer(LayerOnce):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(
         layer: LayerPass, x: torch.Tensor, initial: torch.Tensor, *parameters: torch.Tensor | None
@@ -156,7 +135,7 @@ def _gradients(
     return tuple([grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None])
 
 
-_gradients_once = once(_gradients, _Once)
+_gradients_once = once(_gradients, LayerOnce)
 
 
 def _weights(
@@ -261,7 +240,46 @@ def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return torch.addmm(torch.bmm(next(pieces).mT, next(pieces)).sum(dim=0), left[whole:].T, right[whole:])
 
 
-def run_small_layer(
+def run_small_layers(
+    layers: Sequence[SmallLayer],
+    this: SmallPass,
+    x: torch.Tensor,
+    starts: Sequence[torch.Tensor | None],
+    weights: Sequence[torch.Tensor],
+    guesses: Sequence[torch.Tensor | None],
+    dropout: float,
+) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+    """Outputs and last states of a module's layers of small states, one after the other.
+
+    Parameters
+    ----------
+    layers : sequence of SmallLayer
+        The layers.
+    this : SmallPass
+        The pass, which is told how the recurrences are solved.
+    x, starts, weights, guesses
+        As `SmallLayer.forward` takes them, of all layers and directions.
+    dropout : float
+        The share of the elements of outputs that are dropped before another layer.
+    """
+    count, alone, shape = len(weights) // len(layers), len(layers) == 1, layers[0].shape
+    # The last states of several layers are written into one tensor.
+    whole = len(layers) * shape.directions, shape.batch, shape.size
+    ends, lasts = [] if alone else [x.new_empty(whole) for _ in starts], []
+    for number, layer in enumerate(layers):
+        places = slice(number * shape.directions, (number + 1) * shape.directions)
+        first = starts if alone else [each if each is None else each[places] for each in starts]
+        own, room = weights[number * count : (number + 1) * count], None if alone else [end[places] for end in ends]
+        x, *last = _run_small_layer(layer, this, number, x, first, own, guesses[places], room)
+        if dropout and number < len(layers) - 1:
+            x = functional.dropout(x, dropout)
+        lasts.append(last)
+    if alone:
+        return x, lasts[0]
+    return x, [_Joined.apply([end], *parts) for end, parts in zip(ends, zip(*lasts, strict=True), strict=True)]
+
+
+def _run_small_layer(
     layer: SmallLayer,
     this: SmallPass,
     number: int,
@@ -269,21 +287,9 @@ def run_small_layer(
     starts: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
     guesses: Sequence[torch.Tensor | None],
-    last: Sequence[torch.Tensor] | None = None,
+    last: Sequence[torch.Tensor] | None,
 ) -> tuple[torch.Tensor, ...]:
-    """Outputs and last states of a layer of small states, as of `SmallLayer.forward`.
-
-    Parameters
-    ----------
-    layer : SmallLayer
-        The layer.
-    this : SmallPass
-        The pass, which is told how the recurrences are solved.
-    number : int
-        The layer's number.
-    x, starts, weights, guesses, last
-        As `SmallLayer.forward` takes them.
-    """
+    """Outputs and last states of one layer, by its number."""
     x, *weights = map(alive, (x, *weights))
     device, dtype, facts = x.device, x.dtype, zip(weights, layer.weight_shapes, strict=True)
     # One look at each weight finds what does not fit, for kernels do not check, and what they could not read.
@@ -334,7 +340,7 @@ def _misfit(layer: SmallLayer, number: int, x: torch.Tensor, weights: Sequence[t
     raise AssertionError("all weights fit")
 
 
-class _SmallLayer(_Once):  # type: ignore[misc, valid-type]
+class _SmallLayer(LayerOnce):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(
         ctx: Any,
@@ -393,10 +399,10 @@ def _gradients_of_small(
     return tuple(gradients)
 
 
-_small_gradients = once(_gradients_of_small, _Once)
+_small_gradients = once(_gradients_of_small, LayerOnce)
 
 
-class Joined(torch.autograd.Function):
+class _Joined(torch.autograd.Function):
     """One tensor of parts that lie in it side by side already, along the first axis: nothing is copied."""
 
     @staticmethod

@@ -204,8 +204,9 @@ class LayerPass:
         if choice.name == "auto":
             fallback = None
             choice = self._chosen(choice, weights)
+        across = None if self.part is None else self.part.solve
         problem = Problem(
-            recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback, part=self.part
+            recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback, across=across
         )
         grad_start = solve(problem)
         return grad_gates, recurrence.rows, grad_start

@@ -149,34 +149,27 @@ def _launches(
     backend: Backend,
 ) -> list[Callable[..., None]]:
     """A launch for each level of a schedule; they belong to a backend. Of one element all matrices are diagonal."""
-    record = _diagonal_launch if diagonal else _dense_launch
-    numbers: dict[str, Any] = {"batch": batch, "samples": samples, "size": size, "device": device}
-    return [record(level, c_type(dtype), **numbers) for level in levels.levels]
-
-
-def _dense_launch(level: ProductLevel, kind: str, samples: int, size: int, **options: Any) -> Callable[..., None]:
-    rows, columns = (whole_fours(-(-extent // blocks(extent, _TILE))) for extent in (size + 1, size))
+    numbers: dict[str, Any] = {"batch": batch, "samples": samples, "size": size}
+    kind, launches = c_type(dtype), list[Callable[..., None]]()
+    rows, columns = (-(-extent // blocks(extent, _TILE) // 4) * 4 for extent in (size + 1, size))
     column_tiles, row_tiles, depth = blocks(size, columns), blocks(size + 1, rows), min(size, _DEPTH)
     threads = whole_warps(rows // 4 * (columns // 4))
-    tiles = samples * column_tiles * (level.matrices * row_tiles + level.states)
-    return _FILE.record(
-        f"dense_level<{kind}>", [tiles], [threads], samples=samples, size=size, rows=rows, columns=columns,
-        depth=depth, matrices=level.matrices, first=level.first, shared=8 * max(threads, depth * (rows + 2 + columns)),
-        **options,
-    )  # fmt: skip
-
-
-def _diagonal_launch(level: ProductLevel, kind: str, samples: int, size: int, **options: Any) -> Callable[..., None]:
-    elements = (level.matrices + level.states) * samples * size
-    return _FILE.record(
-        f"diagonal_level<{kind}>", [blocks(elements)], [THREADS], samples=samples, size=size, elements=elements,
-        matrices=level.matrices, first=level.first, **options,
-    )  # fmt: skip
-
-
-def whole_fours(size: int) -> int:
-    """The next multiple of four."""
-    return -(-size // 4) * 4
+    for level in levels.levels:
+        if diagonal:
+            elements = (level.matrices + level.states) * samples * size
+            launch = _FILE.record(
+                f"diagonal_level<{kind}>", [blocks(elements)], [THREADS], **numbers, elements=elements,
+                matrices=level.matrices, first=level.first, device=device,
+            )  # fmt: skip
+        else:
+            tiles = samples * column_tiles * (level.matrices * row_tiles + level.states)
+            launch = _FILE.record(
+                f"dense_level<{kind}>", [tiles], [threads], **numbers, rows=rows, columns=columns, depth=depth,
+                matrices=level.matrices, first=level.first, device=device,
+                shared=8 * max(threads, depth * (rows + 2 + columns)),
+            )  # fmt: skip
+        launches.append(launch)
+    return launches
 
 
 def widened(*tensors: torch.Tensor | None) -> list[Any]:

@@ -55,14 +55,11 @@ class _Linear(Recurrence):
         if not self.diagonal and (A.size > recurrences_cuda.LARGEST or not A.transfers):
             return super().transfer(runs, initial_state, dtype)
         assert added is not None
-        if self.diagonal:
-            d, shared = A.on_device(adjoint=self.adjoint)
-            return recurrences_cuda.transfer_diagonals(runs, A.size, d, shared, added, back=self.adjoint)
-        if added.dtype != dtype:
+        if added.dtype != dtype and not self.diagonal:
             *tensors, added = widened(*map(plain, A.tensors), added)
             A = A.form(*tensors)
-        name, arguments = type(A).__name__.lower(), A.transferred(adjoint=self.adjoint)
-        return recurrences_cuda.transfer(name, runs, added, A.size, *arguments, added, back=self.adjoint)
+        form, matrices = type(A).__name__.lower(), A.transferred(adjoint=self.adjoint)
+        return recurrences_cuda.transfer(form, runs, added, A.size, matrices, back=self.adjoint)
 
 
 @dataclass
@@ -292,7 +289,10 @@ def _solve(
         size, diagonal = recurrence.A.size, recurrence.diagonal
         choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
     backward, fallback = recurrence.adjoint, SOLVERS["chunked"]
-    problem = Problem(recurrence, sequences, direction, start, choice, report, backward, fallback=fallback, part=part)
+    across = None if part is None else part.solve
+    problem = Problem(
+        recurrence, sequences, direction, start, choice, report, backward, fallback=fallback, across=across
+    )
     last = solve(problem)
     if part is not None and not backward:
         part.initial = problem.initial_state

@@ -12,7 +12,8 @@ import torch
 
 from ..patterns import Pattern
 from ..runtime import a_type, frozen, on_device, run_rows
-from . import linear_kernels, recurrences_cuda
+from . import recurrences_cuda
+from .linear_kernels import KERNELS
 from .sequences import DeviceRuns, Runs, check_dense, index, plain, rows_of
 from .vector import padded
 
@@ -38,7 +39,6 @@ class StepMatrices(ABC):
     diagonal: ClassVar[bool] = False
     transfers: ClassVar[bool] = False
     pattern: Pattern | None = None
-    _kernels: ClassVar[tuple[Any, Any]]
 
     def __repr__(self) -> str:
         size = f"{self.time} steps of {self.size} × {self.size}, batch {self.batch}"
@@ -93,17 +93,16 @@ class StepMatrices(ABC):
         adjoint: bool,
     ) -> torch.Tensor:
         """Take runs from first to last states, or back."""
-        end = start.new_empty(start.shape)
+        end, form = start.new_empty(start.shape), type(self).__name__.lower()
         if on_device(start):
-            arguments = self.on_device(adjoint=adjoint)
-            form, dtype = type(self).__name__.lower(), self.tensors[0].dtype
+            arguments, dtype = self.on_device(adjoint=adjoint), self.tensors[0].dtype
             recurrences_cuda.sweep(form, runs, start, dtype, arguments, (added, start, out, end), adjoint)
             return end
         assert isinstance(runs, Runs)
         arrays = (*self.arrays(adjoint=adjoint), *rows_of((added, start, out, end), start))
-        table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch)
+        table = (runs.sample, runs.begin, runs.count, runs.direction, runs.sequences.batch, adjoint)
         work = np.append(0, np.cumsum(runs.count * self.step_work()))
-        run_rows(self._kernels[adjoint], work, *table, *arrays)
+        run_rows(KERNELS[form][adjoint], work, *table, *arrays)
         return end
 
 
@@ -134,7 +133,6 @@ class Dense(StepMatrices):
     """
 
     transfers = True
-    _kernels = (linear_kernels.dense_sweep, linear_kernels.dense_adjoint)
 
     def __init__(self, blocks: torch.Tensor) -> None:
         self.blocks = checked("blocks", blocks, 4, "(time, batch, n, n)")
@@ -164,7 +162,6 @@ class Diagonal(StepMatrices):
     """
 
     diagonal = True
-    _kernels = (linear_kernels.diagonal_sweep, linear_kernels.diagonal_adjoint)
 
     def __init__(self, d: torch.Tensor) -> None:
         self.d = checked("d", d, 3, "(time, batch, n)")
@@ -193,7 +190,6 @@ class Scaled(StepMatrices):
     """
 
     transfers = True
-    _kernels = (linear_kernels.scaled_sweep, linear_kernels.scaled_adjoint)
 
     def __init__(self, W: torch.Tensor, d: torch.Tensor) -> None:
         self.W, self.d = checked("W", W, 2, "(n, n)"), checked("d", d, 3, "(time, batch, n)")
@@ -246,7 +242,6 @@ class Sparse(StepMatrices):
     """
 
     pattern: Pattern
-    _kernels = (linear_kernels.sparse_sweep, linear_kernels.sparse_adjoint)
 
     def __init__(self, pattern: Pattern, values: torch.Tensor) -> None:
         if not isinstance(pattern, Pattern):

@@ -93,3 +93,10 @@ def once(
         return gradients
 
     return run
+
+
+#: Of recurrent layers.
+LayerOnce: Any = differentiable_once(
+    "jacsparse.nn's recurrent layers",
+    "use torch.nn's layers of the same names: jacsparse.nn.convert(model, to='torch')",
+)

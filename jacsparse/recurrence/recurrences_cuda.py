@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch.nn import functional
 
@@ -89,107 +88,61 @@ def sweep(
         Where the state is too large.
     """
     device, (count, size) = like.device, like.shape
-    there, types = runs.on(device), _swept(like.dtype, dtype)
-    table = (*there[:4], there.batch)
-    arguments = (*matrices, *states)
+    there, types, shared = runs.on(device), f"{c_type(like.dtype)}, {c_type(dtype)}", 0
+    numbers: tuple[Any, ...] = (size, back) if form in ("dense", "scaled") else (count, size, back)
+    if form != "diagonal":
+        check_size("n", size, WIDEST)
     if form == "diagonal":
-        grid = [blocks(count * size)]
-        _LINEAR.launch(
-            f"diagonal_sweep<{types}>", grid, [THREADS], *table, count, size, back, *arguments, device=device
-        )
-        return
-    check_size("n", size, WIDEST)
-    if form == "sparse":
+        grid, block = [blocks(count * size)], [THREADS]
+    elif form == "sparse":
         # One type for all of them.
         kind = index_type(*(array for array in matrices[:3] if array is not None))
         arrays = (None if array is None else uploaded(array, device, kind) for array in matrices[:3])
-        index, arguments = c_type(kind), (*arrays, *matrices[3:], *states)
+        types, matrices = f"{types}, {c_type(kind)}", (*arrays, *matrices[3:])
         # Neighbouring samples' values lie side by side; two states of each have to fit.
-        batch, fitting = there.batch, 48 * 1024 // (2 * size * like.element_size())
-        lanes = 1 << min(5, batch.bit_length() - 1, fitting.bit_length() - 1)
-        _LINEAR.launch(
-            f"sparse_sweep<{types}, {index}>",
-            [blocks(count, lanes)],
-            [lanes, THREADS // lanes],
-            *table,
-            count,
-            size,
-            back,
-            *arguments,
-            device=device,
-            shared=2 * size * lanes * like.element_size(),
-        )
-        return
-    if form == "scaled":
+        nbytes = 2 * size * like.element_size()
+        lanes = 1 << min(5, there.batch.bit_length() - 1, (48 * 1024 // nbytes).bit_length() - 1)
+        grid, block, shared = [blocks(count, lanes)], [lanes, THREADS // lanes], nbytes * lanes
+    elif form == "scaled":
         (registers, split), threads = shares_of(0, c_type(like.dtype), size)
-        instance = f"scaled_sweep<{types}, {registers}, {split}>"
+        types, grid, block = f"{types}, {registers}, {split}", [count], [threads]
     else:
-        instance, threads = f"dense_sweep<{types}>", max(THREADS, whole_warps(size))
-    _LINEAR.launch(instance, [count], [threads], *table, size, back, *arguments, device=device)
+        grid, block = [count], [max(THREADS, whole_warps(size))]
+    arguments = (*there[:4], there.batch, *numbers, *matrices, *states)
+    _LINEAR.launch(f"{form}_sweep<{types}>", grid, block, *arguments, device=device, shared=shared)
 
 
 def transfer(
-    name: str, runs: Runs | DeviceRuns, like: torch.Tensor, size: int, *arguments: Any, back: bool
+    form: str, runs: Runs | DeviceRuns, added: torch.Tensor, size: int, matrices: tuple[Any, ...], *, back: bool
 ) -> torch.Tensor:
-    """The affine propagator of each run of a linear recurrence, ``(runs, size + 1, size)``, as of `launch_transfer`.
+    """What each run of a linear recurrence does: ``(runs, size + 1, size)``, as of `launch_transfer`.
+
+    Of diagonal matrices, their diagonal and the offset, in float64, ``(runs, 2, size)``.
 
     Parameters
     ----------
-    name : {"dense", "scaled"}
-        The form of the matrices.
+    form : {"dense", "diagonal", "scaled"}
+        Of the matrices.
     runs : Runs
         Which.
-    like : Tensor
-        Where, and of which dtype.
-    size : int
-        Elements of a state.
-    *arguments
-        What the kernel takes after `back` and before the result.
-    back : bool
-        Whether this is the adjoint.
-    """
-    check_size("n", size, LARGEST)
-    there = runs.on(like.device)
-    arguments = (back, *(_given(argument, like.device) for argument in arguments))
-    vectors = {"dense": 1, "scaled": 2}[name]
-    return launch_transfer(_LINEAR, f"{name}_transfer", (*there[:4], there.batch), like, size, vectors, arguments, None)
-
-
-def transfer_diagonals(
-    runs: Runs | DeviceRuns, size: int, d: torch.Tensor, shared: bool, added: torch.Tensor, *, back: bool
-) -> torch.Tensor:
-    """What each run of a recurrence with diagonals does: their products and the offset, float64, ``(runs, 2, size)``.
-
-    Parameters
-    ----------
-    runs : Runs
-        Which.
-    size : int
-        Elements of a state.
-    d, shared
-        What the kernel takes of the matrices.
     added : Tensor
         What is added.
+    size : int
+        Elements of a state.
+    matrices : tuple
+        What the kernel takes of the matrices.
     back : bool
         Whether this is the adjoint.
     """
-    there, device = runs.on(d.device), d.device
-    count = len(there.sample)
-    out = allocated("the chunks' transfer diagonals", (count, 2, size), torch.float64, device)
-    table = (*there[:4], there.batch, count, size)
-    _LINEAR.launch(
-        f"diagonal_transfer<{c_type(d.dtype)}>",
-        [blocks(count * size)],
-        [THREADS],
-        *table,
-        back,
-        d,
-        shared,
-        added,
-        out,
-        device=device,
-    )
-    return out
+    there, device = runs.on(added.device), added.device
+    table, count, arguments = (*there[:4], there.batch), len(there.sample), (back, *matrices, added)
+    if form == "diagonal":
+        out = allocated("the chunks' transfer diagonals", (count, 2, size), torch.float64, device)
+        instance, grid = f"diagonal_transfer<{c_type(added.dtype)}>", [blocks(count * size)]
+        _LINEAR.launch(instance, grid, [THREADS], *table, count, size, *arguments, out, device=device)
+        return out
+    check_size("n", size, LARGEST)
+    return launch_transfer(_LINEAR, f"{form}_transfer", table, added, size, {"dense": 1, "scaled": 2}[form], arguments)
 
 
 def launch_transfer(
@@ -200,7 +153,7 @@ def launch_transfer(
     size: int,
     vectors: int,
     arguments: tuple[Any, ...],
-    out: torch.Tensor | None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The affine propagator of each run, ``(runs, size + 1, size)``: its matrix, and its offset in the last row.
 
@@ -231,18 +184,9 @@ def launch_transfer(
     pitch = height if height // 4 % 2 else height + 4
     if out is None:
         out = allocated("the chunks' transfer matrices", (runs, size + 1, size), like.dtype, like.device)
-    file.launch(
-        f"{kernel}<{c_type(like.dtype)}, {rows}>",
-        [runs, blocks(size + 1, share)],
-        [whole_warps(columns // 4 * (height // rows))],
-        *table,
-        size,
-        share,
-        *arguments,
-        out,
-        device=like.device,
-        shared=(size * pitch + _SLAB * columns + 2 * vectors * size) * width,
-    )
+    instance, threads = f"{kernel}<{c_type(like.dtype)}, {rows}>", whole_warps(columns // 4 * (height // rows))
+    grid, shared = [runs, blocks(size + 1, share)], (size * pitch + _SLAB * columns + 2 * vectors * size) * width
+    file.launch(instance, grid, [threads], *table, size, share, *arguments, out, device=like.device, shared=shared)
     return out
 
 
@@ -284,16 +228,6 @@ def shares_of(gates: int, kind: str, size: int | None = None) -> Any:
     return (registers, split), whole_warps(registers * split**2 or -(-size // 8) * 8 * split)
 
 
-def _swept(dtype: torch.dtype, memory: torch.dtype) -> str:
-    return f"{c_type(dtype)}, {c_type(memory)}"
-
-
 def whole_warps(size: int) -> int:
     """Threads of the warps that `size` threads take."""
     return max(1, -(-size // 32)) * 32
-
-
-def _given(argument: Any, device: torch.device) -> Any:
-    if isinstance(argument, np.ndarray):
-        return uploaded(argument, device, index_type(argument))
-    return None if isinstance(argument, torch.Tensor) and not len(argument) else argument

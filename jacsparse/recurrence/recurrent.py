@@ -28,8 +28,8 @@ from ..schedule import Schedule
 from ..tracing import is_recording
 from .across_ranks import SequencePart, SequenceRanks
 from .cells import CELLS, Cell, cell_on, check_cell, obstacle_on
-from .layer_arguments import ChosenSolvers, checked, packed_size, recurrence_names, warm_states
-from .layer_autograd import Joined, refusal_within_transforms, run_layer, run_small_layer
+from .layer_arguments import ChosenSolvers, Given, recurrence_names, warm_states
+from .layer_autograd import run_layer, run_small_layers
 from .layer_recurrences import LayerPass
 from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
@@ -37,15 +37,13 @@ from .reports import PassOfReports, Report
 from .sequences import Sequences
 from .small_layer import SmallPass, small_layers
 from .solvers import CHUNK, check_stages
-from .torch_kernels import OPERATORS, LeftToTorch, ours_are_faster
+from .torch_kernels import OPERATORS, LeftToTorch, by_torch, ours_are_faster
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
 _OutputAndLast = tuple[torch.Tensor, torch.Tensor]
-_Parameters = tuple[torch.Tensor | None, ...]
-
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -53,7 +51,9 @@ _requires_grad = attrgetter("requires_grad")
 _MAKING_WEIGHTS = threading.RLock()
 
 #: Of the options that `RNN` adds.
-_DEFAULTS = ("auto", "auto", CHUNK)
+_DEFAULTS: dict[str, Any] = {
+    "schedule": "auto", "forward": "auto", "chunk": CHUNK, "process_group": None, "exchange": "auto"
+}  # fmt: skip
 
 
 class Recurrent(nn.RNNBase):
@@ -127,13 +127,12 @@ class Recurrent(nn.RNNBase):
         """Whether PyTorch has an operator for the cell: another cell may have the mode of one."""
         return self.mode in OPERATORS and self.cell is CELLS[self.mode]
 
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return recurrence_names(self.num_layers, self.bidirectional)
+
     def _set_up(
-        self,
-        schedule: Schedule | str = "auto",
-        forward: str = "auto",
-        chunk: int = CHUNK,
-        process_group: ProcessGroup | None = None,
-        exchange: str = "auto",
+        self, schedule: Schedule | str, forward: str, chunk: int, process_group: ProcessGroup | None, exchange: str
     ) -> None:
         if self.proj_size:
             raise ValueError(
@@ -142,25 +141,17 @@ class Recurrent(nn.RNNBase):
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self._chosen = ChosenSolvers.of(schedule, forward, chunk)
         self._across = SequenceRanks.of(process_group, exchange)
-        self._pass: PassOfReports | SmallPass | LeftToTorch = PassOfReports([], [])
+        self._pass: PassOfReports | SmallPass | LeftToTorch = PassOfReports()
 
     @property
     def reports(self) -> list[Report]:
         """How the recurrences of the last pass were solved; on a CUDA device this waits for them."""
-        if isinstance(self._pass, SmallPass):
-            return self._pass.reports
-        if isinstance(self._pass, PassOfReports):
-            for report in self._pass.reports:
-                report.read()
-            return self._pass.reports
-        return self._pass.reports(recurrence_names(self.num_layers, self.bidirectional), self.hidden_size)
+        return self._pass.reports
 
     @property
     def boundaries(self) -> list[torch.Tensor | None]:
         """The states at the chunks' boundaries of the last pass, by layer and direction; None where there are none."""
-        if isinstance(self._pass, PassOfReports | SmallPass):
-            return self._pass.boundaries
-        return [None] * len(recurrence_names(self.num_layers, self.bidirectional))
+        return self._pass.boundaries
 
     @classmethod
     def of(cls, layer: nn.RNNBase, **options: Any) -> Self:
@@ -184,7 +175,7 @@ class Recurrent(nn.RNNBase):
         if not isinstance(layer, kind) or type(layer).forward not in (kind.forward, Recurrent.forward):
             raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.{kind.__name__}")
         other = _alike(layer, cls)
-        other._set_up(**options)
+        other._set_up(**{**_DEFAULTS, **options})
         return other
 
     @classmethod
@@ -275,31 +266,34 @@ class Recurrent(nn.RNNBase):
         if (options := (self.schedule, self.forward_method, self.chunk)) != self._chosen.options:
             self._chosen = ChosenSolvers.of(*options)
         weights = self._weights()
-        x, steps, batch, packed = self._input(input, weights[0])
-        single = packed is None and input.ndim == 2
-        if self._across is None:
+        across = self._across is not None
+        given = Given.of(input, weights[0], self.input_size, batch_first=self.batch_first, may_be_empty=across)
+        x, steps, batch, packed = given.x, given.steps, given.batch, given.packed
+        if self._chosen.backward.schedule is not None and not across:
             check_stages(self._chosen.backward, steps)
-        if packed is None and self._across is None and on_device(x) and not is_transformed():
-            result = self._by_small_layers(x, hx, warm, weights, single)
+        if packed is None and not across and on_device(x) and not is_transformed():
+            result = self._by_small_layers(given, hx, warm, weights)
             if result is not None:
-                return self._results(*result, None, single)
-        states = self._states(hx, x, batch, packed, single)
-        part = None if self._across is None else self._part(self._across, x, states, steps, batch, packed)
+                return given.results(*result)
+        states = self._states(given, hx)
+        part = None if self._across is None else self._part(self._across, given, states)
         if part is not None:
             states = [*map(part.joined, states)]
-        if warm is None and part is None and (left := self._left_to_torch(x, states, steps, batch, weights)):
-            output, *last = self._by_torch(x, states, packed, weights)
+        if warm is None and part is None and (left := self._left_to_torch(given, states, weights)):
+            hx = states if self.mode == "LSTM" else states[0]
+            arguments = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
+            output, *last = by_torch(self.mode, x, packed, hx, arguments)
             self.__dict__["_pass"] = left
-            return self._results(output, last, packed, single)
+            return given.results(output, last)
         sequences = Sequences.equal(steps, batch) if packed is None else Sequences.packed(packed.batch_sizes)
-        this, names = PassOfReports([], []), recurrence_names(self.num_layers, self.bidirectional)
+        this, names = PassOfReports(), self._names
         cell, obstacle, chosen = cell_on(self.cell, x), obstacle_on(self.cell, x), self._chosen
-        warm_starts = [None] * len(names) if warm is None else warm_states(warm, len(names))
+        warm_starts = warm_states(warm, len(names))
 
         def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             solvers = chosen.forward, chosen.backward
             layer = LayerPass(
-                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.reports, part=part,
+                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.solutions, part=part,
                 obstacle=obstacle,
             )  # fmt: skip
             result = run_layer(layer, x, initial, self._parameters_at(place, weights))
@@ -311,13 +305,13 @@ class Recurrent(nn.RNNBase):
             output, *last = part.whole(2 if self.bidirectional else 1, output, *last)
         # Module.__setattr__ looks for parameters first.
         self.__dict__["_pass"] = this
-        return self._results(output if packed else output.unflatten(0, (steps, batch)), last, packed, single)
+        return given.results(output if packed else output.unflatten(0, (steps, batch)), last)
 
     def _by_small_layers(
-        self, x: torch.Tensor, hx: Any, warm: Any, weights: Sequence[torch.Tensor], single: bool
+        self, given: Given, hx: Any, warm: Any, weights: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, Sequence[torch.Tensor]] | None:
         """As `_stacked`, where layers of small states take equal lengths on a device; None where others do."""
-        time, batch, _ = x.shape
+        x, time, batch, *_ = given
         chosen, directions = self._chosen, 2 if self.bidirectional else 1
         layers = small_layers(
             self.cell.frozen, time, batch, self.input_size, self.hidden_size, self.num_layers, directions, self.bias,
@@ -325,38 +319,16 @@ class Recurrent(nn.RNNBase):
         )  # fmt: skip
         if layers is None:
             return None
-        starts = [None] * self.cell.states if hx is None else self._states(hx, x, batch, None, single)
-        guesses = [None] * len(layers) * directions if warm is None else warm_states(warm, len(layers) * directions)
-        count, alone = len(weights) // len(layers), len(layers) == 1
-        # The last states of several layers are written into one tensor.
-        shape = len(layers) * directions, batch, self.hidden_size
-        ends = [] if alone else [x.new_empty(shape) for _ in starts]
-        this, lasts = SmallPass(), []
-        for number, layer in enumerate(layers):
-            places = slice(number * directions, (number + 1) * directions)
-            first = starts if alone else [each if each is None else each[places] for each in starts]
-            own = weights[number * count : (number + 1) * count]
-            room = None if alone else [end[places] for end in ends]
-            x, *last = run_small_layer(layer, this, number, x, first, own, guesses[places], room)
-            if self.dropout and self.training and number < len(layers) - 1:
-                x = functional.dropout(x, self.dropout)
-            lasts.append(last)
+        starts = [None] * self.cell.states if hx is None else self._states(given, hx)
+        count, this = len(layers) * directions, SmallPass()
+        guesses = [None] * count if warm is None else warm_states(warm, count)
+        result = run_small_layers(layers, this, given.x, starts, weights, guesses, self.dropout * self.training)
         self.__dict__["_pass"] = this
-        if alone:
-            return x, lasts[0]
-        return x, [Joined.apply([end], *parts) for end, parts in zip(ends, zip(*lasts, strict=True), strict=True)]
+        return result
 
-    def _part(
-        self,
-        across: SequenceRanks,
-        x: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        steps: int,
-        batch: int,
-        packed: PackedSequence | None,
-    ) -> SequencePart:
+    def _part(self, across: SequenceRanks, given: Given, states: Sequence[torch.Tensor]) -> SequencePart:
         """This rank's part of the sequences, once all ranks have said that they call alike."""
-        if packed is not None:
+        if given.packed is not None:
             raise ValueError(
                 "input is packed, and the steps of the sequences are on several ranks; pass padded parts of them"
             )
@@ -364,22 +336,22 @@ class Recurrent(nn.RNNBase):
         facts = {name: getattr(self, name) for name in names}
         facts["schedule"] = getattr(self.schedule, "name", self.schedule)
         facts["frozen weights"] = [name for name, weight in self.named_parameters() if not weight.requires_grad]
-        return across.part({**facts, "batch": batch, "dtype": str(x.dtype)}, steps, (x, *states))
+        facts |= {"batch": given.batch, "dtype": str(given.x.dtype)}
+        return across.part(facts, given.steps, (given.x, *states))
 
     def _unrolled(self, input: Any, hx: Any) -> Any:
         """As `_solved`, step after step in PyTorch's operations, which can be recorded, exported and traced."""
         weights = self._weights()
-        x, _, batch, packed = self._input(input, weights[0])
-        if packed is not None:
+        given = Given.of(input, weights[0], self.input_size, batch_first=self.batch_first, may_be_empty=False)
+        if given.packed is not None:
             raise UnsupportedOperatorError(
                 f"a packed input of {type(self).__name__} cannot be recorded, exported or traced; pass a padded one"
             )
-        states = self._states(hx, x, batch, None, input.ndim == 2)
 
         def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             return recurrent_layer(self.cell, x, initial, self._parameters_at(place, weights), reverse=direction < 0)
 
-        return self._results(*self._stacked(x, states, run), None, input.ndim == 2)
+        return given.results(*self._stacked(given.x, self._states(given, hx), run))
 
     def _stacked(
         self,
@@ -423,117 +395,36 @@ class Recurrent(nn.RNNBase):
             return list(self._flat_weights)  # type: ignore[arg-type]
 
     def _left_to_torch(
-        self, x: torch.Tensor, states: Sequence[torch.Tensor], steps: int, batch: int, weights: Sequence[torch.Tensor]
+        self, given: Given, states: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> LeftToTorch | None:
         """What PyTorch's own kernels compute, for they are faster and nobody asked for others; None where ours do."""
         if self.schedule != "auto" or self.forward_method not in ("auto", "sequential") or not self._is_torchs:
             return None
+        x, steps, batch, size, trains = given.x, given.steps, given.batch, self.hidden_size, torch.is_grad_enabled()
         if on_device(x):
-            return None if self.hidden_size <= LARGEST else LeftToTorch(steps, batch, torch.is_grad_enabled(), True)
+            return None if size <= LARGEST else LeftToTorch(self._names, steps, batch, size, trains, True)
         # PyTorch's kernels would compute in low precision under autocast.
         if weights is not self._flat_weights or torch.is_autocast_enabled("cpu"):
             return None
-        trains = torch.is_grad_enabled() and any(map(_requires_grad, (*weights, x, *states)))
-        if ours_are_faster(self.mode, x.dtype, steps, batch, self.hidden_size, trains=trains):
+        trains = trains and any(map(_requires_grad, (*weights, x, *states)))
+        if ours_are_faster(self.mode, x.dtype, steps, batch, size, trains=trains):
             return None
-        return LeftToTorch(steps, batch, trains, False)
+        return LeftToTorch(self._names, steps, batch, size, trains, False)
 
-    def _by_torch(
-        self,
-        x: torch.Tensor,
-        states: Sequence[torch.Tensor],
-        packed: PackedSequence | None,
-        weights: Sequence[torch.Tensor],
-    ) -> Sequence[torch.Tensor]:
-        """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do."""
-        operator = OPERATORS[self.mode]
-        hx = states if self.mode == "LSTM" else states[0]
-        options = (weights, self.bias, self.num_layers, self.dropout, self.training, self.bidirectional)
-        try:
-            if packed is None:
-                return operator(x, hx, *options, False)
-            return operator(x, packed.batch_sizes, hx, *options)
-        except RuntimeError as error:
-            refusal = refusal_within_transforms(error)
-            if refusal is None:
-                raise
-            raise refusal from error
-
-    def _input(self, input: Any, weight: torch.Tensor) -> tuple[torch.Tensor, int, int, PackedSequence | None]:
-        """The input, ``(time, batch, features)`` or, where packed, as rows; its steps, and its samples."""
-        packed = input if isinstance(input, PackedSequence) else None
-        x = checked("input", input if packed is None else input.data, weight)
-        if packed is not None:
-            if x.ndim != 2 or x.shape[1] != self.input_size:
-                raise ValueError(f"input.data has shape {tuple(x.shape)}; expected (steps, {self.input_size})")
-            return x, *packed_size(packed.batch_sizes, len(x)), packed
-        shape = x.shape
-        if len(shape) not in (2, 3) or shape[-1] != self.input_size:
-            expected = "batch, time" if self.batch_first else "time, batch"
-            raise ValueError(
-                f"input has shape {tuple(x.shape)}; expected ({expected}, {self.input_size}) or "
-                f"(time, {self.input_size}) for a single sequence"
-            )
-        if len(shape) == 2:
-            x, time, batch = x.unsqueeze(1), shape[0], 1
-        elif self.batch_first:
-            x, (batch, time, _) = x.transpose(0, 1), shape
-        else:
-            time, batch, _ = shape
-        if not time and self._across is None:
-            raise ValueError(f"input has shape {tuple(shape)}: no steps; expected at least one")
-        return x, time, batch, None
-
-    def _states(
-        self, hx: Any, x: torch.Tensor, batch: int, packed: PackedSequence | None, single: bool
-    ) -> list[torch.Tensor]:
+    def _states(self, given: Given, hx: Any) -> list[torch.Tensor]:
         """First states of each kind, ``(layers · directions, batch, hidden)``."""
-        places, kinds = self.num_layers * (2 if self.bidirectional else 1), self.cell.states
-        if hx is None:
-            return [x.new_zeros(places, batch, self.hidden_size)] * kinds
-        parts = hx if kinds > 1 else (hx,)
-        if not isinstance(parts, (tuple, list)) or len(parts) != kinds:
-            expected = "a pair of" if kinds == 2 else f"a tuple of {kinds}"
-            raise TypeError(f"hx is {a_type(hx)}; expected {expected} tensors, one for each vector of the state")
-        shape = (places, self.hidden_size) if single else (places, batch, self.hidden_size)
-        states = []
-        for number, part in enumerate(parts):
-            name = f"hx[{number}]" if kinds > 1 else "hx"
-            state = checked(name, part, x)
-            if state.shape != shape:
-                raise ValueError(f"{name} has shape {tuple(state.shape)}; expected {shape}")
-            states.append(state)
-        if single:
-            states = [part.unsqueeze(1) for part in states]
-        if packed is not None and packed.sorted_indices is not None:
-            states = [part.index_select(1, packed.sorted_indices) for part in states]
-        return states
+        places = self.num_layers * (2 if self.bidirectional else 1)
+        return given.states(hx, places, self.cell.states, self.hidden_size)
 
-    def _parameters_at(self, place: int, weights: Sequence[torch.Tensor]) -> _Parameters:
+    def _parameters_at(self, place: int, weights: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Those of one layer and direction, as `run_layer` takes them."""
         count = 4 if self.bias else 2
         return (*weights[count * place : count * (place + 1)], *([] if self.bias else [None, None]))
 
-    def _results(
-        self, x: torch.Tensor, states: Sequence[torch.Tensor], packed: PackedSequence | None, single: bool
-    ) -> tuple[Any, Any]:
-        """Outputs and last states as the input was given: packed, of a single sequence, or the batch first."""
-        output: Any = x
-        if packed is not None:
-            output = PackedSequence(x, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)
-            if packed.unsorted_indices is not None:
-                states = [part.index_select(1, packed.unsorted_indices) for part in states]
-        elif single:
-            output, states = x.squeeze(1), [part.squeeze(1) for part in states]
-        elif self.batch_first:
-            output = x.transpose(0, 1)
-        return output, states[0] if len(states) == 1 else tuple(states)
-
     def extra_repr(self) -> str:
         """PyTorch's own, and the arguments that are not the defaults."""
-        values = (self.schedule, self.forward_method, self.chunk)
-        options = zip(("schedule", "forward", "chunk"), values, _DEFAULTS, strict=True)
-        changed = [f"{name}={value!r}" for name, value, usual in options if value != usual]
+        options = {"schedule": self.schedule, "forward": self.forward_method, "chunk": self.chunk}
+        changed = [f"{name}={value!r}" for name, value in options.items() if value != _DEFAULTS[name]]
         across = [] if self._across is None else [f"exchange={self._across.exchange!r} across ranks"]
         return ", ".join([super().extra_repr(), *changed, *across])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -165,8 +165,13 @@ class Report:
         return linear(self.steps + 1) if self.methods[0] in ("sequential", "torch.nn") else None
 
 
-class PassOfReports(NamedTuple):
-    """How our kernels computed a layer's last pass."""
+class PassOfReports:
+    """How our kernels computed a layer's last pass; reports on a device are read when they are asked for."""
 
-    reports: list[Report]
-    boundaries: list[torch.Tensor | None]
+    def __init__(self, reports: Sequence[Report] = (), boundaries: Sequence[torch.Tensor | None] = ()) -> None:
+        self.solutions, self.boundaries = list(reports), list(boundaries)
+
+    @property
+    def reports(self) -> list[Report]:
+        """How each recurrence was solved; this waits for the device."""
+        return [report.read() for report in self.solutions]

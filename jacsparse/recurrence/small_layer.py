@@ -17,8 +17,8 @@ from ..tracing import without_autocast
 from .cells import CELLS, CellKernels, DeviceCell, FrozenCell, cell_on
 from .recurrences_cuda import tolerance
 from .reports import PassOfReports, Report, outcome
-from .solvers.choice import RecurrenceSize, Way, choose_small, way_in_chunks
-from .solvers.recurrence import ASKED, check_warm
+from .solvers.choice import RecurrenceSize, choose_small, way_in_chunks
+from .solvers.recurrence import ASKED, Choice, check_warm
 from .solvers.relaxed import Relaxed
 
 Tensors = Sequence[torch.Tensor | None]
@@ -39,9 +39,10 @@ _PARTS, _ROWS = 264, 64
 _REGISTERS = (20, 32)
 _INSTANCES = (
     *(
-        f"{kernel}<{registers}>"
-        for kernel in ("states_sweep", "states_settle", "gradients_sweep", "gradients_settle")
+        f"{kernel}<{registers}, {settles}>"
+        for kernel in ("take_states", "take_gradients")
         for registers in _REGISTERS
+        for settles in ("false", "true")
     ),
     f"weights_parts<{_TILE_THREADS}>",
     f"weights_sums<{_GROUPS}>",
@@ -68,53 +69,6 @@ class Shape(NamedTuple):
     directions: int
 
 
-class Solved(NamedTuple):
-    """How one recurrence of a layer was solved: its choice, and the memory in which kernels tell what came of it.
-
-    Attributes
-    ----------
-    layer : SmallLayer
-        The layer.
-    recurrence : {"forward", "backward"}
-        Of states or of their gradients.
-    name : str
-        The layer's name, ``l0`` or ``l0_reverse``.
-    memory : Tensor
-        What `Boundaries` in `layer.cu` names.
-    """
-
-    layer: SmallLayer
-    recurrence: str
-    name: str
-    memory: torch.Tensor
-
-    @property
-    def choice(self) -> Way:
-        """How it was chosen."""
-        return self.layer.forward_choice if self.recurrence == "forward" else self.layer.backward_choice
-
-    def report(self) -> Report:
-        """What came of it; this waits for the device."""
-        choice, shape = self.choice, self.layer.shape
-        places, most = -(-shape.time // choice.chunk), Relaxed.device_sweeps
-        told = self.memory[self.layer.boundary_elements(choice) + places * shape.batch :].cpu()
-        defects, left = told[: most * shape.batch].unflatten(0, (most, shape.batch)), told[most * shape.batch :]
-        fields: dict[str, Any] = {"methods": [choice.name], "sweeps": 1}
-        if choice.name != "sequential":
-            fields = outcome([choice.name], left.view(torch.int32), defects)
-        return Report(self.recurrence, shape.time, self.name, chunk=choice.chunk, reason=choice.reason, **fields)
-
-    def boundaries(self) -> torch.Tensor | None:
-        """The first states of the chunks that guessing came to, ``(chunks of all samples, states · size)``."""
-        shape, states = self.layer.shape, self.layer.cell.states
-        if self.choice.name == "sequential":
-            return None
-        places = -(-shape.time // self.choice.chunk)
-        starts = self.memory[: places * states * shape.batch * shape.size]
-        by_sample = starts.unflatten(0, (places, states, shape.batch, shape.size)).transpose(1, 2)
-        return by_sample.clone(memory_format=torch.contiguous_format).flatten(0, 1).flatten(1)
-
-
 class SmallLayer:
     """The passes of a layer, in both directions if it has two, over samples of equal lengths in float32.
 
@@ -128,15 +82,15 @@ class SmallLayer:
         Whether there are biases.
     device : torch.device
         Where.
-    forward, backward : Way
+    forward, backward : Choice
         How the recurrences are solved: ``sequential``, in a chunk of all steps, or ``relaxed``.
     """
 
     def __init__(
-        self, cell: DeviceCell, shape: Shape, bias: bool, device: torch.device, forward: Way, backward: Way
+        self, cell: DeviceCell, shape: Shape, bias: bool, device: torch.device, forward: Choice, backward: Choice
     ) -> None:
         self.cell, self.shape, self.bias, self.device = cell, shape, bias, device
-        self.forward_choice, self.backward_choice = forward, backward
+        self._choices = {"forward": forward, "backward": backward}
         self._file = LAYER_KERNELS.of(cell.cell)
         self.rows, parts = shape.time * shape.batch, cell.grad_width
         self.kept_vectors = 1 + cell.saved_vectors
@@ -176,40 +130,58 @@ class SmallLayer:
         """What PyTorch's names of the weights of each direction end in, if this is a module's layer of that number."""
         return (f"l{number}", f"l{number}_reverse")[: self.shape.directions]
 
-    def boundary_elements(self, choice: Way) -> int:
+    def boundary_elements(self, choice: Choice) -> int:
         """Elements of the states in which chunks start and end."""
         shape = self.shape
         return 2 * -(-shape.time // choice.chunk) * self.cell.states * shape.batch * shape.size
 
-    def _recurrence(self, kind: str, choice: Way, direction: int) -> _Recurrence:
-        """The launches of one recurrence in one direction."""
+    def report(self, recurrence: str, name: str, memory: torch.Tensor) -> Report:
+        """How a recurrence of a direction was solved, by the memory of its launches; this waits for the device."""
+        choice, shape = self._choices[recurrence], self.shape
+        places, most = -(-shape.time // choice.chunk), Relaxed.device_sweeps
+        told = memory[self.boundary_elements(choice) + places * shape.batch :].cpu()
+        defects, left = told[: most * shape.batch].unflatten(0, (most, shape.batch)), told[most * shape.batch :]
+        fields: dict[str, Any] = {"methods": [choice.name], "sweeps": 1}
+        if choice.name != "sequential":
+            fields = outcome([choice.name], left.view(torch.int32), defects)
+        return Report(recurrence, shape.time, name, chunk=choice.chunk, reason=choice.reason, **fields)
+
+    def boundaries(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """The first states of the chunks that guessing came to, ``(chunks of all samples, states · size)``."""
+        shape, states, choice = self.shape, self.cell.states, self._choices["forward"]
+        if choice.name == "sequential":
+            return None
+        places = -(-shape.time // choice.chunk)
+        starts = memory[: places * states * shape.batch * shape.size]
+        by_sample = starts.unflatten(0, (places, states, shape.batch, shape.size)).transpose(1, 2)
+        return by_sample.clone(memory_format=torch.contiguous_format).flatten(0, 1).flatten(1)
+
+    def _recurrence(self, kind: str, choice: Choice, direction: int) -> tuple[list[Launch], int]:
+        """The launches of one recurrence in one direction, and the elements of their memory."""
         shape, places = self.shape, -(-self.shape.time // choice.chunk)
         registers = next(each for each in _REGISTERS if shape.size <= each)
-        # More chunks than a block has warps are swept by all multiprocessors first.
-        swept = 2 if choice.swept else 0
         numbers: dict[str, Any] = {
             "time": shape.time, "batch": shape.batch, "size": shape.size, "chunk": choice.chunk, "direction": direction,
+            "swept": 2 if choice.swept else 0, "most": Relaxed.device_sweeps, "tolerance": tolerance(torch.float32),
         }  # fmt: skip
         if kind == "states":
             out_row = shape.directions * shape.size
             numbers |= {"inputs": shape.inputs, "projected": self.projected, "out_row": out_row}
-        record: Callable[..., Launch] = functools.partial(self._file.record, device=self.device, **numbers)
-        sweep = None
-        if swept:
-            grid = [shape.batch, -(-places // SWEEPING)]
-            sweep = record(f"{kind}_sweep<{registers}>", grid, [32, SWEEPING])
-        settle = record(
-            f"{kind}_settle<{registers}>", [shape.batch], [32, min(WARPS, places)], swept=swept,
-            most=Relaxed.device_sweeps, tolerance=tolerance(torch.float32),
-        )  # fmt: skip
+        launches = [("true", [shape.batch], min(WARPS, places))]
+        if choice.swept:
+            # More chunks than a block has warps are swept by all multiprocessors first.
+            launches.insert(0, ("false", [shape.batch, -(-places // SWEEPING)], SWEEPING))
         memory = self.boundary_elements(choice) + (places + Relaxed.device_sweeps + 1) * shape.batch
-        return _Recurrence(sweep, settle, memory)
+        return [
+            self._file.record(f"take_{kind}<{registers}, {settles}>", grid, [32, warps], device=self.device, **numbers)
+            for settles, grid, warps in launches
+        ], memory
 
     def forward(
         self,
         x: torch.Tensor,
         starts: Tensors,
-        weights: Tensors,
+        weights: Sequence[Any],
         guesses: Tensors,
         last: Sequence[torch.Tensor] | None,
         *,
@@ -242,14 +214,15 @@ class SmallLayer:
         memory : list of Tensor
             Of each direction, what kernels tell of the solution.
         """
-        shape, states = self.shape, self.cell.states
-        time, batch, inputs, size, directions = shape
+        states, count = self.cell.states, 4 if self.bias else 2
+        time, batch, inputs, size, directions = self.shape
         output = x.new_empty((time, batch, directions * size))
         last = last or [x.new_empty((directions, batch, size)) for _ in range(states)]
         kept: list[torch.Tensor] = []
         memories: list[torch.Tensor] = []
-        for number, recurrence in enumerate(self._states):
-            w_in, w, *bias = self._of_direction(number, weights)
+        for number, (launches, elements) in enumerate(self._states):
+            own = weights[count * number : count * (number + 1)]
+            w_in, w, *bias = own if self.bias else (*own, None, None)
             here, there = self._at(number, starts), self._at(number, last)
             entered, (x_time, x_sample, _) = x, x.stride()
             if self.projected:
@@ -258,13 +231,11 @@ class SmallLayer:
                 x_sample = entered.shape[1]
                 x_time = batch * x_sample
             keeps = x.new_empty((self.rows, self.kept_vectors * size)) if keep else None
-            memory = x.new_empty(recurrence.memory)
+            memory = x.new_empty(elements)
             out = output if directions == 1 else output[:, :, number * size :]
             guess = None if guesses[number] is None else self._guess(guesses[number])
-            arguments = (entered, x_time, x_sample, w_in, w, *bias, *here, guess, out, keeps, memory)
-            if recurrence.sweep is not None:
-                recurrence.sweep(*arguments)
-            recurrence.settle(*arguments, *there)
+            for launch in launches:
+                launch(entered, x_time, x_sample, w_in, w, *bias, *here, guess, out, keeps, memory, *there)
             memories.append(memory)
             if keeps is not None:
                 kept.append(keeps)
@@ -273,9 +244,10 @@ class SmallLayer:
     def _guess(self, warm: Any) -> torch.Tensor | None:
         """First states of chunks to begin guessing with, as kernels read them, of `Solved.boundaries`."""
         shape, states = self.shape, self.cell.states
-        places = -(-shape.time // self.forward_choice.chunk)
+        choice = self._choices["forward"]
+        places = -(-shape.time // choice.chunk)
         check_warm(warm, (places * shape.batch, states * shape.size), torch.float32, self.device)
-        if self.forward_choice.name == "sequential":
+        if choice.name == "sequential":
             return None
         guess = warm.detach().unflatten(0, (places, shape.batch)).unflatten(2, (states, shape.size))
         # Numbers that are none are zeros.
@@ -285,7 +257,7 @@ class SmallLayer:
         self,
         x: torch.Tensor,
         starts: Tensors,
-        weights: Tensors,
+        weights: Sequence[Any],
         kept: Tensors,
         grad_output: torch.Tensor | None,
         grad_last: Tensors,
@@ -302,20 +274,17 @@ class SmallLayer:
         grad_weights: list[torch.Tensor | None] = []
         grad_x: torch.Tensor | None = None
         memories = []
-        for number, recurrence in enumerate(self._gradients):
-            w_in, w, *_ = self._of_direction(number, weights)
+        for number, (launches, elements) in enumerate(self._gradients):
+            w_in, w = weights[count * number : count * number + 2]
             here, width = self._at(number, starts), self.cell.grad_width * size
-            grad_gates, memory = x.new_empty((self.rows, width)), x.new_empty(recurrence.memory)
+            grad_gates, memory = x.new_empty((self.rows, width)), x.new_empty(elements)
             added = grad_output
             if added is not None and directions > 1:
                 added = added[:, :, number * size : (number + 1) * size]
-            arguments = (
-                kept[number], *here, w, added, *((0, 0, 0) if added is None else added.stride()),
-                *self._at(number, grad_last), grad_gates, memory,
-            )  # fmt: skip
-            if recurrence.sweep is not None:
-                recurrence.sweep(*arguments)
-            recurrence.settle(*arguments, *self._at(number, grad_starts))
+            strides = (0, 0, 0) if added is None else added.stride()
+            ends, there = self._at(number, grad_last), self._at(number, grad_starts)
+            for launch in launches:
+                launch(kept[number], *here, w, added, *strides, *ends, grad_gates, memory, *there)
             memories.append(memory)
             needs = for_weights[count * number : count * (number + 1)]
             if any(needs):
@@ -334,25 +303,11 @@ class SmallLayer:
         grad_x = None if grad_x is None else grad_x.view(time, batch, inputs)
         return [grad_x, *grad_starts, *grad_weights], memories
 
-    def _of_direction(self, number: int, weights: Tensors) -> list[Any]:
-        """Both weights and both biases of a direction."""
-        if self.bias:
-            return list(weights[4 * number : 4 * number + 4])
-        return [*weights[2 * number : 2 * number + 2], None, None]
-
     def _at(self, number: int, states: Tensors) -> list[torch.Tensor | None]:
         """The vectors of the state of a direction, two of them."""
         if self.shape.directions > 1:
             states = [each if each is None else each[number] for each in states]
         return [*states, None] if len(states) == 1 else list(states)
-
-
-class _Recurrence(NamedTuple):
-    """The launches of a recurrence, and the elements of their memory."""
-
-    sweep: Launch | None
-    settle: Launch
-    memory: int
 
 
 class SmallPass:
@@ -368,23 +323,20 @@ class SmallPass:
         self.forward: dict[int, tuple[SmallLayer, Sequence[torch.Tensor]]] = {}
         self.backward: dict[int, tuple[SmallLayer, Sequence[torch.Tensor]]] = {}
 
-    def _solved(self, recurrence: str) -> list[Solved]:
-        passes = self.forward if recurrence == "forward" else self.backward
+    @property
+    def reports(self) -> list[Report]:
+        """How each recurrence was solved, forward and then backward; this waits for the device."""
         return [
-            Solved(layer, recurrence, name, memory)
+            layer.report(recurrence, name, memory)
+            for recurrence, passes in (("forward", self.forward), ("backward", self.backward))
             for number, (layer, memories) in passes.items()
             for name, memory in zip(layer.names(number), memories, strict=True)
         ]
 
     @property
-    def reports(self) -> list[Report]:
-        """How each recurrence was solved, forward and then backward; this waits for the device."""
-        return [solved.report() for recurrence in ("forward", "backward") for solved in self._solved(recurrence)]
-
-    @property
     def boundaries(self) -> list[torch.Tensor | None]:
         """First states of chunks, by layer and direction; None where there are none."""
-        return [solved.boundaries() for solved in self._solved("forward")]
+        return [layer.boundaries(memory) for layer, memories in self.forward.values() for memory in memories]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return PassOfReports, (self.reports, self.boundaries)
@@ -439,7 +391,7 @@ def small_layers(
     return [SmallLayer(here, shape, bias, device, *solved_by) for shape in shapes]
 
 
-def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.device) -> Way:
+def _way(name: str, chunk: int, shape: Shape, cell: DeviceCell, device: torch.device) -> Choice:
     """How a recurrence is solved for which a name was asked."""
     if name == "auto":
         work = RecurrenceSize(shape.time, shape.batch, shape.size, cell.gates, multiprocessors(device))

@@ -3,64 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
+from .once_differentiable import LayerOnce
 from .recurrences_cuda import LARGEST
 from .reports import Report
 
-
-class _Range(NamedTuple):
-    """Where our kernels are faster than PyTorch's: from so many steps on, in states of at most so many elements.
-
-    PyTorch's kernels have less overhead per call, and faster products of large matrices.
-
-    Attributes
-    ----------
-    steps, size : int
-        The fewest steps, and the most elements of one state.
-    all_states : int
-        The most elements of the states of a batch.
-    """
-
-    steps: int
-    size: int
-    all_states: int
-
-
-class _Ranges(NamedTuple):
-    """Of passes without gradients, and of those with their backward passes."""
-
-    inference: tuple[_Range, ...]
-    training: tuple[_Range, ...]
-
-
-#: Measured on one thread and on two of an Intel Xeon, in float32 and float64: round numbers, within which no measured
-#: pass was slower than PyTorch's. Beyond them ours may still be faster, by many threads, for long sequences or where a
-#: gradient vanishes.
+#: Where our kernels are faster than PyTorch's, which have less overhead per call, and faster products of large
+#: matrices: the fewest steps, the most elements of one state, and the most of the states of a batch. First of passes
+#: without gradients, then of those with their backward passes. Measured on one thread and on two of an Intel Xeon, in
+#: float32 and float64: round numbers, within which no measured pass was slower than PyTorch's. Beyond them ours may
+#: still be faster, by many threads, for long sequences or where a gradient vanishes.
 _OURS = {
-    "GRU": _Ranges(
-        (_Range(32, 32, 8192), _Range(32, 128, 2048)),
-        (_Range(32, 32, 16_384), _Range(32, 64, 8192), _Range(32, 256, 4096)),
+    "GRU": (
+        ((32, 32, 8192), (32, 128, 2048)),
+        ((32, 32, 16_384), (32, 64, 8192), (32, 256, 4096)),
     ),
-    "LSTM": _Ranges((_Range(32, 32, 4096), _Range(64, 128, 1024)), (_Range(32, 32, 8192), _Range(32, 256, 2048))),
+    "LSTM": (((32, 32, 4096), (64, 128, 1024)), ((32, 32, 8192), (32, 256, 2048))),
     **dict.fromkeys(
         ("RNN_TANH", "RNN_RELU"),
-        _Ranges(
-            (_Range(64, 128, 1024), _Range(256, 128, 2048)),
-            (_Range(32, 256, 2048), _Range(64, 128, 8192), _Range(64, 256, 4096), _Range(64, 512, 512)),
+        (
+            ((64, 128, 1024), (256, 128, 2048)),
+            ((32, 256, 2048), (64, 128, 8192), (64, 256, 4096), (64, 512, 512)),
         ),
     ),
 }
 #: oneDNN, which PyTorch has for float32, computes all steps by one operator.
-_OURS_FLOAT32 = {**_OURS, "LSTM": _Ranges((), (_Range(512, 32, 1024),))}
+_OURS_FLOAT32 = {**_OURS, "LSTM": ((), ((512, 32, 1024),))}
 
 
 def ours_are_faster(mode: str, dtype: torch.dtype, steps: int, batch: int, size: int, *, trains: bool) -> bool:
     """Whether our kernels take a pass on the CPU faster than PyTorch's, as far as was measured."""
     ranges = (_OURS_FLOAT32 if dtype == torch.float32 else _OURS)[mode]
-    for least, most, all_states in ranges.training if trains else ranges.inference:
+    for least, most, all_states in ranges[trains]:
         if steps >= least and size <= most and size * batch <= all_states:
             return True
     return False
@@ -70,17 +48,48 @@ def ours_are_faster(mode: str, dtype: torch.dtype, steps: int, batch: int, size:
 OPERATORS: dict[str, Callable[..., Sequence[torch.Tensor]]] = {mode: getattr(torch, mode.lower()) for mode in _OURS}
 
 
-class LeftToTorch(NamedTuple):
-    """A pass that PyTorch's kernels computed: its steps and samples, whether it trains, and whether on a device."""
+def by_torch(mode: str, x: torch.Tensor, packed: PackedSequence | None, hx: Any, options: tuple[Any, ...]) -> Any:
+    """Outputs and last states by PyTorch's operator, which is called as `torch.nn`'s layers do.
 
+    Raises
+    ------
+    NotImplementedError
+        Within a transform of ``torch.func`` that the operator has no rule for; it names the way out.
+    """
+    try:
+        if packed is None:
+            return OPERATORS[mode](x, hx, *options, False)
+        return OPERATORS[mode](x, packed.batch_sizes, hx, *options)
+    except RuntimeError as error:
+        if "Batching rule not implemented" in str(error):
+            raise NotImplementedError(LayerOnce.no_batching) from error
+        if "forward AD with mkldnn" in str(error):
+            raise NotImplementedError(
+                "PyTorch's LSTM in float32 has no derivative in forward mode, which torch.func.jvp, jacfwd and hessian "
+                "take; call them within torch.backends.mkldnn.flags(enabled=False)"
+            ) from error
+        raise
+
+
+class LeftToTorch(NamedTuple):
+    """A pass of some layers that PyTorch's kernels computed: its sizes, whether it trains, and whether on a device."""
+
+    layers: Sequence[str]
     steps: int
     batch: int
+    size: int
     trains: bool
     on_device: bool
 
-    def reports(self, layers: Sequence[str], size: int) -> list[Report]:
-        """Those of layers with states of `size` elements, by name and way."""
-        states = f"{size} elements in a state"
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """None for each layer and direction."""
+        return [None] * len(self.layers)
+
+    @property
+    def reports(self) -> list[Report]:
+        """By the layer's name and way."""
+        states = f"{self.size} elements in a state"
         reason = (
             f"{states}, where kernels for CUDA devices have at most {LARGEST}"
             if self.on_device
@@ -89,6 +98,6 @@ class LeftToTorch(NamedTuple):
         )
         return [
             Report(way, self.steps, name, ["torch.nn"], self.steps, 1, reason=reason)
-            for name in layers
+            for name in self.layers
             for way in (("forward", "backward") if self.trains else ("forward",))
         ]

@@ -48,10 +48,10 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
     (groups, final), axes = _grouped(schedule), (slice(None),) * maps.axis
     states = torch.cat([state.unsqueeze(maps.axis), torch.empty_like(maps.offsets)], maps.axis)
 
-    def multiply(group: _Group, left: AffineMaps, right: AffineMaps) -> AffineMaps:
+    def multiply(group: _LevelProducts, left: AffineMaps, right: AffineMaps) -> AffineMaps:
         return left.take(_on(group.lefts, state)).after(right.take(_on(group.rights, state)))
 
-    def apply(group: _Group, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
+    def apply(group: _LevelProducts, left: AffineMaps, right: torch.Tensor) -> torch.Tensor:
         before = right[(*axes, _on(group.rights, state))]
         right[(*axes, group.outs)] = left.take(_on(group.lefts, state)).apply(before)
         return right
@@ -60,7 +60,7 @@ def scan_states(schedule: Schedule, maps: AffineMaps, state: torch.Tensor) -> to
     return states[(*axes, _on(final, state))]
 
 
-class _Group(NamedTuple):
+class _LevelProducts(NamedTuple):
     """Products of one level whose factors are each in one bank: a step over banks, by places in these.
 
     Bank 0 has all states, bank 1 the maps of the steps, and each other one the maps that a group has made, in order.
@@ -76,11 +76,11 @@ class _Group(NamedTuple):
 
 
 @functools.lru_cache(maxsize=16)
-def _grouped(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
+def _grouped(schedule: Schedule) -> tuple[list[_LevelProducts], slice | np.ndarray]:
     """The groups of a schedule's products, and where the states of its result are."""
     #: The bank of each value, and its place there; and how many values a bank has.
     at = {0: (0, 0)} | {value: (1, value - 1) for value in range(1, schedule.n + 1)}
-    filled, groups = {0: 1}, list[_Group]()
+    filled, groups = {0: 1}, list[_LevelProducts]()
 
     def banks(product: tuple[int, int, int]) -> tuple[int, int]:
         return at[product[1]][0], at[product[2]][0]
@@ -92,7 +92,7 @@ def _grouped(schedule: Schedule) -> tuple[list[_Group], slice | np.ndarray]:
             begin = filled.get(out, 0)
             end = filled[out] = begin + len(outs)
             places = (_places(np.array([at[value][1] for value in values])) for values in factors)
-            groups.append(_Group(out, left, right, kind, slice(begin, end), *places))
+            groups.append(_LevelProducts(out, left, right, kind, slice(begin, end), *places))
             at |= {value: (out, place) for place, value in enumerate(outs, begin)}
     return groups, _places(np.array([at[value][1] for value in schedule.gradients]))
 

@@ -110,9 +110,15 @@ def backward(
         Where the module draws random numbers, or a shape does not fit.
     """
     across = StageRanks.of(process_group, exchange)
-    if across is not None:
-        return _backward(lambda leaf: _across(across, schedule, check_module(module), leaf), x, grad_output)
-    return backward_by(lambda chain: Scanner(chain, schedule), module, x, grad_output)
+    if across is None:
+        return backward_by(lambda chain: Scanner(chain, schedule), module, x, grad_output)
+    check_module(module)
+
+    def run_part(x: torch.Tensor) -> tuple[Scanner, Run]:
+        chain, run = _deterministic_run(module, x)
+        return Scanner(chain, schedule), run
+
+    return _backward(lambda leaf: across.output(module, leaf, run_part), x, grad_output)
 
 
 def backward_by(
@@ -120,7 +126,14 @@ def backward_by(
 ) -> torch.Tensor:
     """As `backward`, by what pulls gradients back through the module's chain."""
     check_module(module)
-    return _backward(lambda leaf: _output(puller_of, module, leaf) if len(x) else module(leaf), x, grad_output)
+
+    def output(leaf: torch.Tensor) -> torch.Tensor:
+        if not len(leaf):
+            return module(leaf)  # type: ignore[no-any-return]
+        chain, run = _deterministic_run(module, leaf)
+        return scanned(puller_of(chain), run, leaf)
+
+    return _backward(output, x, grad_output)
 
 
 def _backward(
@@ -132,22 +145,6 @@ def _backward(
         y.backward(_check_gradient(grad_output, y))
     assert leaf.grad is not None
     return leaf.grad
-
-
-def _output(puller_of: Callable[[Chain], Puller], module: nn.Module, leaf: torch.Tensor) -> torch.Tensor:
-    """The module's output, which pulls gradients back; ValueError where the module draws random numbers."""
-    chain, run = _deterministic_run(module, leaf)
-    return scanned(puller_of(chain), run, leaf)
-
-
-def _across(across: StageRanks, schedule: Schedule | str, module: nn.Module, leaf: torch.Tensor) -> torch.Tensor:
-    """The output of a chain of which other ranks have stages."""
-
-    def run_part(x: torch.Tensor) -> tuple[Scanner, Run]:
-        chain, run = _deterministic_run(module, x)
-        return Scanner(chain, schedule), run
-
-    return across.output(module, leaf, run_part)
 
 
 def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:

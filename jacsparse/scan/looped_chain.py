@@ -70,9 +70,10 @@ class LoopedChain:
     def __init__(self, scanner: Scanner, regions: Sequence[LoopRegion]) -> None:
         self._schedule, self._memory_limit = scanner.asked, scanner.memory_limit
         loops = {each.first: each.loops for each in regions}
+        between = functools.partial(type(scanner), schedule=scanner.asked, memory_limit=scanner.memory_limit)
         ends = [0, *(end for each in regions for end in (each.first, each.stop)), len(scanner.chain)]
         self._parts = [
-            (slice(first, stop), loops[first] if first in loops else scanner.of_part(first, stop))
+            (slice(first, stop), loops.get(first) or between(scanner.chain.part(first, stop)))
             for first, stop in itertools.pairwise(ends)
             if first < stop
         ]

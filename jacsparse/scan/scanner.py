@@ -134,10 +134,6 @@ class Scanner:
         self.reports[:] = self._reports_on(records)
         return execution.input_gradient, execution.external_gradients
 
-    def of_part(self, first: int, stop: int) -> Scanner:
-        """A scanner of the stages from `first` to `stop`, by the same schedule."""
-        return Scanner(self.chain.part(first, stop), self.asked, self.memory_limit)
-
     def _looped_for(self, records: Sequence[Record]) -> LoopedChain | None:
         """What goes back through the chain's loops by scans; None where autograd goes through all of them."""
         if isinstance(self.asked, Schedule) or parse(self.asked)[0] in ("auto", "linear"):
@@ -209,11 +205,15 @@ class _Execution:
     def run(self) -> None:
         """Take all steps, and compute the gradients that are asked for."""
         for phase in self.plan.phases:
-            if isinstance(phase, Slices):
-                self._run_slices(phase)
+            if not isinstance(phase, Slices):
+                for autograd_pass in phase:
+                    self._go_back(autograd_pass)
                 continue
-            for autograd_pass in phase:
-                self._go_back(autograd_pass)
+            for value, rows in phase.kept.items():
+                self.vectors[value] = self.like.new_empty((self.batch, rows))
+            shared, size = dict[int, SparseJacobian](), self._slice_size(phase)
+            for begin in range(0, self.batch, size):
+                self._run_slice(phase, slice(begin, min(begin + size, self.batch)), shared)
 
     def _go_back(self, autograd_pass: AutogradPass) -> None:
         record = self.records.__getitem__
@@ -231,14 +231,6 @@ class _Execution:
                 self.input_gradient = gradient
             else:
                 self.vectors[value] = gradient
-
-    def _run_slices(self, slices: Slices) -> None:
-        for value, rows in slices.kept.items():
-            self.vectors[value] = self.like.new_empty((self.batch, rows))
-        shared: dict[int, SparseJacobian] = {}
-        size = self._slice_size(slices)
-        for begin in range(0, self.batch, size):
-            self._run_slice(slices, slice(begin, min(begin + size, self.batch)), shared)
 
     def _run_slice(self, slices: Slices, samples: slice, shared: dict[int, SparseJacobian]) -> None:
         """Take the steps for some samples; `shared` caches the matrices that all samples share."""

@@ -89,21 +89,17 @@ class RankedScanner:
             with ranks.during("backward pass"):
                 return self._scanner.pull_back(records, gradient, externals, for_input=ranks.rank > 0 or self._for_x)
 
+        of_input: Any
         if way == "linear":
-            of_input, of_externals = self._from_rank_to_rank(gradient, pull_back_here)
+            of_output, number = ranks.take_over(gradient, -1, "backward pass")
+            of_input, of_externals = pull_back_here(of_output)
+            ranks.hand_over(of_input, -1, "backward pass", number)
         else:
             of_input, of_externals = self._scanned(records, gradient, pull_back_here, way)
         if not self._for_x:
             return None, of_externals
         of_x = gradient if of_input is None else of_input
         return ranks.shared([of_x], 0, "exchange of the input's gradient")[0], of_externals
-
-    def _from_rank_to_rank(self, gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any]) -> Any:
-        ranks, phase = self._ranks, "backward pass"
-        gradient, number = ranks.take_over(gradient, -1, phase)
-        of_input, of_externals = pull_back_here(gradient)
-        ranks.hand_over(of_input, -1, phase, number)
-        return of_input, of_externals
 
     def _scanned(
         self, records: Sequence[Record], gradient: torch.Tensor, pull_back_here: Callable[[torch.Tensor], Any], way: str

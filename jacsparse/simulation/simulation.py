@@ -15,7 +15,7 @@ from .._version import __version__
 from ..figures import new_figure, save_figure
 from ..interconnect import Interconnect
 from ..schedule import check_workers, fastest_on
-from ..terminal import Fitted, Report, glossary, layer_in_words, nbytes, percent, ratio, short, short_time
+from ..terminal import Fitted, PrintedReport, glossary, layer_in_words, nbytes, percent, ratio, short, short_time
 from .across_processes import AcrossRanks
 from .costs import counted_workload, measured_workload
 from .pipelines import DelayedPipeline, GPipe, PipeDream
@@ -75,7 +75,7 @@ class WorkerFigures:
 
 
 @dataclass(frozen=True, repr=False)
-class Simulation(Report):
+class Simulation(PrintedReport):
     """What `simulate` returns; ``print`` shows it as a table.
 
     Attributes

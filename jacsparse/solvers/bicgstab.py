@@ -73,7 +73,7 @@ class BiCGStab(Iteration):
             # The last of a cycle's own residuals gives way to what was computed of its values.
             history[-1:] = [float(relative_residuals(after, values).max()) if system.batch else 0.0]
             if len(history) > limit or not bool(unsettled.any()):
-                return Iterated(values, history, tolerance)
+                return values, history
             cycle = _Cycle(system, inner, shadow, values, residual)
             while len(history) <= limit and bool(unsettled.any()):
                 cycle.step(unsettled, work)

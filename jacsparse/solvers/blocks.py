@@ -10,7 +10,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +37,10 @@ class Block:
     def on_meta(self) -> Block:
         """The block without numbers."""
         return Block(self.pattern, self.values.to("meta"))
+
+    def sample(self, at: slice) -> Block:
+        """The block of a sample, as a batch of one."""
+        return self if self.values.shape[1] == 1 else Block(self.pattern, self.values[:, at].contiguous())
 
 
 @dataclass
@@ -208,18 +212,9 @@ class BlockMatrix:
         terms = {place: [m.blocks[place] for m in (self, other) if place in m.blocks] for place in places}
         return BlockMatrix({place: sum_of(blocks) for place, blocks in terms.items()})
 
-    def sample(self, at: slice) -> BlockMatrix:
-        """The blocks of a sample, as a batch of one."""
-        return BlockMatrix(
-            {
-                place: block if block.values.shape[1] == 1 else Block(block.pattern, block.values[:, at].contiguous())
-                for place, block in self.blocks.items()
-            }
-        )
-
-    def on_meta(self) -> BlockMatrix:
-        """The matrix without numbers."""
-        return BlockMatrix({place: block.on_meta() for place, block in self.blocks.items()})
+    def changed(self, change: Callable[[Block], Block]) -> BlockMatrix:
+        """The matrix of other blocks at the same places."""
+        return BlockMatrix({place: change(block) for place, block in self.blocks.items()})
 
 
 def add(x: Vector, y: Vector) -> Vector:

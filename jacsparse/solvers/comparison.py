@@ -14,7 +14,7 @@ from ..flop import estimate_count
 from ..patterns import Diagonal, Pattern
 from ..schedule import check_workers, fastest_on
 from ..stages import check_input
-from ..terminal import Fitted, Report, glossary, short, short_time
+from ..terminal import Fitted, PrintedReport, glossary, short, short_time
 from ..tracing import check_module, traced, undisturbed
 from .blocks import Work
 from .jacobi import Richardson
@@ -82,7 +82,7 @@ class SolverFigures:
 
 
 @dataclass(frozen=True, repr=False)
-class SolverComparison(Report):
+class SolverComparison(PrintedReport):
     """What `compare` returns; ``print`` shows it as a table.
 
     Attributes

@@ -72,7 +72,7 @@ class GMRES(Iteration):
             history[-1:] = [relative_residual(after, values)]
             left = limit - len(history) + 1
             if history[-1] <= tolerance or not np.isfinite(history[-1]) or left < 1:
-                return Iterated(values, history, tolerance)
+                return values, history
             residual = {node: part - values[node] for node, part in after.items()}
             change, norms = _cycle(system, exponents, residual, min(left, self.restart or system.depth + 1), work)
             history += norms or history[-1:]

@@ -40,37 +40,32 @@ class Hybrid(Iteration):
     def run(self, system: BlockTriangular, work: Work) -> Iterated:
         inner, outer = system.within_groups()
         reducing, solving = Work(), Work()
-        powers = _powers(system, inner, reducing)
-        values = _solved(system, powers, system.right, solving) if self.guess is None else self.first(system, solving)
+        # Powers N^(2^i) of N = D⁻¹ A within groups, by reduction.
+        powers = list[BlockMatrix]()
+        with reducing.level():
+            power = system.inverse.times(inner, reducing)
+        while power.blocks:
+            powers.append(power)
+            with reducing.level() as level:
+                power = power.times(power, reducing)
+                level.store((block for each in (*powers, power) for block in each.blocks.values()), system.blocks)
+
+        def solved(right: Vector, work: Work) -> Vector:
+            """The solution within groups, ``Π (I + N^(2^i)) D⁻¹ c``."""
+            with work.level():
+                values = system.inverse.apply(right, work)
+            for power in powers:
+                with work.level():
+                    values = add(values, power.apply(values, work))
+            return values
+
+        values = solved(system.right, solving) if self.guess is None else self.first(system, solving)
         # The power that a level of the solution needs is a result of the level before.
         work.add_side_by_side((reducing, solving))
 
         def sweep(values: Vector) -> Vector:
             with work.level():
                 right = add(outer.apply(values, work), system.right)
-            return _solved(system, powers, right, work)
+            return solved(right, work)
 
         return self.iterate(system, values, sweep)
-
-
-def _powers(system: BlockTriangular, inner: BlockMatrix, work: Work) -> list[BlockMatrix]:
-    """The powers ``N^(2^i)`` of ``N = D⁻¹ A`` within groups, by reduction."""
-    powers = []
-    with work.level():
-        power = system.inverse.times(inner, work)
-    while power.blocks:
-        powers.append(power)
-        with work.level() as level:
-            power = power.times(power, work)
-            level.store((block for each in (*powers, power) for block in each.blocks.values()), system.blocks)
-    return powers
-
-
-def _solved(system: BlockTriangular, powers: list[BlockMatrix], right: Vector, work: Work) -> Vector:
-    """The solution within groups, ``Π (I + N^(2^i)) D⁻¹ c``."""
-    with work.level():
-        values = system.inverse.apply(right, work)
-    for power in powers:
-        with work.level():
-            values = add(values, power.apply(values, work))
-    return values

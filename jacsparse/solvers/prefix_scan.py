@@ -14,7 +14,7 @@ from .solver import TriangularSolver
 from .systems import BlockTriangular
 
 
-class _Map(NamedTuple):
+class _Affine(NamedTuple):
     """``u -> matrix u + offset``."""
 
     matrix: Block
@@ -76,7 +76,7 @@ class PrefixScan(TriangularSolver):
         with work.level():
             offsets = {node: work.apply((inverse, system.right[node])) for node, inverse in inverses.items()}
             maps = {
-                place: _Map(work.product((inverses[node], system.off_diagonal.blocks[node, before])), offsets[node])
+                place: _Affine(work.product((inverses[node], system.off_diagonal.blocks[node, before])), offsets[node])
                 for place, (before, node) in enumerate(itertools.pairwise(chain), 1)
             }
         states = {0: offsets[chain[0]]}
@@ -87,11 +87,11 @@ class PrefixScan(TriangularSolver):
             value: number for number, steps in enumerate(levels) for step in steps for value in (step.left, step.right)
         }
 
-        def multiply(_: Step, left: _Map, right: _Map) -> _Map:
+        def multiply(_: Step, left: _Affine, right: _Affine) -> _Affine:
             offset = work.apply((left.matrix, right.offset)) + left.offset
-            return _Map(work.product((left.matrix, right.matrix)), offset)
+            return _Affine(work.product((left.matrix, right.matrix)), offset)
 
-        def apply(step: Step, left: _Map, right: torch.Tensor) -> torch.Tensor:
+        def apply(step: Step, left: _Affine, right: torch.Tensor) -> torch.Tensor:
             states[step.out] = work.apply((left.matrix, right)) + left.offset
             return states[step.out]
 
@@ -99,7 +99,7 @@ class PrefixScan(TriangularSolver):
             with work.level() as level:
                 run(steps, multiply, apply, values=values)
                 values = {value: each for value, each in values.items() if last_read.get(value, -1) > number}
-                level.store((each.matrix for each in values.values() if isinstance(each, _Map)), system.blocks)
+                level.store((each.matrix for each in values.values() if isinstance(each, _Affine)), system.blocks)
         return dict(zip(chain, (states[value] for value in schedule.gradients), strict=True))
 
 

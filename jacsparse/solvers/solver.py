@@ -16,6 +16,9 @@ from ..schedule import Schedule
 from .blocks import Vector, Work, add
 from .systems import BlockTriangular
 
+#: What an iterative solver came to, and the residual of its guess and after each iteration.
+Iterated = tuple[Vector, list[float]]
+
 
 @dataclass(frozen=True, eq=False)
 class Solution:
@@ -71,7 +74,7 @@ class TriangularSolver(ABC):
 
     @abstractmethod
     def run(self, system: BlockTriangular, work: Work) -> Vector | Iterated:
-        """The solution, and the tasks that led to it added to `work`."""
+        """The solution, of an iterative solver with its history; the tasks that led to it are added to `work`."""
 
     def obstacle(self, system: BlockTriangular) -> str | None:
         """Why this solver cannot solve a system; None where it can."""
@@ -99,27 +102,14 @@ class TriangularSolver(ABC):
         work = Work()
         with torch.no_grad():
             result = self.run(system, work)
-        if isinstance(result, Iterated):
-            last, values = result.history[-1], _listed(result.values)
-            converged = last <= result.tolerance
-            return Solution(self.name, values, work, len(result.history) - 1, last, converged, result.history)
-        finite = all(part.is_meta or bool(part.isfinite().all()) for part in result.values())
-        return Solution(self.name, _listed(result), work, converged=finite)
-
-
-@dataclass(frozen=True, eq=False)
-class Iterated:
-    """What an iterative solver came to."""
-
-    values: Vector
-    #: The residual of the guess, and after each iteration.
-    history: list[float]
-    tolerance: float
-
-
-def _listed(values: Vector) -> list[torch.Tensor]:
-    # Copies, because a part may be the right-hand side itself.
-    return [values[node].T.clone(memory_format=torch.contiguous_format) for node in sorted(values)]
+        values, history = result if isinstance(result, tuple) else (result, [])
+        # Copies, because a part may be the right-hand side itself.
+        parts = [values[node].T.clone(memory_format=torch.contiguous_format) for node in sorted(values)]
+        if isinstance(self, Iteration):
+            converged = history[-1] <= self.tolerance_of(system)
+            return Solution(self.name, parts, work, len(history) - 1, history[-1], converged, history)
+        finite = all(part.is_meta or bool(part.isfinite().all()) for part in parts)
+        return Solution(self.name, parts, work, converged=finite)
 
 
 @dataclass(frozen=True)
@@ -209,7 +199,7 @@ class Iteration(TriangularSolver):
             after = sweep(values)
             history.append(relative_residual(after, values))
             if history[-1] <= tolerance or len(history) > limit:
-                return Iterated(values, history, tolerance)
+                return values, history
             if omega != 1:
                 after = {node: values[node] + omega * (part - values[node]) for node, part in after.items()}
             values = after

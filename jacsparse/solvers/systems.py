@@ -123,11 +123,7 @@ class BlockTriangular:
                 "values of shape (nnz, batch) or (nnz, 1)"
             )
         elif diagonal and block.ndim in (1, 2):
-            if block.ndim == 2 and block.shape == shape and shape[0] > 1:
-                raise ValueError(
-                    f"{name} has shape {tuple(shape)}, which is a matrix or a diagonal for each sample; pass a matrix "
-                    "as (1, n, n), or diagonals as a SparseJacobian"
-                )
+            _check_unambiguous(name, block)
             result = diagonal_block(_part(name, block, like, self._check_finite))
         elif block.ndim == 3 or (block.ndim == 2 and not diagonal):
             matrices = block.detach() if block.ndim == 3 else block.detach()[None]
@@ -192,7 +188,7 @@ class BlockTriangular:
     def on_meta(self) -> BlockTriangular:
         """The system without numbers: solving it counts."""
         right = {node: part.to("meta") for node, part in self.right.items()}
-        return self.with_blocks(self.off_diagonal.on_meta(), self.inverse.on_meta(), right)
+        return self.with_blocks(self.off_diagonal.changed(Block.on_meta), self.inverse.changed(Block.on_meta), right)
 
     def with_blocks(self, off_diagonal: BlockMatrix, inverse: BlockMatrix, right: Vector) -> BlockTriangular:
         """The system of the same nodes with other blocks and another right-hand side."""
@@ -207,7 +203,8 @@ class BlockTriangular:
         """The system of one sample."""
         at = slice(number, number + 1)
         right = {node: part[:, at] for node, part in self.right.items()}
-        return self.with_blocks(self.off_diagonal.sample(at), self.inverse.sample(at), right)
+        off_diagonal, inverse = (m.changed(lambda block: block.sample(at)) for m in (self.off_diagonal, self.inverse))
+        return self.with_blocks(off_diagonal, inverse, right)
 
     @property
     def is_bidiagonal(self) -> bool:
@@ -301,6 +298,14 @@ def _check_numbers(name: str, values: torch.Tensor, like: torch.Tensor, check_fi
         raise ValueError(f"{name} has elements that are not finite; solvers would spread them to all parts")
 
 
+def _check_unambiguous(name: str, block: torch.Tensor) -> None:
+    if block.ndim == 2 and block.shape[0] == block.shape[1] > 1:
+        raise ValueError(
+            f"{name} has shape {tuple(block.shape)}, which is a matrix or a diagonal for each sample; pass a matrix as "
+            "(1, n, n), or diagonals as a SparseJacobian"
+        )
+
+
 def _inverted(name: str, block: Any) -> Any:
     """The inverse of a diagonal block; ValueError where it is singular."""
     if block is None:
@@ -313,11 +318,7 @@ def _inverted(name: str, block: Any) -> Any:
         raise TypeError(f"{name} is {a_type(block)}; expected a SparseJacobian or a torch.Tensor")
     if not block.is_floating_point():
         raise TypeError(f"{name} is {block.dtype}; expected float32 or float64")
-    if block.ndim == 2 and block.shape[0] == block.shape[1] > 1:
-        raise ValueError(
-            f"{name} has shape {tuple(block.shape)}, which is a matrix or a diagonal for each sample; pass a matrix as "
-            "(1, n, n), or diagonals as a SparseJacobian"
-        )
+    _check_unambiguous(name, block)
     if block.ndim in (1, 2):
         return _reciprocal(name, block)
     if block.ndim != 3 or block.shape[1] != block.shape[2]:

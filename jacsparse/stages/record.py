@@ -89,7 +89,7 @@ class Record:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
         return LocalJacobian(edge, self.trace, samples).values
 
-    def pull_back_columns(self, gradients: Scaled) -> Scaled:
+    def pull_back_columns(self, gradients: ScaledGradients) -> ScaledGradients:
         """``Jᵀ g`` for many gradients of each sample, by the operators' own backward."""
         columns = gradients.gradients.shape[:2]
         of_vertices = {self.stage.stop: gradients}
@@ -106,16 +106,16 @@ class Record:
                 vectors = of_output.reshape(math.prod(columns), -1).T.contiguous()
                 if values.shape[1] > 1:
                     values = values.repeat(1, columns[0])
-                gradient = Scaled(matvec(edge.transposed_pattern, values, vectors).T.reshape(*columns, -1))
+                gradient = ScaledGradients(matvec(edge.transposed_pattern, values, vectors).T.reshape(*columns, -1))
             else:
                 of_output = gradient.product().reshape(*columns, *edge.call.out_shape)
                 pulled = edge.rule.pull_back(self.call(edge), edge.pattern, of_output)
-                gradient = Scaled(pulled.reshape(*columns, edge.call.in_size))
+                gradient = ScaledGradients(pulled.reshape(*columns, edge.call.in_size))
             if edge.source in of_vertices:
                 gradient = of_vertices[edge.source].plus(gradient)
             of_vertices[edge.source] = gradient
         if self.stage.start not in of_vertices:
-            return Scaled(gradients.gradients.new_zeros(()).expand(*columns, math.prod(self.stage.in_shape)))
+            return ScaledGradients(gradients.gradients.new_zeros(()).expand(*columns, math.prod(self.stage.in_shape)))
         return of_vertices[self.stage.start]
 
     def winners(self, samples: slice = slice(None)) -> torch.Tensor | None:
@@ -129,27 +129,27 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Scaled:
+class ScaledGradients:
     """The product of gradients, ``(columns, batch, elements)``, and of a scale for each element, not yet taken."""
 
     gradients: torch.Tensor
     scale: torch.Tensor | None = None
 
-    def times(self, scale: torch.Tensor) -> Scaled:
+    def times(self, scale: torch.Tensor) -> ScaledGradients:
         """The product with a diagonal; successive diagonals are multiplied first, without the columns."""
-        return Scaled(self.gradients, scale if self.scale is None else self.scale * scale)
+        return ScaledGradients(self.gradients, scale if self.scale is None else self.scale * scale)
 
     def product(self) -> torch.Tensor:
         """The product."""
         return self.gradients if self.scale is None else self.gradients * self.scale
 
-    def plus(self, other: Scaled) -> Scaled:
+    def plus(self, other: ScaledGradients) -> ScaledGradients:
         """The sum of two products."""
         if self.scale is None and other.scale is not None:
             return other.plus(self)
         if self.scale is None:
-            return Scaled(self.gradients + other.gradients)
-        return Scaled(torch.addcmul(other.product(), self.gradients, self.scale))
+            return ScaledGradients(self.gradients + other.gradients)
+        return ScaledGradients(torch.addcmul(other.product(), self.gradients, self.scale))
 
 
 def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def pull_back_all(records: Sequence[Record], columns: torch.Tensor) -> torch.Ten
         return gradients.new_zeros(math.prod(records[0].stage.in_shape), *columns.shape[1:2], batch)
     parts = []
     for part in gradients.split(max(1, GRADIENT_BYTES // (largest * batch * columns.element_size()))):
-        scaled = Scaled(part)
+        scaled = ScaledGradients(part)
         for record in reversed(records):
             scaled = record.pull_back_columns(scaled)
         parts.append(scaled.product())

@@ -100,7 +100,7 @@ def test_what_auto_is_on_a_device(work: RecurrenceSize, options: dict[str, bool]
 )
 def test_what_auto_is_for_small_states(time: int, batch: int, expected: tuple[Any, ...]) -> None:
     way = choose_small(RecurrenceSize(time, batch, 20, 1, 132), 8)
-    assert way[:3] == expected and f"132 multiprocessors, predicted: {way.name} " in way.reason
+    assert (way.name, way.chunk, way.swept) == expected and f"132 multiprocessors, predicted: {way.name} " in way.reason
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,8 @@ def test_what_auto_is_for_small_states(time: int, batch: int, expected: tuple[An
     ],
 )
 def test_chunks_that_were_asked_for(time: int, chunk: int, expected: tuple[Any, ...]) -> None:
-    assert way_in_chunks(time, chunk, 8)[:3] == expected
+    way = way_in_chunks(time, chunk, 8)
+    assert (way.name, way.chunk, way.swept) == expected
 
 
 def test_the_chunk_takes_the_least_time_of_all() -> None:

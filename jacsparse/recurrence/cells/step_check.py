@@ -7,7 +7,7 @@ its arguments would give wrong gradients, or an error that does not say whose.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -89,14 +89,9 @@ def _look(cell: Cell, size: int, dtype: torch.dtype, device: torch.device, gradi
             f"{name} reads {_trained(cell, after)}, which would get no gradient; pass it in the input or as a vector "
             "of the state (hx), or detach it"
         )
-    _check_gradients(name, cell.step, inputs)
-
-
-def _check_gradients(name: str, step: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> None:
-    """TypeError where autograd has no gradients of a step."""
     leaves = [part.requires_grad_() for part in inputs]
     try:
-        after = step(*leaves)
+        after = cell.step(*leaves)
         torch.autograd.grad(after, leaves, torch.ones_like(after), allow_unused=True)
     except RuntimeError as error:
         raise TypeError(f"{name} cannot be differentiated by autograd, as a backward pass does: {error}") from error

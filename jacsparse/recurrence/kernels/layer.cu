@@ -4,11 +4,11 @@
 // A warp takes steps, a lane an element, which keeps its column of the weights in registers. Each sample's steps are
 // cut into chunks, whose places are in the order in which the recurrence gets to them. In a contracting network a chunk
 // forgets the state that it starts from (Naumov, section 3.4): chunks are taken from guesses, and again from where the
-// chunk before came to, until they fit. A block has a sample in `settle`, and its warps share the chunks; what does not
+// chunk before came to, until they fit. A block has a sample where these settle, and its warps share the chunks; what does not
 // fit in time is finished step after step by one of them. No block waits for another.
 //
-// Where chunks are many, `sweep` takes each from where the chunk before comes to from a guess, on all multiprocessors:
-// two sweeps at once. Then `settle` begins by looking whether they fit.
+// Where chunks are many, a launch before takes each from where the chunk before comes to from a guess, on all
+// multiprocessors: two sweeps at once. Then what settles them begins by looking whether they fit.
 //
 // A row of `kept` has the output and then what `recurrent.cu` calls saved. Gates' parts of up to 32 inputs are formed
 // here, for some steps at a time: the weights, in shared memory, are read once for these; more inputs come projected.
@@ -474,62 +474,49 @@ __device__ __forceinline__ Backward<REGISTERS> backward_walk(int time, int batch
   return walk;
 }
 
-template <int REGISTERS>
-__global__ void __launch_bounds__(SWEEPING * 32, 1)
-    states_sweep(int time, int batch, int size, int chunk, int direction, int inputs, int projected, int out_row,
-                 const float* __restrict__ x, long long x_time, long long x_sample, const float* __restrict__ w_in,
-                 const float* __restrict__ w, const float* __restrict__ bias_in, const float* __restrict__ bias,
-                 const float* __restrict__ start, const float* __restrict__ start_others,
-                 const float* __restrict__ guess, float* __restrict__ out, float* __restrict__ kept, float* memory) {
-  Forward<REGISTERS> walk = forward_walk<REGISTERS, SWEEPING>(size, inputs, projected, x, x_time, x_sample, w_in, w,
-                                                              bias_in, bias, out, out_row, kept);
+// What a block does in either launch: a sweep over some of a sample's chunks, or what settles them all.
+template <bool SETTLES, typename Walk>
+__device__ __forceinline__ void go(Walk& walk, const Places& places, const Boundaries& states, int swept, int most,
+                                   float tolerance, const Ends<float>& last) {
+  if (SETTLES) {
+    settle_sample(walk, places, states, swept, most, tolerance, last);
+  } else {
+    sweep_once(walk, places, states, blockIdx.y * blockDim.y + threadIdx.y);
+  }
+}
+
+template <bool SETTLES>
+constexpr int MOST_WARPS = SETTLES ? WARPS : SWEEPING;
+
+template <int REGISTERS, bool SETTLES>
+__global__ void __launch_bounds__(MOST_WARPS<SETTLES> * 32, 1)
+    take_states(int time, int batch, int size, int chunk, int direction, int swept, int most, float tolerance,
+                int inputs, int projected, int out_row, const float* __restrict__ x, long long x_time,
+                long long x_sample, const float* __restrict__ w_in, const float* __restrict__ w,
+                const float* __restrict__ bias_in, const float* __restrict__ bias, const float* __restrict__ start,
+                const float* __restrict__ start_others, const float* __restrict__ guess, float* __restrict__ out,
+                float* __restrict__ kept, float* memory, float* __restrict__ end, float* __restrict__ end_others) {
+  Forward<REGISTERS> walk = forward_walk<REGISTERS, MOST_WARPS<SETTLES>>(
+      size, inputs, projected, x, x_time, x_sample, w_in, w, bias_in, bias, out, out_row, kept);
   Places places = {time, batch, chunk, direction, static_cast<int>(blockIdx.x), (time + chunk - 1) / chunk, false};
   Boundaries states = {{start, start_others, batch, size}, guess, memory, places.count, batch, size};
-  sweep_once(walk, places, states, blockIdx.y * blockDim.y + threadIdx.y);
+  go<SETTLES>(walk, places, states, swept, most, tolerance, {end, end_others, batch, size});
 }
 
-template <int REGISTERS>
-__global__ void __launch_bounds__(WARPS * 32, 1)
-    states_settle(int time, int batch, int size, int chunk, int direction, int inputs, int projected, int out_row,
-                  int swept, int most, float tolerance, const float* __restrict__ x, long long x_time,
-                  long long x_sample, const float* __restrict__ w_in, const float* __restrict__ w,
-                  const float* __restrict__ bias_in, const float* __restrict__ bias, const float* __restrict__ start,
-                  const float* __restrict__ start_others, const float* __restrict__ guess, float* __restrict__ out,
-                  float* __restrict__ kept, float* memory, float* __restrict__ end, float* __restrict__ end_others) {
-  Forward<REGISTERS> walk = forward_walk<REGISTERS, WARPS>(size, inputs, projected, x, x_time, x_sample, w_in, w,
-                                                           bias_in, bias, out, out_row, kept);
-  Places places = {time, batch, chunk, direction, static_cast<int>(blockIdx.x), (time + chunk - 1) / chunk, false};
-  Boundaries states = {{start, start_others, batch, size}, guess, memory, places.count, batch, size};
-  settle_sample(walk, places, states, swept, most, tolerance, {end, end_others, batch, size});
-}
-
-template <int REGISTERS>
-__global__ void __launch_bounds__(SWEEPING * 32, 1)
-    gradients_sweep(int time, int batch, int size, int chunk, int direction, const float* __restrict__ kept,
-                    const float* __restrict__ start, const float* __restrict__ start_others,
-                    const float* __restrict__ w, const float* __restrict__ grad_out, long long g_time,
-                    long long g_sample, long long g_element, const float* __restrict__ grad_end,
-                    const float* __restrict__ grad_end_others, float* __restrict__ grad_gates, float* memory) {
-  Backward<REGISTERS> walk = backward_walk<REGISTERS, SWEEPING>(time, batch, size, kept, grad_out, g_time, g_sample,
-                                                                g_element, start, start_others, w, grad_gates);
+template <int REGISTERS, bool SETTLES>
+__global__ void __launch_bounds__(MOST_WARPS<SETTLES> * 32, 1)
+    take_gradients(int time, int batch, int size, int chunk, int direction, int swept, int most, float tolerance,
+                   const float* __restrict__ kept, const float* __restrict__ start,
+                   const float* __restrict__ start_others, const float* __restrict__ w,
+                   const float* __restrict__ grad_out, long long g_time, long long g_sample, long long g_element,
+                   const float* __restrict__ grad_end, const float* __restrict__ grad_end_others,
+                   float* __restrict__ grad_gates, float* memory, float* __restrict__ grad_start,
+                   float* __restrict__ grad_start_others) {
+  Backward<REGISTERS> walk = backward_walk<REGISTERS, MOST_WARPS<SETTLES>>(
+      time, batch, size, kept, grad_out, g_time, g_sample, g_element, start, start_others, w, grad_gates);
   Places places = {time, batch, chunk, direction, static_cast<int>(blockIdx.x), (time + chunk - 1) / chunk, true};
   Boundaries states = {{grad_end, grad_end_others, batch, size}, nullptr, memory, places.count, batch, size};
-  sweep_once(walk, places, states, blockIdx.y * blockDim.y + threadIdx.y);
-}
-
-template <int REGISTERS>
-__global__ void __launch_bounds__(WARPS * 32, 1)
-    gradients_settle(int time, int batch, int size, int chunk, int direction, int swept, int most, float tolerance, const float* __restrict__ kept, const float* __restrict__ start,
-                     const float* __restrict__ start_others, const float* __restrict__ w,
-                     const float* __restrict__ grad_out, long long g_time, long long g_sample, long long g_element,
-                     const float* __restrict__ grad_end, const float* __restrict__ grad_end_others,
-                     float* __restrict__ grad_gates, float* memory, float* __restrict__ grad_start,
-                     float* __restrict__ grad_start_others) {
-  Backward<REGISTERS> walk = backward_walk<REGISTERS, WARPS>(time, batch, size, kept, grad_out, g_time, g_sample,
-                                                             g_element, start, start_others, w, grad_gates);
-  Places places = {time, batch, chunk, direction, static_cast<int>(blockIdx.x), (time + chunk - 1) / chunk, true};
-  Boundaries states = {{grad_end, grad_end_others, batch, size}, nullptr, memory, places.count, batch, size};
-  settle_sample(walk, places, states, swept, most, tolerance, {grad_start, grad_start_others, batch, size});
+  go<SETTLES>(walk, places, states, swept, most, tolerance, {grad_start, grad_start_others, batch, size});
 }
 
 // Gradients of the weights are sums over rows, the steps of all samples, of products of gates' gradients with inputs and

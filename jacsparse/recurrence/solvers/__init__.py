@@ -9,7 +9,7 @@ from ...schedule import Names, Schedule
 from .choice import RecurrenceSize, choose
 from .chunked import Chunked, device_chunk
 from .newton import Newton, Parallel
-from .recurrence import ASKED, CHUNK, Choice, Kept, Part, Problem, Recurrence, Solver
+from .recurrence import ASKED, CHUNK, Choice, Kept, Problem, Recurrence, Solver
 from .relaxed import Relaxed
 from .sequential import Sequential
 from .tree import Planned, Tree
@@ -20,7 +20,6 @@ __all__ = [
     "SOLVERS",
     "Choice",
     "Kept",
-    "Part",
     "Problem",
     "Recurrence",
     "RecurrenceSize",
@@ -94,7 +93,7 @@ def solve(problem: Problem) -> torch.Tensor:
     ValueError
         Where the schedule is for another number of stages than there are steps and a first state.
     """
-    return _solve_here(problem) if problem.part is None else problem.part.solve(problem, _solve_here)
+    return _solve_here(problem) if problem.across is None else problem.across(problem, _solve_here)
 
 
 def _solve_here(problem: Problem) -> torch.Tensor:

@@ -98,63 +98,39 @@ def _overlapped(nodes: int, kernels: float, prices: Prices, *, captured: bool) -
     return on_device if captured else max(nodes * prices.launch, on_device)
 
 
-class Way(NamedTuple):
-    """How a recurrence of a layer of small states is solved on a device.
-
-    Attributes
-    ----------
-    name : {"sequential", "relaxed"}
-        As of `Solver`.
-    chunk : int
-        Steps of a chunk; all of them where it is sequential.
-    swept : bool
-        Whether chunks are swept by all multiprocessors, in a launch of its own, before a block looks after each sample.
-    reason : str
-        Why.
-    """
-
-    name: str
-    chunk: int
-    swept: bool = False
-    reason: str = ""
-
-
-def way_in_chunks(time: int, chunk: int, warps: int) -> Way:
+def way_in_chunks(time: int, chunk: int, warps: int) -> Choice:
     """Guesses in chunks of so many steps, where a block has so many warps; step after step where there is one chunk."""
     places = -(-time // chunk)
-    return Way("relaxed", chunk, places > warps) if places > 1 else Way("sequential", time)
+    return Choice("relaxed", chunk, swept=places > warps) if places > 1 else Choice("sequential", time)
 
 
-def choose_small(work: RecurrenceSize, warps: int, *, prices: Prices = PRICES) -> Way:
+def choose_small(work: RecurrenceSize, warps: int, *, prices: Prices = PRICES) -> Choice:
     """What ``auto`` is for small states, where a block has so many warps, called one by one or captured in a graph.
 
     Examples
     --------
-    >>> choose_small(RecurrenceSize(30_000, 16, 20, 1, 132), 8)[:3]
-    ('relaxed', 455, True)
-    >>> choose_small(RecurrenceSize(1000, 16, 20, 1, 132), 8)[:3]
-    ('relaxed', 125, False)
-    >>> choose_small(RecurrenceSize(50, 16, 20, 1, 132), 8)[:3]
-    ('sequential', 50, False)
+    >>> choices = [choose_small(RecurrenceSize(time, 16, 20, 1, 132), 8) for time in (30_000, 1000, 50)]
+    >>> [(choice.name, choice.chunk, choice.swept) for choice in choices]
+    [('relaxed', 455, True), ('relaxed', 125, False), ('sequential', 50, False)]
     """
     blocks = -(-work.batch // work.processors)
-    step, ways = work.step_price(prices), dict[Way, float]()
+    step, ways = work.step_price(prices), dict[Choice, float]()
 
-    def add(way: Way, nodes: int, kernels: float) -> None:
+    def add(way: Choice, nodes: int, kernels: float) -> None:
         ways[way] = _overlapped(nodes, kernels, prices, captured=False)
 
-    add(Way("sequential", work.time), 1, work.time * work.waves(1) * step)
+    add(Choice("sequential", work.time), 1, work.time * work.waves(1) * step)
     for count in range(2, warps + 1):
         chunk = -(-work.time // count)
         if chunk >= SHORTEST:
             # The block's warps share a multiprocessor, which the blocks of other samples may wait for.
             waves = max(1.0, blocks * count / RUNS)
-            add(Way("relaxed", chunk), 1, 2 * chunk * waves * step + prices.place_in_block * count)
+            add(Choice("relaxed", chunk), 1, 2 * chunk * waves * step + prices.place_in_block * count)
     if work.time > ONE_LAUNCH:
         chunk = work.chunk("relaxed", prices._replace(place=prices.place_in_block))
         places = -(-work.time // chunk)
         kernels = 2 * chunk * work.waves(places) * step + prices.place_in_block * places * blocks
-        add(Way("relaxed", chunk, True), 2, kernels)
+        add(Choice("relaxed", chunk, swept=True), 2, kernels)
     predicted: dict[str, float] = {}
     for way, time in ways.items():
         predicted[way.name] = min(time, predicted.get(way.name, math.inf))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -37,6 +37,9 @@ class Choice(NamedTuple):
         Why: as ``auto`` chose, or because it was asked for.
     asked : bool
         Whether this number of steps was asked for.
+    swept : bool
+        Of small states on a device, whether chunks are swept by all multiprocessors, in a launch of its own, before a
+        block looks after each sample.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Choice(NamedTuple):
     schedule: Schedule | None = None
     reason: str = ""
     asked: bool = True
+    swept: bool = False
 
 
 class Kept(NamedTuple):
@@ -136,13 +140,6 @@ class Recurrence(ABC):
         return states
 
 
-class Part(Protocol):
-    """This rank's part of sequences that go across ranks."""
-
-    def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
-        """Solve an affine recurrence across ranks: this rank's last states; `problem` gets its ``initial_state``."""
-
-
 @dataclass
 class Problem:
     """A recurrence to be solved.
@@ -169,8 +166,9 @@ class Problem:
         Solves on the host what does not settle; None for step after step, from where it fits.
     boundaries : Tensor or None, (chunks, state)
         The first states of the chunks that guessing came to.
-    part : Part or None
-        What brings the first states of an affine recurrence from other ranks, where it goes across them.
+    across : callable or None
+        ``across(problem, solve_here)`` solves an affine recurrence that goes across ranks, and gives the problem its
+        ``initial_state``.
     """
 
     recurrence: Recurrence
@@ -183,7 +181,7 @@ class Problem:
     warm: torch.Tensor | None = None
     fallback: Solver | None = None
     boundaries: torch.Tensor | None = None
-    part: Part | None = None
+    across: Callable[[Problem, Callable[[Problem], torch.Tensor]], torch.Tensor] | None = None
 
     @property
     def chunks(self) -> Chunks:

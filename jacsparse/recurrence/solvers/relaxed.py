@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ...runtime import on_device
-from ..boundaries_cuda import Convergence, judge, remaining_runs
+from ..boundaries_cuda import Convergence, judge
 from ..recurrences_cuda import tolerance
 from ..reports import Pending
 from ..sequences import Chunks, index
@@ -94,9 +94,8 @@ def settle(problem: Problem, method: Relaxed, instead: Relaxed | None = None) ->
     if on_device(initial_state):
         judged, defects = _sweeps_on_device(problem, chunks, guess, method)
         report.pending, problem.boundaries = Pending.of(report.methods, judged.steps, defects), guess
-        return problem.recurrence.run(
-            remaining_runs(chunks, initial_state.device, judged.begin, judged.steps), judged.rest
-        )
+        whole = chunks.sequences.whole(problem.direction).on(initial_state.device)
+        return problem.recurrence.run(whole._replace(begin=judged.begin, steps=judged.steps), judged.rest)
     ends, reached, late = _sweeps(problem, chunks, guess, method, instead)
     if late.any() and problem.fallback is not None:
         return problem.fallback.solve(problem)
@@ -125,10 +124,8 @@ def _sweeps_on_device(
 ) -> tuple[Convergence, torch.Tensor]:
     """Sweep a fixed number of times; after each sweep the device decides which chunks are taken again."""
     recurrence, initial_state = problem.recurrence, problem.initial_state
-    runs, defects = (
-        chunks.runs.on(initial_state.device),
-        initial_state.new_empty(method.device_sweeps, len(initial_state)),
-    )
+    runs = chunks.runs.on(initial_state.device)
+    defects = initial_state.new_empty(method.device_sweeps, len(initial_state))
     judged, state, again, previous = Convergence.of(guess, initial_state), guess.clone(), runs.steps, None
     matrices: torch.Tensor | None = None
     for sweep, defect in enumerate(defects, 1):
