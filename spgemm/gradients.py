@@ -169,4 +169,5 @@ def graph_operands(out: Any, **operands: Any) -> list[torch.Tensor]:
 
 def wants_gradient(*operands: Any) -> bool:
     """Whether a product of these operands belongs in autograd's graph."""
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in operands)
+    # Arrays of NumPy's have no such attribute.
+    return torch.is_grad_enabled() and any([getattr(each, "requires_grad", False) for each in operands])

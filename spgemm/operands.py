@@ -46,7 +46,8 @@ def _memory(name: str, values: Any) -> Any:
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is {a_type(values)}; expected a NumPy array or a PyTorch tensor")
-    check_tensor_itself(name, values, _OUTSIDE)
+    if torch._C._functorch.is_functorch_wrapped_tensor(values):  # type: ignore[attr-defined]
+        check_outside_transforms(name, values)
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
     if values.layout != torch.strided:
@@ -108,7 +109,7 @@ def result(
     tensors = [isinstance(operand, torch.Tensor) for operand in operands]
     if any(tensors) and not all(tensors):
         raise TypeError("the operands mix NumPy arrays and PyTorch tensors; convert one of them")
-    shape = (rows,) if all(operand.ndim == 1 for operand in operands) else (rows, batch)
+    shape = (rows,) if all([operand.ndim == 1 for operand in operands]) else (rows, batch)
     if out is None:
         if isinstance(like, torch.Tensor):
             tensor = allocated(what, shape, like.dtype, like.device, batch)

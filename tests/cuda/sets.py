@@ -42,7 +42,7 @@ def values() -> None:
 def products() -> None:
     a, b = random_pattern(7, 5, 0.4, 1), random_pattern(5, 9, 0.4, 2)
     diagonal, full = Pattern.of(Diagonal(5)), Pattern.of(Full(5, 3))
-    cases = [(a, b, method) for method in ("merge", "slots", "rowwise")]
+    cases = [(a, b, method) for method in ("merge", "rowwise")]
     cases += [(a, diagonal, "scale"), (diagonal, b, "scale"), (a, full, "dense"), (Pattern.of(Full(3, 5)), b, "dense")]
     for case, batches in itertools.product(cases, ((1, 1), (2, 1), (1, 33))):
         multiply(*case, batches, torch.float32)
@@ -127,13 +127,13 @@ def long_products() -> None:
     for (rows, inner, columns), dtype in itertools.product(shapes, (torch.float32, torch.float64)):
         a, b = random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2)
         diagonal = Pattern.of(Diagonal(inner))
-        cases = [(a, b, method) for method in ("merge", "slots", "rowwise")]
+        cases = [(a, b, method) for method in ("merge", "rowwise")]
         cases += [(a, diagonal, "scale"), (diagonal, b, "scale"), (a, Pattern.of(Full(inner, 3)), "dense")]
         cases += [(Pattern.of(Full(3, inner)), b, "dense")]
         for case, batches in itertools.product(cases, ((1, 1), (3, 3), (33, 1), (1, 70))):
             multiply(*case, batches, dtype)
     wide = random_pattern(3, 14_000, 0.95, 3)
-    for method in ("slots", "rowwise"):
+    for method in ("merge", "rowwise"):
         multiply(random_pattern(2, 3, 1.0, 4), wide, method, (1, 1), torch.float32)
 
 

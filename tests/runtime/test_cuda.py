@@ -549,7 +549,9 @@ ALL_NUMBERS = NUMBERS[0]
             {name: ALL_NUMBERS[name] for name in ("whole", "far", "single", "precise")},
             "takes a number answer, and a rec",
         ),
-        ({**ALL_NUMBERS, "wholes": 3, "values": 4}, "takes no number wholes, values"),
+        ({**ALL_NUMBERS, "wholes": 3, "value": 4}, "takes no constant wholes, value"),
+        ({**ALL_NUMBERS, "values": 4}, "values points to float, and 4 is no tensor"),
+        ({**ALL_NUMBERS, "values": torch.zeros(2).int()}, "values points to float, and the tensor is of torch.int32"),
         ({**ALL_NUMBERS, "far": None}, "what a record leaves out must be the last parameters, and one at least"),
     ],
 )
