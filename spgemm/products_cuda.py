@@ -128,9 +128,9 @@ def merge(
     threads = min(THREADS, 32 * blocks(lists.tile * width, 32 * _SUMS))
     inner, others = (uploaded(array, device, torch.int32) for array in selecting or 2 * (lists.b_starts,))
     types += [torch.int32 if factor == winners else real for factor in "ab"]
-    grid = blocks(nnz, lists.tile) * blocks(batch, width)
-    constants |= {"inner": inner, "others": others, "width": width}
-    return _record("merge", types, grid, [threads], device, batches, **constants)
+    count = len(lists.tiles) - 1
+    constants |= {"inner": inner, "others": others, "count": count, "width": width}
+    return _record("merge", types, count * blocks(batch, width), [threads], device, batches, **constants)
 
 
 def rowwise(product: Product, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> Launch:

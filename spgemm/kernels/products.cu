@@ -64,6 +64,16 @@ __global__ void scale_columns(const I* __restrict__ indices, long long nnz, long
   }
 }
 
+// What an entry's number fits in.
+template <typename S>
+struct Number {
+  using type = int;
+};
+template <>
+struct Number<long long> {
+  using type = long long;
+};
+
 // Whether a factor's values are winners: for each window and sample the row that is selected.
 template <typename A>
 struct Winners {
@@ -78,26 +88,26 @@ struct Winners<int> {
 // lists start, the first entry of A that they reach, and how many it may reach. Lists of bytes count from there, and in
 // B from `b_starts`, which has the place of B's row for each entry of A; others are numbers of entries.
 //
-// A block takes a tile for up to `width` samples, four sums a thread at once. It holds what bytes count from, and A's
-// values where samples share them. Selecting factors multiply nothing: the left one takes the pairs of A's entries
-// (`others`, window `inner`) that win, the right one those of entries (row, `inner`) that win the window of C's entry,
-// which is in `others`.
+// A block takes one of `count` tiles for up to `width` samples, up to four sums a thread at once. It holds what bytes
+// count from, and A's values where samples share them. Selecting factors multiply nothing: the left one takes the pairs
+// of A's entries (`others`, window `inner`) that win, the right one those of entries (row, `inner`) that win the window
+// of C's entry, which is in `others`.
 template <typename T, typename S, typename N, typename A, typename B>
-__global__ void merge(const long long* __restrict__ tiles, const N* __restrict__ starts, const S* __restrict__ left,
-                      const S* __restrict__ right, const int* __restrict__ b_starts, const int* __restrict__ inner,
-                      const int* __restrict__ others, long long nnz, int tile, int width, long long a_batch,
-                      long long b_batch, long long batch, const A* __restrict__ a, const B* __restrict__ b,
-                      T* __restrict__ c) {
+__global__ void __launch_bounds__(256, 4)
+    merge(const long long* __restrict__ tiles, const N* __restrict__ starts, const S* __restrict__ left,
+          const S* __restrict__ right, const int* __restrict__ b_starts, const int* __restrict__ inner,
+          const int* __restrict__ others, long long nnz, int tile, int count, int width, long long a_batch,
+          long long b_batch, long long batch, const A* __restrict__ a, const B* __restrict__ b, T* __restrict__ c) {
   constexpr bool narrow = sizeof(S) == 1, left_selects = Winners<A>::are, right_selects = Winners<B>::are;
-  constexpr int held = narrow ? 256 : 1, sums = 4;
+  // Of doubles and 64-bit pairs two sums fill as many registers.
+  constexpr int held = narrow ? 256 : 1, sums = narrow || sizeof(T) == 4 ? 4 : 2;
   SHARED(long long, head, 4);
   SHARED(unsigned int, begin, 257);
   SHARED(int, b_row, held);
   SHARED(int, key, left_selects || right_selects ? held : 1);
   SHARED(int, row_of, left_selects ? held : 1);
   SHARED(T, value, held);
-  unsigned int count = static_cast<unsigned int>((nnz + tile - 1) / tile), pass = blockIdx.x / count;
-  unsigned int number = blockIdx.x - pass * count;
+  unsigned int pass = blockIdx.x / count, number = blockIdx.x - pass * count;
   if (threadIdx.x < 4) head[threadIdx.x] = tiles[3LL * number + threadIdx.x];
   __syncthreads();
   long long entry_0 = static_cast<long long>(number) * tile, sample_0 = static_cast<long long>(pass) * width;
@@ -105,6 +115,10 @@ __global__ void merge(const long long* __restrict__ tiles, const N* __restrict__
   int samples = static_cast<int>(min(static_cast<long long>(width), batch - sample_0));
   left += head[0];
   right += head[0];
+  a += a_batch > 1 ? sample_0 : 0;
+  b += b_batch > 1 ? sample_0 : 0;
+  c += entry_0 * batch + sample_0;
+  int of_a = a_batch > 1 ? -1 : 0, of_b = b_batch > 1 ? -1 : 0;
   bool shared = narrow && a_batch == 1 && !left_selects;
   for (int i = threadIdx.x; i < entries; i += blockDim.x) begin[i] = starts[entry_0 + i];
   if (threadIdx.x == 0) begin[entries] = static_cast<unsigned int>(head[3] - head[0]);
@@ -132,12 +146,12 @@ __global__ void merge(const long long* __restrict__ tiles, const N* __restrict__
       from[j] = to[j] = 0;
       if (i < outputs) {
         from[j] = begin[entry], to[j] = begin[entry + 1];
-        if constexpr (right_selects) won[j] = b[others[entry_0 + entry] * b_batch + sample_0 + sample[j]];
+        if constexpr (right_selects) won[j] = b[others[entry_0 + entry] * b_batch + sample[j]];
       }
       longest = max(longest, to[j] - from[j]);
     }
     for (unsigned int step = 0; step < longest; ++step) {
-      long long p[sums], q[sums];
+      typename Number<S>::type p[sums], q[sums];
       T x[sums], y[sums];
 #pragma unroll
       for (int j = 0; j < sums; ++j)
@@ -148,18 +162,18 @@ __global__ void merge(const long long* __restrict__ tiles, const N* __restrict__
 #pragma unroll
       for (int j = 0; j < sums; ++j)
         if (from[j] + step < to[j]) {
-          long long place = narrow ? head[1] + p[j] : p[j], s = sample_0 + sample[j];
+          long long place = narrow ? head[1] + p[j] : p[j];
           bool taken = true;
           if constexpr (left_selects) {
-            int window = narrow ? key[p[j]] : inner[place], row = narrow ? row_of[p[j]] : others[place];
-            taken = a[window * a_batch + s] == row;
+            long long window = narrow ? key[p[j]] : inner[place];
+            taken = a[window * a_batch + sample[j]] == (narrow ? row_of[p[j]] : others[place]);
           }
           if constexpr (right_selects) taken = (narrow ? key[p[j]] : inner[place]) == won[j];
           x[j] = y[j] = left_selects || right_selects ? T(0) : T(1);
           if constexpr (!left_selects)
-            if (taken) x[j] = shared ? value[p[j]] : a[of_sample(place, a_batch, s)];
+            if (taken) x[j] = shared ? value[p[j]] : a[place * a_batch + (sample[j] & of_a)];
           if constexpr (!right_selects)
-            if (taken) y[j] = b[of_sample(narrow ? b_row[p[j]] + q[j] : q[j], b_batch, s)];
+            if (taken) y[j] = b[(narrow ? b_row[p[j]] + q[j] : q[j]) * b_batch + (sample[j] & of_b)];
         }
 #pragma unroll
       for (int j = 0; j < sums; ++j)
@@ -168,7 +182,7 @@ __global__ void merge(const long long* __restrict__ tiles, const N* __restrict__
 #pragma unroll
     for (int j = 0; j < sums; ++j) {
       int i = at + j * static_cast<int>(blockDim.x), entry = samples == 1 ? i : i / samples;
-      if (i < outputs) c[(entry_0 + entry) * batch + sample_0 + sample[j]] = sum[j];
+      if (i < outputs) c[entry * batch + sample[j]] = sum[j];
     }
   }
 }
@@ -181,11 +195,13 @@ __global__ void merge_long(const long long* __restrict__ tiles, const N* __restr
                            long long nnz, int tile, int across, long long a_batch, long long b_batch, long long batch,
                            const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ c) {
   constexpr bool narrow = sizeof(S) == 1;
-  long long entry = static_cast<long long>(blockIdx.x) * blockDim.y + threadIdx.y;
+  unsigned int blocks = tile / blockDim.y, number = blockIdx.x / blocks;
+  unsigned int place = (blockIdx.x - number * blocks) * blockDim.y + threadIdx.y;
+  long long entry = static_cast<long long>(number) * tile + place;
   int along = threadIdx.x / across, stride = 32 / across, sample = threadIdx.x - along * across;
   if (entry < nnz) {
-    const long long* head = tiles + 3LL * (blockIdx.x / (tile / blockDim.y));
-    bool last = entry + 1 == nnz || (entry + 1) % tile == 0;
+    const long long* head = tiles + 3LL * number;
+    bool last = entry + 1 == nnz || static_cast<int>(place) + 1 == tile;
     long long end = last ? head[3] : head[0] + starts[entry + 1];
     T sum = T(0);
     if (sample < batch)
