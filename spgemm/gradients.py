@@ -169,5 +169,7 @@ def graph_operands(out: Any, **operands: Any) -> list[torch.Tensor]:
 
 def wants_gradient(*operands: Any) -> bool:
     """Whether a product of these operands belongs in autograd's graph."""
-    # Arrays of NumPy's have no such attribute.
-    return torch.is_grad_enabled() and any([getattr(each, "requires_grad", False) for each in operands])
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and operand.requires_grad:
+            return torch.is_grad_enabled()
+    return False
