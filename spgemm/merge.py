@@ -2,8 +2,7 @@
 
 Each entry is then a sum of its own, which suits a device, whose threads share entries. Entries of C that follow each
 other reach few entries of A, and each of these a row of B. So a tile of entries of C counts A's from its first one, and
-B's within its row: two bytes for a multiply-add, or 8 where a tile reaches more than 256 entries of A, or B has longer
-rows.
+B's within its row: two bytes for a multiply-add, or 8 where rows of A or B have more than 256 entries.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from ..runtime import frozen, index_dtype, kernel, run_rows
+from ..runtime import frozen, index_dtype, inlined, kernel, run_rows
 from . import products_cuda
 from .methods import Launch, Method, Product
 from .operands import flat
 
-#: Entries of a tile: the first of these for which bytes suffice. The kernel holds as many entries of A as bytes count.
-TILES, BYTE = (256, 128, 64, 32), 256
+#: Entries of a tile at most, and what bytes count: the kernel holds as many entries of A.
+TILE, BYTE = 256, 256
 
 
 @kernel
@@ -37,15 +36,29 @@ def _count_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns,
 
 @kernel
 def _list_pairs(
-    first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, starts, narrow, tile, tiles,
-    left, right,
-):  # fmt: skip
-    following, origin = np.empty(columns, np.int64), np.zeros(columns, np.int64)
+    first,
+    last,
+    a_indptr,
+    a_indices,
+    b_indptr,
+    b_indices,
+    columns,
+    c_indptr,
+    c_indices,
+    starts,
+    narrow,
+    tiles,
+    left,
+    right,
+):
+    following, origin = np.empty(columns, np.int64), np.empty(columns, np.int64)
+    number = np.searchsorted(tiles[:, 0], np.int64(c_indptr[first]), side="right") - 1
     for row in range(first, last):
         for entry in range(c_indptr[row], c_indptr[row + 1]):
+            if entry == tiles[number + 1, 0]:
+                number += 1
             following[c_indices[entry]] = starts[entry]
-            if narrow:
-                origin[c_indices[entry]] = tiles[entry // tile, 1]
+            origin[c_indices[entry]] = tiles[number, 2]
         for p in range(a_indptr[row], a_indptr[row + 1]):
             k = a_indices[p]
             b_first = np.int64(b_indptr[k])
@@ -58,18 +71,19 @@ def _list_pairs(
 
 
 @kernel
-def _multiply(first, last, tile, tiles, starts, left, right, b_starts, a, a_batch, b, b_batch, c, batch):
+def _multiply(first, last, tiles, starts, left, right, b_starts, a, a_batch, b, b_batch, c, batch):
     for number in range(first, last):
-        begin, after = number * tile, min((number + 1) * tile, len(starts))
+        begin, lists, origin = tiles[number, 0], tiles[number, 1], tiles[number, 2]
+        after = tiles[number + 1, 0]
         for entry in range(begin, after):
-            at_c = np.int64(entry) * batch
+            at_c = entry * batch
             c[at_c : at_c + batch] = 0
-            end = tiles[number + 1, 0]
+            end = tiles[number + 1, 1]
             if entry + 1 < after:
-                end = tiles[number, 0] + np.int64(starts[entry + 1])
-            for place in range(tiles[number, 0] + np.int64(starts[entry]), end):
-                p, q = np.int64(left[place]) + tiles[number, 1], np.int64(right[place])
-                if len(b_starts):
+                end = lists + np.int64(starts[entry + 1])
+            for place in range(lists + np.int64(starts[entry]), end):
+                p, q = origin + np.int64(left[place]), np.int64(right[place])
+                if len(b_starts) > 0:
                     q += b_starts[p]
                 at_a, at_b = p * a_batch, q * b_batch
                 for sample in range(batch):
@@ -82,10 +96,9 @@ class Lists(NamedTuple):
 
     Attributes
     ----------
-    tile : int
-        Entries of a tile.
     tiles : ndarray
-        For each tile where its lists start, the first entry of A that `left` counts from, and how many it may reach.
+        For each tile, and for the end: its first entry, where its lists start, the first entry of A that `left` counts
+        from, and how many of A's entries follow that it may reach.
     starts : ndarray
         For each entry where its list starts among the tile's.
     left, right : ndarray
@@ -94,7 +107,6 @@ class Lists(NamedTuple):
         Where bytes are stored, the first entry of B's row for each entry of A.
     """
 
-    tile: int
     tiles: np.ndarray
     starts: np.ndarray
     left: np.ndarray
@@ -102,18 +114,38 @@ class Lists(NamedTuple):
     b_starts: np.ndarray
 
 
-def _tiling(product: Product) -> tuple[int, np.ndarray]:
-    """Entries of a tile, and the range of A's entries for each; 0 where these or B's rows are too long for bytes."""
-    a, b, c = product.a, product.b, product.c
-    if _places(product) == np.int32 and b.structure.row_counts().max(initial=0) <= BYTE:
-        for tile in TILES:
-            ends = np.append(np.arange(0, c.nnz, tile), c.nnz)
-            rows = np.searchsorted(c.indptr, ends, side="right") - 1
-            last = np.searchsorted(c.indptr, ends[1:])
-            reached = np.stack([a.indptr[rows[:-1]], a.indptr[last]], axis=1).astype(np.int64)
-            if np.diff(reached).max(initial=0) <= BYTE:
-                return tile, reached
-    return 0, np.zeros((-(-c.nnz // TILES[0]), 2), np.int64)
+@kernel
+def _cut(first, last, a_indptr, c_indptr, narrow, tiles, count):
+    begin, origin, reached = np.int64(c_indptr[first]), np.int64(a_indptr[first]), np.int64(0)
+    for row in range(first, last):
+        before, after, a_after = np.int64(c_indptr[row]), np.int64(c_indptr[row + 1]), np.int64(a_indptr[row + 1])
+        if before == after:
+            continue
+        if narrow and begin < before and a_after - origin > BYTE:
+            _close(tiles, count, begin, origin, reached)
+            begin = before
+        if begin == before:
+            origin = np.int64(a_indptr[row])
+        reached = a_after
+        while after - begin >= TILE:
+            _close(tiles, count, begin, origin, reached)
+            begin, origin = begin + TILE, np.int64(a_indptr[row])
+    if begin < c_indptr[last]:
+        _close(tiles, count, begin, origin, reached)
+    tiles[count[0], 0] = c_indptr[last]
+
+
+@inlined
+def _close(tiles, count, begin, origin, reached):
+    """Append a tile that begins with an entry, and reaches A's entries from `origin` to `reached`."""
+    tiles[count[0], 0], tiles[count[0], 2], tiles[count[0], 3] = begin, origin, reached - origin
+    count[0] += 1
+
+
+def _is_narrow(product: Product) -> bool:
+    """Whether lists are bytes."""
+    longest = max(int(each.structure.row_counts().max(initial=0)) for each in (product.a, product.b))
+    return _places(product) == np.int32 and longest <= BYTE
 
 
 def _places(product: Product) -> np.dtype:
@@ -127,36 +159,38 @@ class Merge(Method):
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:
-        tile, reached = _tiling(product)
-        pairs, entries = product.multiply_adds, product.c.nnz
-        if tile:
-            return 2 * pairs + 2 * entries + 24 * (len(reached) + 1) + 4 * product.a.nnz
-        return 2 * pairs * _places(product).itemsize + 4 * entries + 24 * (len(reached) + 1)
+        pairs, entries, rows = product.multiply_adds, product.c.nnz, product.a.shape[0]
+        tiles = 32 * (entries // TILE + rows + 1)
+        if _is_narrow(product):
+            return 2 * pairs + 2 * entries + 4 * product.a.nnz + tiles
+        return 2 * pairs * _places(product).itemsize + 4 * entries + tiles
 
     def __init__(self, product: Product) -> None:
         a, b, c = product.a, product.b, product.c
-        self.product = product
+        narrow = _is_narrow(product)
         indices = (a.indptr, a.indices, b.indptr, b.indices, c.shape[1], c.indptr, c.indices)
         starts = np.zeros(c.nnz + 1, dtype=np.int64)
         run_rows(_count_pairs, product.work, *indices, starts)
         np.cumsum(starts, out=starts)
-        narrow, reached = _tiling(product)
-        tile = narrow or TILES[0]
-        tiles = np.zeros((len(reached) + 1, 3), np.int64)
-        tiles[:, 0] = np.append(starts[:-1:tile], starts[-1])
-        tiles[:-1, 1], tiles[:-1, 2] = reached[:, 0], reached[:, 1] - reached[:, 0]
+        # A row ends one tile at most before that is full.
+        tiles, count = np.zeros((c.nnz // TILE + c.shape[0] + 1, 4), np.int64), np.zeros(1, np.int64)
+        _cut(0, c.shape[0], a.indptr, c.indptr, narrow, tiles, count)
+        tiles = tiles[: count[0] + 1].copy()
+        tiles[:, 1] = starts[tiles[:, 0]]
         left, right = (
             np.empty(product.multiply_adds, dtype=np.uint8 if narrow else _places(product)) for _ in range(2)
         )
-        run_rows(_list_pairs, product.work, *indices, starts, bool(narrow), tile, tiles, left, right)
-        within = starts[:-1] - np.repeat(tiles[:-1, 0], tile)[: c.nnz]
+        if not narrow:
+            tiles[:, 2:] = 0
+        run_rows(_list_pairs, product.work, *indices, starts, narrow, tiles, left, right)
+        within = starts[:-1] - np.repeat(tiles[:-1, 1], np.diff(tiles[:, 0]))
         b_starts = b.indptr[a.indices] if narrow else np.zeros(0, np.int32)
         arrays = (tiles, within.astype(np.uint16 if narrow else np.uint32), left, right, b_starts)
-        self.lists = Lists(tile, *map(frozen, arrays))
+        self.lists = Lists(*map(frozen, arrays))
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
-        work = np.ascontiguousarray(self.lists.tiles[:, 0])
+        work = np.ascontiguousarray(self.lists.tiles[:, 1])
         run_rows(_multiply, work, *self.lists, *flat(a, b, c), lanes=c.shape[1])
 
     def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
-        return products_cuda.merge(self.lists, self.product.c.nnz, device, dtype, batches)
+        return products_cuda.merge(self.lists, device, dtype, batches)

@@ -19,7 +19,6 @@ import torch
 from ..patterns import Pattern
 from .symbolic import row_work
 
-
 #: A product of values on a device: called with those of both factors and of the product, it checks nothing.
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 

@@ -60,9 +60,7 @@ def _arrays(device: torch.device, dtype: torch.dtype, *patterns: Pattern) -> lis
     return [uploaded(array, device, dtype) for pattern in patterns for array in (pattern.indptr, pattern.indices)]
 
 
-def _launch(
-    kernel: str, types: Sequence[torch.dtype], grid: list[int], block: list[int], *arguments: Any
-) -> None:
+def _launch(kernel: str, types: Sequence[torch.dtype], grid: list[int], block: list[int], *arguments: Any) -> None:
     """Run a kernel's instance for index `types`; the last argument is the result, on whose device it runs."""
     result = arguments[-1]
     instance = f"{kernel}<{', '.join(map(c_type, (result.dtype, *types)))}>"
@@ -102,14 +100,13 @@ def scale(other: Pattern, left: bool, device: torch.device, real: torch.dtype, b
 
 def merge(
     lists: Lists,
-    nnz: int,
     device: torch.device,
     real: torch.dtype,
     batches: tuple[int, int],
     selecting: tuple[np.ndarray, np.ndarray] | None = None,
     winners: str | None = None,
 ) -> Launch:
-    """Sum the lists of pairs of `nnz` entries.
+    """Sum the lists of pairs.
 
     Where the values of a factor are `winners`, ``a`` or ``b``, `selecting` has the columns of A's entries, and the rows
     of these or the columns of C's.
@@ -119,16 +116,17 @@ def merge(
     batch = max(batches)
     constants = {
         "tiles": uploaded(lists.tiles, device), "starts": starts, "left": left, "right": right,
-        "b_starts": uploaded(lists.b_starts, device, torch.int32), "nnz": nnz, "tile": lists.tile,
+        "b_starts": uploaded(lists.b_starts, device, torch.int32),
     }  # fmt: skip
-    if batch < _LANES and len(lists.left) >= _LONG * nnz and winners is None:
-        grid, across = blocks(nnz, _WARPS), _across(batch)
-        return _record("merge_long", types, grid, [32, _WARPS], device, batches, across=across, **constants)
+    count, entries = len(lists.tiles) - 1, np.diff(lists.tiles[:, 0])
+    if batch < _LANES and len(lists.left) >= _LONG * len(starts) and winners is None:
+        each = blocks(int(entries.max()), _WARPS)
+        constants |= {"blocks": each, "across": _across(batch)}
+        return _record("merge_long", types, count * each, [32, _WARPS], device, batches, **constants)
     width = min(batch, _WIDTH)
-    threads = min(THREADS, 32 * blocks(lists.tile * width, 32 * _SUMS))
+    threads = min(THREADS, 32 * blocks(int(entries.mean() * width), 32 * _SUMS))
     inner, others = (uploaded(array, device, torch.int32) for array in selecting or 2 * (lists.b_starts,))
     types += [torch.int32 if factor == winners else real for factor in "ab"]
-    count = len(lists.tiles) - 1
     constants |= {"inner": inner, "others": others, "count": count, "width": width}
     return _record("merge", types, count * blocks(batch, width), [threads], device, batches, **constants)
 

@@ -263,8 +263,8 @@ class KernelFile:
         Raises
         ------
         TypeError
-            Where a constant has no parameter of that name or does not fit it, or a parameter of fewer than 64 bits has no
-            number; where a constant stands behind what is left out.
+            Where a constant does not fit its parameter or has none, or a parameter of fewer than 64 bits has no number;
+            where a constant stands behind what is left out.
         ValueError
             As of `launch`.
         """

@@ -84,9 +84,10 @@ struct Winners<int> {
   static constexpr bool are = true;
 };
 
-// A list of pairs for each entry of C, for tiles of entries that follow each other. A tile has three numbers: where its
-// lists start, the first entry of A that they reach, and how many it may reach. Lists of bytes count from there, and in
-// B from `b_starts`, which has the place of B's row for each entry of A; others are numbers of entries.
+// A list of pairs for each entry of C, for tiles of entries that follow each other, 256 at most. A tile has four numbers:
+// its first entry, where its lists start, the first entry of A that they reach, and how many follow that they may reach.
+// Lists of bytes count from there, and in B from `b_starts`, which has the place of B's row for each entry of A; others
+// are numbers of entries.
 //
 // A block takes one of `count` tiles for up to `width` samples, up to four sums a thread at once. It holds what bytes
 // count from, and A's values where samples share them. Selecting factors multiply nothing: the left one takes the pairs
@@ -96,39 +97,40 @@ template <typename T, typename S, typename N, typename A, typename B>
 __global__ void __launch_bounds__(256, 4)
     merge(const long long* __restrict__ tiles, const N* __restrict__ starts, const S* __restrict__ left,
           const S* __restrict__ right, const int* __restrict__ b_starts, const int* __restrict__ inner,
-          const int* __restrict__ others, long long nnz, int tile, int count, int width, long long a_batch,
-          long long b_batch, long long batch, const A* __restrict__ a, const B* __restrict__ b, T* __restrict__ c) {
+          const int* __restrict__ others, int count, int width, long long a_batch, long long b_batch,
+          long long batch, const A* __restrict__ a, const B* __restrict__ b, T* __restrict__ c) {
   constexpr bool narrow = sizeof(S) == 1, left_selects = Winners<A>::are, right_selects = Winners<B>::are;
+  constexpr bool selects = left_selects || right_selects;
   // Of doubles and 64-bit pairs two sums fill as many registers.
   constexpr int held = narrow ? 256 : 1, sums = narrow || sizeof(T) == 4 ? 4 : 2;
-  SHARED(long long, head, 4);
+  SHARED(long long, head, 6);
   SHARED(unsigned int, begin, 257);
   SHARED(int, b_row, held);
-  SHARED(int, key, left_selects || right_selects ? held : 1);
+  SHARED(int, key, selects ? held : 1);
   SHARED(int, row_of, left_selects ? held : 1);
-  SHARED(T, value, held);
+  SHARED(T, value, selects ? 1 : held);
   unsigned int pass = blockIdx.x / count, number = blockIdx.x - pass * count;
-  if (threadIdx.x < 4) head[threadIdx.x] = tiles[3LL * number + threadIdx.x];
+  if (threadIdx.x < 6) head[threadIdx.x] = tiles[4LL * number + threadIdx.x];
   __syncthreads();
-  long long entry_0 = static_cast<long long>(number) * tile, sample_0 = static_cast<long long>(pass) * width;
-  int entries = static_cast<int>(min(static_cast<long long>(tile), nnz - entry_0));
+  long long entry_0 = head[0], sample_0 = static_cast<long long>(pass) * width;
+  int entries = static_cast<int>(head[4] - entry_0);
   int samples = static_cast<int>(min(static_cast<long long>(width), batch - sample_0));
-  left += head[0];
-  right += head[0];
+  left += head[1];
+  right += head[1];
   a += a_batch > 1 ? sample_0 : 0;
   b += b_batch > 1 ? sample_0 : 0;
   c += entry_0 * batch + sample_0;
   int of_a = a_batch > 1 ? -1 : 0, of_b = b_batch > 1 ? -1 : 0;
-  bool shared = narrow && a_batch == 1 && !left_selects;
+  bool shared = narrow && !selects && a_batch == 1;
   for (int i = threadIdx.x; i < entries; i += blockDim.x) begin[i] = starts[entry_0 + i];
-  if (threadIdx.x == 0) begin[entries] = static_cast<unsigned int>(head[3] - head[0]);
+  if (threadIdx.x == 0) begin[entries] = static_cast<unsigned int>(head[5] - head[1]);
   if constexpr (narrow) {
-    for (int i = threadIdx.x; i < head[2]; i += blockDim.x) {
-      long long p = head[1] + i;
+    for (int i = threadIdx.x; i < head[3]; i += blockDim.x) {
+      long long p = head[2] + i;
       if constexpr (!right_selects) b_row[i] = b_starts[p];
-      if constexpr (left_selects || right_selects) key[i] = inner[p];
+      if constexpr (selects) key[i] = inner[p];
       if constexpr (left_selects) row_of[i] = others[p];
-      if constexpr (!left_selects)
+      if constexpr (!selects)
         if (shared) value[i] = a[p];
     }
   }
@@ -162,14 +164,14 @@ __global__ void __launch_bounds__(256, 4)
 #pragma unroll
       for (int j = 0; j < sums; ++j)
         if (from[j] + step < to[j]) {
-          long long place = narrow ? head[1] + p[j] : p[j];
+          long long place = narrow ? head[2] + p[j] : p[j];
           bool taken = true;
           if constexpr (left_selects) {
             long long window = narrow ? key[p[j]] : inner[place];
             taken = a[window * a_batch + sample[j]] == (narrow ? row_of[p[j]] : others[place]);
           }
           if constexpr (right_selects) taken = (narrow ? key[p[j]] : inner[place]) == won[j];
-          x[j] = y[j] = left_selects || right_selects ? T(0) : T(1);
+          x[j] = y[j] = T(0);
           if constexpr (!left_selects)
             if (taken) x[j] = shared ? value[p[j]] : a[place * a_batch + (sample[j] & of_a)];
           if constexpr (!right_selects)
@@ -188,26 +190,24 @@ __global__ void __launch_bounds__(256, 4)
 }
 
 // The same for long lists and few samples: a warp for each entry, `across` samples side by side in it, and along the
-// list what lanes are left.
+// list what lanes are left. There are `blocks` for each tile.
 template <typename T, typename S, typename N>
 __global__ void merge_long(const long long* __restrict__ tiles, const N* __restrict__ starts,
                            const S* __restrict__ left, const S* __restrict__ right, const int* __restrict__ b_starts,
-                           long long nnz, int tile, int across, long long a_batch, long long b_batch, long long batch,
+                           int blocks, int across, long long a_batch, long long b_batch, long long batch,
                            const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ c) {
   constexpr bool narrow = sizeof(S) == 1;
-  unsigned int blocks = tile / blockDim.y, number = blockIdx.x / blocks;
-  unsigned int place = (blockIdx.x - number * blocks) * blockDim.y + threadIdx.y;
-  long long entry = static_cast<long long>(number) * tile + place;
+  unsigned int number = blockIdx.x / blocks, place = (blockIdx.x - number * blocks) * blockDim.y + threadIdx.y;
+  const long long* head = tiles + 4LL * number;
+  long long entry = head[0] + place;
   int along = threadIdx.x / across, stride = 32 / across, sample = threadIdx.x - along * across;
-  if (entry < nnz) {
-    const long long* head = tiles + 3LL * number;
-    bool last = entry + 1 == nnz || static_cast<int>(place) + 1 == tile;
-    long long end = last ? head[3] : head[0] + starts[entry + 1];
+  if (entry < head[4]) {
+    long long end = entry + 1 == head[4] ? head[5] : head[1] + starts[entry + 1];
     T sum = T(0);
     if (sample < batch)
-      for (long long at = head[0] + starts[entry] + along; at < end; at += stride) {
+      for (long long at = head[1] + starts[entry] + along; at < end; at += stride) {
         long long p = left[at], q = right[at];
-        if (narrow) p += head[1], q += b_starts[p];
+        if (narrow) p += head[2], q += b_starts[p];
         sum += a[of_sample(p, a_batch, sample)] * b[of_sample(q, b_batch, sample)];
       }
     for (int flip = 16; flip >= across; flip >>= 1) sum += __shfl_xor_sync(0xffffffffu, sum, flip);
