@@ -50,7 +50,13 @@ def products() -> None:
         operands = [values_of(one, n, torch.float32, 0).to(DEVICE) for one, n in zip((a, b), batches, strict=True)]
         plan_product(a, b).multiply(*(operand.requires_grad_() for operand in operands)).sum().backward()
     long = random_pattern(2, 90, 0.9, 3)
-    multiply(long, long.T, "merge", (1, 1), torch.float64)
+    for batch in (1, 3):
+        multiply(long, long.T, "merge", (batch, 1), torch.float64)
+    # Several tiles, and numbers of more than a byte.
+    wide = random_pattern(5, 300, 0.95, 4)
+    for batches in ((1, 1), (1, 19)):
+        multiply(random_pattern(90, 60, 0.06, 1), random_pattern(60, 70, 0.1, 2), "merge", batches, torch.float32)
+        multiply(a, wide, "merge", batches, torch.float64)
     for batch in (1, 33):
         matvec(a, values_of(a, 1, torch.float32, 0).to(DEVICE), torch.randn(5, batch).to(DEVICE))
 
