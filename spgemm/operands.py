@@ -107,7 +107,7 @@ def result(
     Errors name the result as `what`. It is of the operands' kind, and has one dimension where all operands have; `out`
     must not overlap the operands' `views`.
     """
-    tensors, shape = 0, (rows,)
+    tensors, shape = 0, tuple[int, ...]((rows,))
     for operand in operands:
         tensors += isinstance(operand, torch.Tensor)
         shape = shape if operand.ndim == 1 else (rows, batch)

@@ -114,17 +114,17 @@ def merge(
     left, right, starts = (uploaded(array, device, None) for array in (lists.left, lists.right, lists.starts))
     types = [real, left.dtype, starts.dtype]
     batch = max(batches)
-    constants = {
+    constants: dict[str, Any] = {
         "tiles": uploaded(lists.tiles, device), "starts": starts, "left": left, "right": right,
         "b_starts": uploaded(lists.b_starts, device, torch.int32),
     }  # fmt: skip
-    count, entries = len(lists.tiles) - 1, np.diff(lists.tiles[:, 0])
-    if batch < _LANES and len(lists.left) >= _LONG * len(starts) and winners is None:
-        each = blocks(int(entries.max()), _WARPS)
+    count, entries = len(lists.tiles) - 1, len(lists.starts)
+    if batch < _LANES and len(lists.left) >= _LONG * entries and winners is None:
+        each = blocks(int(np.diff(lists.tiles[:, 0]).max(initial=0)), _WARPS)
         constants |= {"blocks": each, "across": _across(batch)}
         return _record("merge_long", types, count * each, [32, _WARPS], device, batches, **constants)
     width = min(batch, _WIDTH)
-    threads = min(THREADS, 32 * blocks(int(entries.mean() * width), 32 * _SUMS))
+    threads = min(THREADS, 32 * blocks(entries * width, 32 * _SUMS * max(1, count)))
     inner, others = (uploaded(array, device, torch.int32) for array in selecting or 2 * (lists.b_starts,))
     types += [torch.int32 if factor == winners else real for factor in "ab"]
     constants |= {"inner": inner, "others": others, "count": count, "width": width}

@@ -29,7 +29,9 @@ def test_compiles_without_spills(name: str, architecture: str) -> None:
     assert set(results) == set(KERNEL_FILES[name].instances)
     for instance, resources in results.items():
         assert resources.spilled == 0, instance
-        assert 0 < resources.registers <= 255 and resources.shared <= 48 * 1024, instance
+        assert 0 < resources.registers <= (64 if name == "products.cu" else 255) and resources.shared <= 48 * 1024, (
+            instance
+        )
 
 
 def test_all_kernels_of_a_file_have_instances() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.spgemm import ProductPlan, matvec, plan_product, planned
+from jacsparse.spgemm import METHODS, ProductPlan, matvec, plan_product, planned
+from jacsparse.spgemm.plan import LAUNCHES
 from torch import nn
 
 import jacsparse
@@ -70,6 +72,37 @@ def test_general_products(
 ) -> None:
     rows, inner, columns = shape
     check(random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2), method, batches, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bound_product_is_what_multiply_computes(method: str) -> None:
+    selecting = jacsparse.chain(nn.MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
+    b = {"scale": Pattern.of(Diagonal(16)), "dense": Pattern.of(Full(16, 3)), "select": selecting}
+    a, b = random_pattern(9, 16, 0.4, 1), b.get(method, random_pattern(16, 5, 0.4, 2))
+    plan = plan_product(a, b, method=method)
+    for batches, dtype in itertools.product(((1, 1), (3, 3)), DTYPES):
+        values = [values_of(each, n, dtype, 0).to(DEVICE) for each, n in zip((a, b), batches, strict=True)]
+        if plan.selects_right:
+            windows = selecting.T
+            first = torch.from_numpy(windows.indices[windows.indptr[:-1]])
+            values[1] = first.int()[:, None].repeat(1, batches[1]).to(DEVICE)
+        out = torch.full((plan.pattern.nnz, max(batches)), float("nan"), dtype=dtype, device=DEVICE)
+        with emulated():
+            launch = plan.bind(DEVICE, dtype, batches)
+            launch(*values, out)
+            assert plan.multiply(*values).equal(out) and plan.bind(DEVICE, dtype, batches) is launch
+        torch.testing.assert_close(out.cpu(), plan.multiply(*(each.cpu() for each in values)))
+
+
+def test_a_plan_keeps_few_launches() -> None:
+    a = random_pattern(5, 5, 0.5, 1)
+    plan = plan_product(a, a)
+    with emulated():
+        for batch in range(1, 2 * LAUNCHES):
+            plan.bind(DEVICE, torch.float32, (batch, 1))
+        assert len(plan._launches) < LAUNCHES
+        empty = plan_product(random_pattern(5, 5, 0.0, 1), a, method="merge")
+        empty.bind(DEVICE)(torch.zeros(0, 1), torch.zeros(a.nnz, 1), torch.zeros(0, 1))
 
 
 #: Factors of products by lists of pairs, and whether lists are bytes.
