@@ -177,9 +177,8 @@ class Dense(Method):
             # Samples are more columns.
             torch.mm(a.view(m, k), b.view(k, -1), out=c.view(m, -1))
             return
-        factors = (matrices(a, m, k).expand(batch, m, k), matrices(b, k, n).expand(batch, k, n))
         with memory_for("a full product, the batch first", c.shape, c.dtype, c.device, batch):
-            torch.bmm(*factors, out=matrices(c, m, n))
+            matrices(c, m, n).copy_(torch.matmul(matrices(a, m, k), matrices(b, k, n)))
 
     def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
         a, b = self.product.a, self.product.b

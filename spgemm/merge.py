@@ -2,7 +2,7 @@
 
 Each entry is then a sum of its own, which suits a device with many threads; on a CPU `slots` is faster. Entries of C
 that follow each other reach few entries of A, and each of these a row of B. So a tile of entries of C counts A's from
-its first one, and B's within its row: two bytes for a multiply-add, or 8 where a factor has rows of more than 256 entries.
+its first one, and B's within its row: two bytes for a multiply-add, or 8 where a factor has rows of more than 256.
 """
 
 from __future__ import annotations

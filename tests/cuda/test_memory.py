@@ -119,10 +119,7 @@ def test_nothing_is_written_where_a_plan_does_not_fit(method: str, monkeypatch: 
 
 
 def test_full_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: Any, **__: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
-    monkeypatch.setattr(torch, "bmm", full)
+    monkeypatch.setattr(torch, "matmul", refusing(torch.matmul, 0))
     plan, out = plan_product(Pattern.of(Full(2, 3)), Pattern.of(Full(3, 2))), torch.full((4, 5), float("nan"))
     message = r"a full product, the batch first: 80 bytes \(4 × 5 of torch.float32\)"
     with emulated(), pytest.raises(torch.OutOfMemoryError, match=message):
