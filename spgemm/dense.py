@@ -14,7 +14,7 @@ from ..patterns import Full
 from ..runtime import frozen, inlined, kernel, memory_for, row_starts, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width, write_sum_of_rows
-from .methods import Launch, Method, Product
+from .methods import BoundProduct, Method, Product
 from .operands import flat, matrices
 
 #: What is known of a row of the right factor while a product is computed.
@@ -180,7 +180,7 @@ class Dense(Method):
         with memory_for("a full product, the batch first", c.shape, c.dtype, c.device, batch):
             matrices(c, m, n).copy_(torch.matmul(matrices(a, m, k), matrices(b, k, n)))
 
-    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         a, b = self.product.a, self.product.b
         if self.full_a and self.full_b:
             return self._multiply_full

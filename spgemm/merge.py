@@ -14,7 +14,7 @@ import torch
 
 from ..runtime import frozen, index_dtype, inlined, kernel, run_rows
 from . import products_cuda
-from .methods import Launch, Method, Product
+from .methods import BoundProduct, Method, Product
 from .operands import flat
 
 #: Entries of a tile at most, and what bytes count: the kernel holds as many entries of A.
@@ -192,5 +192,5 @@ class Merge(Method):
         work = np.ascontiguousarray(self.lists.tiles[:, 1])
         run_rows(_multiply, work, *self.lists, *flat(a, b, c), lanes=c.shape[1])
 
-    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         return products_cuda.merge(self.lists, device, dtype, batches)

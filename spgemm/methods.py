@@ -20,7 +20,7 @@ from ..patterns import Pattern
 from .symbolic import row_work
 
 #: A product of values on a device: called with those of both factors and of the product, it checks nothing.
-Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+BoundProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 class Product:
@@ -73,7 +73,7 @@ class Method(ABC):
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         """The numeric phase: write all of `c`, which is not empty."""
 
-    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         """The numeric phase on a CUDA device, for factors with these batches: writes all of `c`, which is not empty."""
         raise ValueError(f"the method {self.name} has no kernels for CUDA devices; plan with another method")
 

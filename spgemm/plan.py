@@ -12,7 +12,7 @@ import torch
 from ..patterns import Diagonal, Full, Pattern, pattern_figure
 from ..runtime import a_type, active_backend, announced_where_long, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
-from .methods import METHODS, Launch, Method, Product
+from .methods import METHODS, BoundProduct, Method, Product
 from .operands import result, same_batch, same_device, view
 from .plan_cache import PLAN_CACHE
 from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
@@ -49,7 +49,7 @@ class ProductPlan:
         self.flop = 2 * product.multiply_adds
         self.method = method.name
         self._product, self._method, self._limit = product, method(product), limit
-        self._launches: dict[Any, Launch] = {}
+        self._launches: dict[Any, BoundProduct] = {}
         self.nbytes = method.index_nbytes(product)
         self.selects_left = self._method.winners == "a"
         self.selects_right = self._method.winners == "b"
@@ -122,7 +122,7 @@ class ProductPlan:
 
     def bind(
         self, device: torch.device | str, dtype: torch.dtype = torch.float32, batches: tuple[int, int] = (1, 1)
-    ) -> Launch:
+    ) -> BoundProduct:
         """The product on a CUDA device as a launch: all that does not change from call to call is done here.
 
         `multiply` makes it where it is missing, which a captured graph cannot.
@@ -147,12 +147,15 @@ class ProductPlan:
         ValueError
             Where the method has no kernels for CUDA devices.
         """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         key = (active_backend(), device, dtype, batches)
         launch = self._launches.get(key)
         if launch is None:
             if len(self._launches) == LAUNCHES:
                 self._launches.clear()
-            launch = self._launches[key] = self._device_method.bind(torch.device(device), dtype, batches)
+            launch = self._launches[key] = self._device_method.bind(device, dtype, batches)
         return launch
 
     @functools.cached_property

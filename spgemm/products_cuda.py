@@ -18,7 +18,7 @@ from ..runtime import INDEX, REAL, THREADS, KernelFile, blocks, c_type, index_ty
 
 if TYPE_CHECKING:
     from .merge import Lists
-    from .methods import Launch, Product
+    from .methods import BoundProduct, Product
 
 _PLAIN = (
     "scale_rows", "scale_columns", "rowwise", "at_entries", "sparse_full", "full_sparse", "matvec", "matvec_lanes",
@@ -75,7 +75,7 @@ def _record(
     device: torch.device,
     batches: tuple[int, int],
     **constants: Any,
-) -> Launch:
+) -> BoundProduct:
     """The launch of an instance for element types of values and arrays, on values with these batches."""
     instance = f"{kernel}<{', '.join(map(c_type, types))}>"
     constants |= {"a_batch": batches[0], "b_batch": batches[1], "batch": max(batches)}
@@ -87,7 +87,9 @@ def _across(batch: int) -> int:
     return min(32, 1 << (batch - 1).bit_length())
 
 
-def scale(other: Pattern, left: bool, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> Launch:
+def scale(
+    other: Pattern, left: bool, device: torch.device, real: torch.dtype, batches: tuple[int, int]
+) -> BoundProduct:
     """Scale the rows of a matrix by a diagonal on its left, or its columns by one on its right."""
     types = [real, _index(other)]
     indptr, indices = _arrays(device, types[1], other)
@@ -105,7 +107,7 @@ def merge(
     batches: tuple[int, int],
     selecting: tuple[np.ndarray, np.ndarray] | None = None,
     winners: str | None = None,
-) -> Launch:
+) -> BoundProduct:
     """Sum the lists of pairs.
 
     Where the values of a factor are `winners`, ``a`` or ``b``, `selecting` has the columns of A's entries, and the rows
@@ -131,7 +133,7 @@ def merge(
     return _record("merge", types, count * blocks(batch, width), [threads], device, batches, **constants)
 
 
-def rowwise(product: Product, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> Launch:
+def rowwise(product: Product, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
     """Sum rows of C at places that are searched."""
     types, names = [real, _index(product.a, product.b, product.c)], ("a", "b", "c")
     arrays = _arrays(device, types[1], product.a, product.b, product.c)
@@ -144,7 +146,7 @@ def rowwise(product: Product, device: torch.device, real: torch.dtype, batches: 
 
 def sparse_full(
     a: Pattern, columns: int, c_indptr: np.ndarray, device: torch.device, real: torch.dtype, batches: tuple[int, int]
-) -> Launch:
+) -> BoundProduct:
     """A sparse matrix times a full one."""
     types, rows = [real, _index(a)], a.shape[0]
     indptr, indices = _arrays(device, types[1], a)
@@ -160,7 +162,7 @@ def full_sparse(
     device: torch.device,
     real: torch.dtype,
     batches: tuple[int, int],
-) -> Launch:
+) -> BoundProduct:
     """A full matrix times a sparse one; `columns` has the starts, rows and places of the entries of its columns."""
     types, count = [real, index_type(*columns)], len(columns[0]) - 1
     starts, row_of, place = (uploaded(array, device, types[1]) for array in columns)

@@ -11,7 +11,7 @@ import torch
 from ..runtime import kernel, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width
-from .methods import Launch, Method, Product
+from .methods import BoundProduct, Method, Product
 from .operands import flat
 
 
@@ -84,5 +84,5 @@ class Rowwise(Method):
         else:
             run_rows(_multiply, self.work, *indices, *pattern, *flat(a, b, c), lanes=c.shape[1])
 
-    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         return products_cuda.rowwise(self.product, device, dtype, batches)

@@ -20,7 +20,7 @@ from ..runtime import frozen, kernel, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width
 from .merge import Lists, Merge
-from .methods import Launch, Method, Product
+from .methods import BoundProduct, Method, Product
 from .operands import flat
 
 
@@ -208,7 +208,7 @@ class Select(Slots):
             columns = self.product.b.indices
             run_rows(_select_right, self.work, *self.indices, columns, *flat_a, b, c.reshape(-1), batch, lanes=batch)
 
-    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> Launch:
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         product, lists = self.product, self._lists
         selecting = product.a.indices, product.a.rows if self.left else product.c.indices
         return products_cuda.merge(lists, device, dtype, batches, selecting, self.winners)
