@@ -36,21 +36,9 @@ def _count_pairs(first, last, a_indptr, a_indices, b_indptr, b_indices, columns,
 
 @kernel
 def _list_pairs(
-    first,
-    last,
-    a_indptr,
-    a_indices,
-    b_indptr,
-    b_indices,
-    columns,
-    c_indptr,
-    c_indices,
-    starts,
-    narrow,
-    tiles,
-    left,
-    right,
-):
+    first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices, starts, narrow, tiles,
+    left, right,
+):  # fmt: skip
     following, origin = np.empty(columns, np.int64), np.empty(columns, np.int64)
     number = np.searchsorted(tiles[:, 0], np.int64(c_indptr[first]), side="right") - 1
     for row in range(first, last):
