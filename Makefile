@@ -18,7 +18,7 @@ CPU_BUILDS ?= https://download.pytorch.org/whl/cpu
 SSE42 := +sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+cx16,+sahf
 AVX2 := $(SSE42),+avx,+avx2,+bmi,+bmi2,+f16c,+fma,+lzcnt,+movbe
 # The tests whose numbers kernels make; derivatives of values come from the same kernels.
-NUMERIC := tests/patterns/test_operators.py $(patsubst %,tests/spgemm/test_%.py,methods sparse_jacobian stencil sums) \
+NUMERIC := tests/patterns/test_operators.py $(patsubst %,tests/spgemm/test_%.py,methods sparse_jacobian sums) \
 	tests/stages/test_order.py tests/jacobians/test_jacobian.py tests/codegen/test_codegen.py \
 	tests/recurrence/test_linear_recurrence.py $(patsubst %,tests/sparse/test_%.py,layers sparsify sums)
 

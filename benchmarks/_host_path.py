@@ -1,16 +1,21 @@
-"""Counts and times what calls of recurrent layers cost the host, in a process of its own, on the made-up GPU."""
+"""Counts and times what calls cost the host, of recurrent layers and of products, in a process of its own."""
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
+import scipy.sparse
 import torch
+from jacsparse.patterns import Diagonal, Full, Pattern
+from jacsparse.spgemm import plan_product
+from torch.nn import MaxPool2d
 
-from jacsparse import nn
+from jacsparse import chain, nn
 
 from ._calls import Call
 from ._context import Context
@@ -28,8 +33,8 @@ EMPTY = "a Function that computes nothing"
 def main() -> None:
     """Print a line of JSON when ready, and one for each that is read: what a case's calls cost, and how long they take.
 
-    Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: the layer's kind,
-    its inputs, steps, samples, and whether calls are timed.
+    Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: a layer's kind,
+    its inputs, steps, samples, and whether calls are timed; or a method of products, and samples.
     """
     hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -37,9 +42,14 @@ def main() -> None:
     with made_up_gpu() as launched:
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
-            kind, features, time, batch, timed = json.loads(line)
+            case, answer = json.loads(line), dict[str, Any](counts=[], times={})
+            if len(case) == 2:
+                for part, call in _products(*case):
+                    answer["counts"].append({"part": part, **asdict(host_work(call, launched))})
+                print(json.dumps(answer), flush=True)
+                continue
+            kind, features, time, batch, timed = case
             x = torch.randn(time, batch, features)
-            answer: dict[str, Any] = {"counts": [], "times": {}}
             for name, options in LAYERS.items():
                 layer = getattr(nn, kind)(features, hidden, **options)
                 for part, call in _calls(layer, x):
@@ -68,6 +78,32 @@ def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:
         last = layer(inputs[0] if part == WITH_INPUT else x)[1]
         last = last[0] if isinstance(last, tuple) else last
         yield part, _gradients(last, inputs, torch.ones_like(last))
+
+
+def _products(method: str, batch: int) -> Iterator[tuple[str, Call]]:
+    """Products by a method: what the factors are, and the call."""
+
+    def sparse(rows: int, columns: int) -> Pattern:
+        return Pattern.from_scipy(scipy.sparse.random(rows, columns, 0.3, "csr", random_state=0))
+
+    pooling = chain(MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
+    factors = {
+        "scale": {"rows": (Pattern.of(Diagonal(9)), sparse(9, 7)), "columns": (sparse(7, 9), Pattern.of(Diagonal(9)))},
+        "dense": {
+            "a full right factor": (sparse(7, 9), Pattern.of(Full(9, 5))),
+            "a full left factor": (Pattern.of(Full(5, 9)), sparse(9, 7)),
+            "full factors": (Pattern.of(Full(5, 9)), Pattern.of(Full(9, 7))),
+        },
+        "select": {"rows": (pooling, sparse(4, 7)), "columns": (sparse(7, 16), pooling)},
+    }
+    for name, (a, b) in factors.get(method, {"": (sparse(7, 9), sparse(9, 8))}).items():
+        plan = plan_product(a, b, method=method)
+        # A full left factor that all samples share is one matrix; windows select row 0.
+        values = [torch.randn(a.nnz, 1 if method == "dense" else batch), torch.randn(b.nnz, batch)]
+        for number, selects in enumerate((plan.selects_left, plan.selects_right)):
+            if selects:
+                values[number] = torch.zeros(pooling.shape[1], batch, dtype=torch.int32)
+        yield name, functools.partial(plan.multiply, *values)
 
 
 def _gradients(result: torch.Tensor, inputs: list[torch.Tensor], gradient: torch.Tensor) -> Call:

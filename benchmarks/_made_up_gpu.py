@@ -87,6 +87,7 @@ def made_up_gpu() -> Iterator[Callable[[], int]]:
             (torch._C, "_cuda_getCurrentRawStream"): [7].__getitem__,
             (torch._C, "_cuda_getDevice"): (0).conjugate,
             (torch.cuda, "current_device"): lambda: 0,
+            (torch._C, "_cuda_isCurrentStreamCapturing"): (0).__bool__,
             (torch.cuda, "is_current_stream_capturing"): _is_current_stream_capturing,
         }
         before = {key: getattr(*key, None) for key in answers}

@@ -1,4 +1,4 @@
-"""The host's part of recurrent layers' calls on a GPU, on one that is made up: nodes, functions called, and time."""
+"""The host's part of calls on a GPU, on one that is made up: nodes, functions called, and time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from ._rows import Comparison, Group, Row, reason, values_of, where
 #: The most steps of a pass in one launch, and the most nodes of each part up to there and beyond.
 _ONE_LAUNCH = 2000
 _NODES = {FORWARD: (2, 2), BACKWARD: (3, 6), WITH_INPUT: (4, 6)}
-#: The most functions of Python's, and the longest time over that of a Function that computes nothing.
+#: The most functions of Python's that a product takes, and its nodes.
+_PRODUCT, _PRODUCT_NODES = 20, 1
+#: The most functions of Python's of a layer's parts, and the longest time over that of a Function without work.
 _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
 #: Turns of each function, many short ones: what else the machine does takes both alike.
@@ -50,9 +52,11 @@ class HostPath(Experiment):
     times: tuple[int, ...] = (10, 1000, 30_000)
     batches: tuple[int, ...] = (1, 16)
     hidden: int = 20
+    #: Methods of products.
+    methods: tuple[str, ...] = ("merge", "slots", "rowwise", "scale", "dense", "select")
 
     name = "host_path"
-    title = "What a call of a recurrent layer costs the host, beside a made-up GPU"
+    title = "What a call of a recurrent layer or a product costs the host, beside a made-up GPU"
     source = "no paper: no GPU is faster than it is called"
 
     def run(self, context: Context) -> list[Row]:
@@ -74,6 +78,11 @@ class HostPath(Experiment):
                         _add_counts(group, answer["counts"], {"kind": kind, "time": time, "batch": batch})
                         _add_times(group, answer["times"], {"kind": kind, "time": time, "batch": batch})
                     rows += group.rows()
+            for method in self.methods:
+                group = Group(f"Products by {method}")
+                for batch in self.batches:
+                    _add_products(group, program.answer(json.dumps([method, batch]))["counts"], method, batch)
+                rows += group.rows()
         return rows
 
     def picture(self, rows: Sequence[Row]) -> Picture:
@@ -135,6 +144,17 @@ def _add_counts(group: Group, counts: Iterable[dict[str, Any]], case: dict[str, 
         else:
             limits = Comparison("nodes", nodes[layer, part], at_most=_NODES[part][beyond])
             group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PYTHON[part])))
+
+
+def _add_products(group: Group, counts: Iterable[dict[str, Any]], method: str, batch: int) -> None:
+    """Rows of a product's nodes and functions."""
+    for each in counts:
+        label, nodes = ", ".join(filter(None, (each["part"], f"B = {batch}"))), each["launches"] + each["kernels"]
+        note = f"{each['python']} functions of Python's, {each['c']} of C's, {each['operators']} operators"
+        data = {"method": method, "batch": batch, "nodes": nodes, "python": each["python"]}
+        row = group.value(label, nodes, "nodes", note=note, data=data)
+        limits = Comparison("nodes", nodes, at_most=_PRODUCT_NODES)
+        group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PRODUCT)))
 
 
 def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from jacsparse.spgemm import Stencil
 from torch import nn
 
 import jacsparse
@@ -20,11 +19,12 @@ from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
 from ._context import Context
 from ._experiment import Experiment
 from ._figures import Picture, times_picture
-from ._peers import GOALS, MKL_REUSE, PEERS, Peer
+from ._peers import GOALS, PEERS, Peer
 from ._rows import Group, Row, reason
 from ._workloads import pruned_vgg11
 
-METHODS = ("slots", "rowwise", "merge")
+#: On each device, what `auto` takes for two sparse factors first; `slots` has no kernel for GPUs.
+METHODS = {"cpu": ("slots", "rowwise", "merge"), "cuda": ("merge", "rowwise")}
 #: The allowed difference relative to the product's largest entry, as peers add in another order.
 TOLERANCE = 1e-5
 # Seconds before each turn, until no peer's threads spin any more.
@@ -60,11 +60,6 @@ class Spgemm(Experiment):
         names = [f"J{stage + 1}ᵀ" for stage in self.factors]
         left, right = (matrices[stage] for stage in self.factors)
         rows = _one_product(left, right, f"{' · '.join(names)}, two convolutions", self.batch, context)
-        between = range(self.factors[0] + 1, self.factors[1])
-        if context.device == "cpu" and len(between) == 1:
-            named = f"{names[0]} · J{between[0] + 1}ᵀ · {names[1]}"
-            group = f"Two convolutions and a diagonal between them, {named}"
-            rows += _stencil_rows(left, matrices[between[0]], right, group, self.batch, context)
         jacobians = {len(stages) - number: matrix for number, matrix in enumerate(matrices)}
         winners = {
             len(stages) - number: None if winner is None else winner.to(context.place)
@@ -94,8 +89,9 @@ class Spgemm(Experiment):
 
 def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch: int, context: Context) -> list[Row]:
     a, b, rows, modes = left.pattern, right.pattern, Group(group), MODES[context.device]
-    plans = {method: plan_product(a, b, method=method) for method in METHODS}
-    plan, values = plans["slots"], (left.values, right.values)
+    methods = METHODS[context.device]
+    plans = {method: plan_product(a, b, method=method) for method in methods}
+    plan, values = plans[methods[0]], (left.values, right.values)
     (m, k), n = a.shape, b.shape[1]
     note = f"{m:,} × {k:,} × {n:,}; {a.nnz:,} and {b.nnz:,} entries in, {plan.pattern.nnz:,} out"
     rows.value("multiply-adds", plan.flop // 2, "count", note=note)
@@ -107,13 +103,13 @@ def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch:
     out = left.values.new_empty((plan.pattern.nnz, 1))
     calls = {f"multiply, {method}": _multiplication(plan, *values, out) for method, plan in plans.items()}
     capturable = {*calls, *(label for label, peer in peers.items() if peer.capturable)}
-    ours = {method: {mode: labelled(f"multiply, {method}", mode) for mode in modes} for method in METHODS}
+    ours = {method: {mode: labelled(f"multiply, {method}", mode) for mode in modes} for method in methods}
     floors = {
         label: context.limits.floor(_moved(plan, values, 1), plan.flop)
         for method, plan in plans.items()
         for label in ours[method].values()
     }
-    rows.in_turns(context, {f"plan, {each}": _planning(a, b, each) for each in METHODS}, seconds=context.seconds / 2)
+    rows.in_turns(context, {f"plan, {each}": _planning(a, b, each) for each in methods}, seconds=context.seconds / 2)
     calls |= {label: peer.multiply for label, peer in peers.items()}
     in_modes, pause = _in_modes(calls, capturable, context.device), _PAUSE if context.device == "cpu" else 0.0
     roles = {label: "ours" if label in floors else "peer" for label in in_modes}
@@ -177,7 +173,8 @@ def _add_batches(
     context: Context,
 ) -> None:
     """Add the product for several samples at once, by all methods; times are for one sample."""
-    product = plans["slots"].pattern
+    methods = METHODS[context.device]
+    product = plans[methods[0]].pattern
     problem = _too_large(4 * batch * (left.pattern.nnz + right.pattern.nnz + product.nnz), context.device)
     if problem:
         for method in plans:
@@ -194,50 +191,7 @@ def _add_batches(
     rows.in_turns(context, calls, per=batch, floor=floors)
     for method, label in zip(plans, by_label, strict=True):
         single = labelled(f"multiply, {method}", MODES[context.device][0])
-        rows.compare("batch 1 / this", single, label, at_least=1.0 if method == "slots" else None)
-
-
-def _stencil_rows(
-    left: SparseJacobian, diagonal: SparseJacobian, right: SparseJacobian, group: str, batch: int, context: Context
-) -> list[Row]:
-    """Rows of ``left · diagonal · right`` by a stencil, by slots and by MKL; a batch's times are for one sample."""
-    if Stencil.obstacle(left.pattern, right.pattern):
-        return []
-    stencil = Stencil(left.pattern, right.pattern)
-    scale = plan_product(left.pattern, diagonal.pattern)
-    slots = plan_product(scale.pattern, right.pattern, method="slots")
-    rows = Group(group)
-    for samples in (1, batch):
-        labels = [f"{name}, batch {samples}" for name in ("stencil", "scale and slots")]
-        problem = _too_large(4 * (samples * slots.pattern.nnz + stencil.size(samples)), "cpu")
-        if problem:
-            for label in labels:
-                rows.missing(label, problem)
-            continue
-        d = diagonal.values.repeat(1, samples)
-        scaled, product = (d.new_empty((plan.pattern.nnz, samples)) for plan in (scale, slots))
-        grids = d.new_empty(stencil.size(samples))
-
-        def by_slots(d: Any = d, scaled: Any = scaled, product: Any = product) -> object:
-            return slots.multiply(scale.multiply(left.values, d, out=scaled), right.values, out=product)
-
-        def by_stencil(d: Any = d, grids: Any = grids) -> object:
-            return stencil.multiply(left.values, d, right.values, out=grids)
-
-        calls: dict[str, Call] = dict(zip(labels, (by_stencil, by_slots), strict=True))
-        if samples == 1:
-            by_slots()
-            factor, expected = (
-                plan.pattern.to_scipy(values[:, 0].numpy()) for plan, values in ((scale, scaled), (slots, product))
-            )
-            if peer := _checked(rows, MKL_REUSE, factor, right.to_scipy(), expected, context):
-                calls[MKL_REUSE] = peer.multiply
-        pause = _PAUSE if MKL_REUSE in calls else 0.0
-        rows.in_turns(context, calls, pause=pause, per=samples, role={MKL_REUSE: "peer"})
-        goals = {labels[1]: 2.5, MKL_REUSE: 8.0} if samples == 1 else {}
-        for label in [*calls][1:]:
-            rows.compare(f"{label.split(',')[0]} / stencil", label, labels[0], at_least=goals.get(label))
-    return rows.rows()
+        rows.compare("batch 1 / this", single, label, at_least=1.0 if method == methods[0] else None)
 
 
 def _add_step(

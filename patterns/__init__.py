@@ -13,7 +13,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     reduction,
 )
 from .coloring import compressed_values, row_colors
-from .convolution import Convolution, ShiftedDiagonals, input_gradients
+from .convolution import Convolution, input_gradients
 from .drawing import pattern_figure, picture
 from .engine import gradient_of, gradients_of, holds_numbers, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
@@ -56,7 +56,6 @@ __all__ = [
     "Pattern",
     "Pooling",
     "Rule",
-    "ShiftedDiagonals",
     "Sliding",
     "Sources",
     "Structure",

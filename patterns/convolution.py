@@ -25,7 +25,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,23 +63,6 @@ def _meet_shifted(first, last, source, start, indptr, shift, occupied, pairs):
         for place in range(len(template)):
             total += occupied[template[place] + offset]
         pairs[row] = total
-
-
-class ShiftedDiagonals(NamedTuple):
-    """A convolution's Jacobian as shifted diagonals, one for each weight: their sum.
-
-    They are sorted by row channel, column channel and shift.
-    """
-
-    row_channels: np.ndarray
-    column_channels: np.ndarray
-    #: What leads from a row's position to its column's, for each axis: ``(diagonals, axes)``.
-    shifts: np.ndarray
-    #: An entry of each; all others have its value.
-    entries: np.ndarray
-    #: Positions of rows and of columns along each axis.
-    row_sizes: tuple[int, ...]
-    column_sizes: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -294,32 +277,6 @@ class Convolution(Structure):
         template = take(weight, self._gather)
         # Where no two rows are alike, the templates are the rows.
         return template if len(template) == self.nnz else repeated(template, self._templates[1], self._indptr)
-
-    @functools.cached_property
-    def diagonals(self) -> ShiftedDiagonals | None:
-        """The shifted diagonals that have entries; None where a stride is not 1, or there are no axes."""
-        if not self.axes or any(axis.stride != 1 for axis in self.axes):
-            return None
-        starts, column, tap, weight = self._cells
-        row = np.repeat(np.arange(self._row_channels), np.diff(starts))
-        windows, sizes = (tuple(getattr(axis, name) for axis in self.axes) for name in ("windows", "size"))
-        places = np.unravel_index(tap, tuple(axis.kernel for axis in self.axes))
-        shifts = [place * axis.dilation - axis.before for place, axis in zip(places, self.axes, strict=True)]
-        # Numbers as values tell which weight each entry has.
-        numbers = self.values(torch.arange(math.prod(self.weight_shape), dtype=torch.float64, device="cpu"))[
-            :, 0
-        ].numpy()
-        entries = np.full(math.prod(self.weight_shape), -1)
-        entries[numbers.astype(np.int64)] = np.arange(self.nnz)
-        filled = entries[weight] >= 0
-        sign = -1 if self.transposed else 1
-        return ShiftedDiagonals(
-            row[filled],
-            column[filled],
-            sign * np.stack(shifts, axis=1)[filled],
-            entries[weight[filled]],
-            *((sizes, windows) if self.transposed else (windows, sizes)),
-        )
 
     def describe(self) -> Mapping[str, Any]:
         return {

@@ -11,7 +11,6 @@ from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
 from .sparse_jacobian import SparseJacobian, unchecked_jacobian
-from .stencil import Stencil
 from .strips import StripProduct
 from .sums import SumPlan, plan_sum, sum_pattern
 from .symbolic import PACKED, meeting, multiply_adds, product_meeting, product_pattern
@@ -27,7 +26,6 @@ __all__ = [
     "ProductPlan",
     "RowGroups",
     "SparseJacobian",
-    "Stencil",
     "StripProduct",
     "SumPlan",
     "check_limit",

@@ -14,7 +14,7 @@ from ..patterns import Full
 from ..runtime import frozen, inlined, kernel, memory_for, row_starts, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width, write_sum_of_rows
-from .methods import Method, Product
+from .methods import BoundProduct, Method, Product
 from .operands import flat, matrices
 
 #: What is known of a row of the right factor while a product is computed.
@@ -172,17 +172,21 @@ class Dense(Method):
             run_rows(_full_sparse, work, inner, self.columns, right.indptr, self.place, *flat(a, b, c), lanes=batch)
 
     def _multiply_full(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        product = torch.matmul(matrices(a, *self.product.a.shape), matrices(b, *self.product.b.shape))
-        c.reshape(*self.product.c.shape, c.shape[1]).copy_(product.movedim(0, 2))
+        (m, k), (_, n), batch = self.product.a.shape, self.product.b.shape, c.shape[1]
+        if a.shape[1] == 1:
+            # Samples are more columns.
+            torch.mm(a.view(m, k), b.view(k, -1), out=c.view(m, -1))
+            return
+        with memory_for("a full product, the batch first", c.shape, c.dtype, c.device, batch):
+            matrices(c, m, n).copy_(torch.matmul(matrices(a, m, k), matrices(b, k, n)))
 
-    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+        a, b = self.product.a, self.product.b
         if self.full_a and self.full_b:
-            with memory_for("a full product, the batch first", c.shape, c.dtype, c.device, c.shape[1]):
-                self._multiply_full(a, b, c)
-        elif self.full_b:
-            products_cuda.sparse_full(self.product.a, self.product.b.shape[1], self.c_indptr, a, b, c)
-        else:
-            products_cuda.full_sparse(self.product.a.shape[1], self._columns_of_b, a, b, c)
+            return self._multiply_full
+        if self.full_b:
+            return products_cuda.sparse_full(a, b.shape[1], self.c_indptr, device, dtype, batches)
+        return products_cuda.full_sparse(a.shape, self._columns_of_b, device, dtype, batches)
 
     @functools.cached_property
     def _columns_of_b(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -169,4 +169,7 @@ def graph_operands(out: Any, **operands: Any) -> list[torch.Tensor]:
 
 def wants_gradient(*operands: Any) -> bool:
     """Whether a product of these operands belongs in autograd's graph."""
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in operands)
+    for operand in operands:
+        if isinstance(operand, torch.Tensor) and operand.requires_grad:
+            return torch.is_grad_enabled()
+    return False

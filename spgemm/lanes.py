@@ -7,84 +7,24 @@ multiply-add: every batch, and every method, rounds alike.
 
 from __future__ import annotations
 
-from typing import Any
-
-from ..codegen import WIDE, Emitter, Memory, Value, Variable, emitted
+from ..codegen import WIDE, Value, Variable, emitted
 from ..runtime import inlined
 
 #: How many samples blocks have.
 _SAMPLES = (16, 4, 1)
 
 
-def _write_sums(
-    e: Emitter, c: Memory, at_c: Value, c_step: Any, values: Memory, starts: Memory, first: Value, last: Value,
-    b: Memory, at_b: Value, b_step: Any, past_caches: Value | bool, lines: int, lanes: int,
-) -> None:  # fmt: skip
-    """``c[at_c + i * c_step + l] = Σ_t values[t] * b[starts[t] + at_b + i * b_step + l]`` for each line ``i``.
-
-    The sums, over terms ``t`` from `first` to `last` in order, stay in registers.
-    """
-    sums = [Variable(e.value(0.0, b.element).spread(lanes)) for _ in range(lines)]
-    with e.each(first, last) as term:
-        value, place = values[term].spread(lanes), starts.index(term) + at_b
-        for total in sums:
-            total.value += value * b[place, lanes]
-            place = place + b_step
-    for past in e.either(past_caches):
-        place = at_c
-        for total in sums:
-            if past:
-                c.store_past_caches(place, total.value)
-            else:
-                c[place] = total.value
-            place = place + c_step
-
-
 @emitted()
 def write_sum_of_rows(e, c, at_c, columns, values, starts, first, last, b, at_b):
     """``c[at_c + q] = Σ_t values[t] * b[starts[t] + at_b + q]`` for each ``q`` of `columns` elements.
 
-    The sum is over terms from `first` to `last`.
+    The sum is over terms from `first` to `last`, in order, and stays in a register.
     """
     for q, lanes in e.blocks(columns, WIDE):
-        _write_sums(e, c, at_c + q, 0, values, starts, first, last, b, at_b + q, 0, False, 1, lanes)
-
-
-@emitted()
-def write_sums_of_lines(e, c, at_c, lines, size, values, starts, first, last, b, at_b, step, past_caches):
-    """``c[at_c + i * size + q] = Σ_t values[t] * b[starts[t] + at_b + i * step + q]``, for each ``i`` of `lines`.
-
-    The sum is over terms from `first` to `last`, and ``q`` goes through a line's elements, a multiple of 8 or 4. Where
-    `past_caches`, memory is written without reading it into caches first: `c` begins at a multiple of 64 bytes, `at_c`
-    and `size` are multiples of 8, and `finish_writes` has to follow.
-    """
-
-    def write(line: Any, count: int, q: Any, lanes: int) -> None:
-        to, source = at_c + line * size + q, at_b + line * step + q
-        past = past_caches if lanes >= 8 else False
-        _write_sums(e, c, to, size, values, starts, first, last, b, source, step, past, count, lanes)
-
-    for is_wide in e.either(size >= 32):
-        if is_wide:
-            with e.each(0, lines) as line:
-                for q, lanes in e.blocks(size, WIDE[:4]):
-                    write(line, 1, q, lanes)
-            continue
-        with e.each(0, size & -8, 8) as q:
-            # Several lines side by side, to read weights once.
-            whole = lines & -8
-            with e.each(0, whole, 8) as line:
-                write(line, 8, q, 8)
-            for count in e.cases(lines & 7, range(8)):
-                write(whole, count, q, 8)
-        with e.when(size < 8), e.each(0, lines) as line:
-            write(line, 1, 0, 4)
-
-
-@emitted()
-def finish_writes(e):
-    """Make what was written past the caches visible to other threads."""
-    e.builder.fence("seq_cst")
+        total = Variable(e.value(0.0, b.element).spread(lanes))
+        with e.each(first, last) as term:
+            total.value += values[term].spread(lanes) * b[starts.index(term) + at_b + q, lanes]
+        c[at_c + q] = total.value
 
 
 @emitted()

@@ -10,6 +10,7 @@ full factors the order is BLAS's.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -17,6 +18,9 @@ import torch
 
 from ..patterns import Pattern
 from .symbolic import row_work
+
+#: A product of values on a device: called with those of both factors and of the product, it checks nothing.
+BoundProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
 
 class Product:
@@ -46,7 +50,7 @@ class Method(ABC):
     name: ClassVar[str]
     #: Whether ``auto`` tries it, in the order of `METHODS`.
     automatic: ClassVar[bool] = False
-    #: The name of the method that ``auto`` takes in its place on CUDA devices, where that one's index arrays fit.
+    #: The name of the method that multiplies in its place on CUDA devices, where that one's index arrays fit.
     device_substitute: ClassVar[str | None] = None
     #: Whether one factor is passed as winners, which are row numbers; `winners` names that factor.
     selects: ClassVar[bool] = False
@@ -69,8 +73,8 @@ class Method(ABC):
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         """The numeric phase: write all of `c`, which is not empty."""
 
-    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        """The numeric phase on a CUDA device."""
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+        """The numeric phase on a CUDA device, for factors with these batches: writes all of `c`, which is not empty."""
         raise ValueError(f"the method {self.name} has no kernels for CUDA devices; plan with another method")
 
     @property

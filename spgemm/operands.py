@@ -46,7 +46,8 @@ def _memory(name: str, values: Any) -> Any:
         return values
     if not isinstance(values, torch.Tensor):
         raise TypeError(f"{name} is {a_type(values)}; expected a NumPy array or a PyTorch tensor")
-    check_tensor_itself(name, values, _OUTSIDE)
+    if torch._C._functorch.is_functorch_wrapped_tensor(values):  # type: ignore[attr-defined]
+        check_outside_transforms(name, values)
     if values.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name} is on {values.device}; this runs on CPUs and CUDA: move it with {name}.cpu()")
     if values.layout != torch.strided:
@@ -66,7 +67,8 @@ def same_device(left_name: str, left: Any, right_name: str, right: Any) -> None:
 
 def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     """The batch of two operands on one device; an operand with a batch of 1 is shared by all samples."""
-    same_device(left_name, left, right_name, right)
+    if type(left) is not type(right) or getattr(left, "device", None) != getattr(right, "device", None):
+        same_device(left_name, left, right_name, right)
     if left.dtype != right.dtype:
         raise TypeError(f"{left_name} is {left.dtype} and {right_name} is {right.dtype}; convert one of them")
     a, b = left.shape[1], right.shape[1]
@@ -105,28 +107,31 @@ def result(
     Errors name the result as `what`. It is of the operands' kind, and has one dimension where all operands have; `out`
     must not overlap the operands' `views`.
     """
-    tensors = [isinstance(operand, torch.Tensor) for operand in operands]
-    if any(tensors) and not all(tensors):
+    tensors, shape = 0, tuple[int, ...]((rows,))
+    for operand in operands:
+        tensors += isinstance(operand, torch.Tensor)
+        shape = shape if operand.ndim == 1 else (rows, batch)
+    if tensors not in (0, len(operands)):
         raise TypeError("the operands mix NumPy arrays and PyTorch tensors; convert one of them")
-    shape = (rows,) if all(operand.ndim == 1 for operand in operands) else (rows, batch)
     if out is None:
         if isinstance(like, torch.Tensor):
             tensor = allocated(what, shape, like.dtype, like.device, batch)
             return tensor, tensor.reshape(rows, batch)
         array = MEMORY_POOL.empty(shape, like.dtype)
-        return torch.from_numpy(array) if all(tensors) else array, array.reshape(rows, batch)
+        return torch.from_numpy(array) if tensors else array, array.reshape(rows, batch)
     if isinstance(out, torch.Tensor) and out.requires_grad:
         raise ValueError("out requires grad, but it is only written to; pass out.detach()")
     array = _memory("out", out)
-    same_device("out", array, "the operands", like)
-    if isinstance(out, torch.Tensor) != all(tensors):
+    if getattr(array, "device", None) != getattr(like, "device", None):
+        same_device("out", array, "the operands", like)
+    if isinstance(out, torch.Tensor) != bool(tensors):
         raise TypeError(f"out is {a_type(out)}, but the operands are not; pass one of their kind")
     if array.dtype != like.dtype or tuple(array.shape) != shape or not _is_plain(array):
         raise ValueError(
             f"out has shape {tuple(array.shape)}, dtype {array.dtype}; expected a writable, contiguous one of {shape}, "
             f"{like.dtype}"
         )
-    if any(_overlap(array, each) for each in views):
+    if _overlaps(array, views):
         raise ValueError("out overlaps an operand; pass memory of its own")
     return out, array.reshape(rows, batch)
 
@@ -138,13 +143,16 @@ def _is_plain(array: Any) -> bool:
     return bool(array.is_contiguous())
 
 
-def _overlap(one: Any, other: Any) -> bool:
-    if isinstance(one, np.ndarray):
-        return np.shares_memory(one, other)
-    (begin, end), (other_begin, other_end) = (
-        (tensor.data_ptr(), tensor.data_ptr() + tensor.numel() * tensor.element_size()) for tensor in (one, other)
-    )
-    return bool(max(begin, other_begin) < min(end, other_end))
+def _overlaps(array: Any, others: Sequence[Any]) -> bool:
+    """Whether an array or tensor shares memory with others."""
+    if isinstance(array, np.ndarray):
+        return any(np.shares_memory(array, other) for other in others)
+    begin = array.data_ptr()
+    for other in others:
+        other_begin = other.data_ptr()
+        if begin < other_begin + other.nbytes and other_begin < begin + array.nbytes:
+            return True
+    return False
 
 
 def flat(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> tuple[Any, ...]:

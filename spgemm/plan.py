@@ -10,15 +10,17 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern, pattern_figure
-from ..runtime import a_type, announced_where_long, read_archive, uncompiled, write_archive
+from ..runtime import a_type, active_backend, announced_where_long, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
-from .methods import METHODS, Method, Product
+from .methods import METHODS, BoundProduct, Method, Product
 from .operands import result, same_batch, same_device, view
 from .plan_cache import PLAN_CACHE
 from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
 
 #: The bytes that a function may use at once where its `memory_limit` is left out.
 MEMORY_LIMIT = 2**30
+#: Launches that a plan keeps, for devices, dtypes and batches.
+LAUNCHES = 16
 
 
 class ProductPlan:
@@ -34,20 +36,20 @@ class ProductPlan:
         The pattern of the product.
     flop : int
         Floating-point operations of the product: 2 for each pair of stored entries that meets.
-    method, device_method : str
-        The names of the methods that multiply on the CPU and on CUDA devices.
+    method : str
+        The name of the method that multiplies on the CPU.
     nbytes : int
         Bytes of the index arrays for the CPU, without those of the three patterns.
     selects_left, selects_right : bool
         Whether the values of the left or right factor are winners, for the method ``select``.
     """
 
-    def __init__(self, product: Product, method: type[Method], device_method: type[Method]) -> None:
+    def __init__(self, product: Product, method: type[Method], limit: int) -> None:
         self.a, self.b, self.pattern = product.a, product.b, product.c
         self.flop = 2 * product.multiply_adds
         self.method = method.name
-        self.device_method = device_method.name
-        self._product, self._method = product, method(product)
+        self._product, self._method, self._limit = product, method(product), limit
+        self._launches: dict[Any, BoundProduct] = {}
         self.nbytes = method.index_nbytes(product)
         self.selects_left = self._method.winners == "a"
         self.selects_right = self._method.winners == "b"
@@ -102,11 +104,10 @@ class ProductPlan:
                     "the method select moves values without a graph; plan with another method for gradients"
                 )
             return differentiable_product(self._form, out, a_values=a_values, b_values=b_values)
-        left = self._view("a_values", a_values, self.a, self.selects_left)
-        right = self._view("b_values", b_values, self.b, self.selects_right)
         if self.selects_left or self.selects_right:
-            batch, like = self._selected_batch(left, right)
+            left, right, batch, like = self._selected(a_values, b_values)
         else:
+            left, right = view("a_values", a_values, self.a.nnz), view("b_values", b_values, self.b.nnz)
             batch, like = same_batch("a_values", left, "b_values", right), left
         (m, n), nnz = self.pattern.shape, self.pattern.nnz
         what, operands = f"values of a {m:,} × {n:,} product", (a_values, b_values)
@@ -114,10 +115,57 @@ class ProductPlan:
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):
-            self._device_method.multiply_on_device(left, right, c)
+            self.bind(c.device, c.dtype, (left.shape[1], right.shape[1]))(left, right, c)
         else:
             self._method.multiply(left, right, c)
         return returned
+
+    def bind(
+        self, device: torch.device | str, dtype: torch.dtype = torch.float32, batches: tuple[int, int] = (1, 1)
+    ) -> BoundProduct:
+        """The product on a CUDA device as a launch: all that does not change from call to call is done here.
+
+        `multiply` makes it where it is missing, which a captured graph cannot.
+
+        Parameters
+        ----------
+        device : torch.device or str
+            The device.
+        dtype : torch.dtype
+            The values' dtype, float32 or float64.
+        batches : tuple of int
+            The batches of the factors' values.
+
+        Returns
+        -------
+        callable
+            Takes contiguous tensors ``(entries, batch)`` of the values of both factors and of the product, and writes
+            the last; it checks nothing. The method ``select`` takes winners as `multiply` does.
+
+        Raises
+        ------
+        ValueError
+            Where the method has no kernels for CUDA devices.
+        """
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        key = (active_backend(), device, dtype, batches)
+        launch = self._launches.get(key)
+        if launch is None:
+            if len(self._launches) == LAUNCHES:
+                self._launches.clear()
+            launch = self._launches[key] = self._device_method.bind(device, dtype, batches)
+        return launch
+
+    @functools.cached_property
+    def device_method(self) -> str:
+        """The name of the method that multiplies on CUDA devices."""
+        substitute = METHODS[self.method].device_substitute
+        if substitute is None:
+            return self.method
+        # Where its index arrays do not fit, what needs none.
+        return substitute if METHODS[substitute].index_nbytes(self._product) <= self._limit else "rowwise"
 
     @functools.cached_property
     def _device_method(self) -> Method:
@@ -127,22 +175,22 @@ class ProductPlan:
     def _form(self) -> ProductForm:
         return ProductForm(self)
 
-    def _view(self, name: str, values: Any, pattern: Pattern, selects: bool) -> Any:
-        if not selects:
-            return view(name, values, pattern.nnz)
+    def _selected(self, a_values: Any, b_values: Any) -> tuple[Any, Any, int, Any]:
+        """The views of both operands, one of which are winners; the batch, and the one with the result's dtype."""
+        operands = [("a_values", a_values, self.a), ("b_values", b_values, self.b)]
+        selecting, other = operands if self.selects_left else operands[::-1]
         try:
-            return view(name, values, pattern.shape[1], "windows", (np.dtype(np.int32),))
+            winners = view(*selecting[:2], selecting[2].shape[1], "windows", (np.dtype(np.int32),))
         except (TypeError, ValueError) as error:
             raise type(error)(
                 f"{error}: the method select takes winners; for ordinary values, plan with another method"
             ) from None
-
-    def _selected_batch(self, left: Any, right: Any) -> tuple[int, Any]:
+        values = view(*other[:2], other[2].nnz)
+        left, right = (winners, values) if self.selects_left else (values, winners)
         same_device("a_values", left, "b_values", right)
-        winners, values = (left, right) if self.selects_left else (right, left)
         if values.shape[1] not in (1, winners.shape[1]):
             raise ValueError(f"the winners have a batch of {winners.shape[1]} and the values one of {values.shape[1]}")
-        return winners.shape[1], values
+        return left, right, winners.shape[1], values
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to an ``.npz`` file (no pickle): its factors' patterns and its method.
@@ -173,9 +221,7 @@ class ProductPlan:
         try:
             if method not in METHODS:
                 raise ValueError(f"method is {method!r}")
-            # What `auto` chooses multiplies on CUDA devices by what suits them.
-            plan = plan_product(*factors)
-            return plan if plan.method == method else plan_product(*factors, method=method)
+            return plan_product(*factors, method=method)
         except (TypeError, ValueError, OverflowError, MemoryError) as error:
             raise ValueError(f"{path}: no valid product plan: {error}") from error
 
@@ -216,9 +262,9 @@ def plan_product(
         factor is full), ``slots`` (stores a place in C's row for each multiply-add: the fastest), ``merge`` (stores a
         list of pairs for each entry of C), ``rowwise`` (stores nothing for each multiply-add), or ``auto``: the first
         of scale, dense, slots and rowwise that applies and fits into `memory_limit`. On CUDA devices, merge takes the
-        place of the last two where it fits: a thread for each entry is several times as fast there.
+        place of slots where it fits, and rowwise elsewhere: threads share entries there, not rows.
     memory_limit : int, optional
-        Bytes of index arrays that ``auto`` may use beside those of the patterns; 1 GiB by default.
+        Bytes of index arrays that ``auto`` and CUDA devices may use beside those of the patterns; 1 GiB by default.
     winners : bool
         Whether the values of a selecting factor will be its winners: ``auto`` then tries select first.
     cache : bool
@@ -269,7 +315,7 @@ def planned(
         obstacle = chosen.obstacle(product)
         if obstacle:
             raise ValueError(f"method {method!r} does not apply: {obstacle}")
-        return ProductPlan(product, chosen, _for_devices(product, limit, chosen) if method == "auto" else chosen)
+        return ProductPlan(product, chosen, limit)
 
     if closed or not cache:
         # A diagonal or full factor gives the product's pattern at once, so that even a key would cost more.
@@ -291,13 +337,6 @@ def check_limit(memory_limit: int | None) -> int:
     if not isinstance(memory_limit, int) or isinstance(memory_limit, bool) or memory_limit < 0:
         raise ValueError(f"memory_limit is {memory_limit!r}; expected a number of bytes of at least 0, or None")
     return memory_limit
-
-
-def _for_devices(product: Product, limit: int, method: type[Method]) -> type[Method]:
-    """What multiplies on CUDA devices in a method's place: lists of pairs for each entry of C, where they fit."""
-    if method.device_substitute is None or METHODS[method.device_substitute].index_nbytes(product) > limit:
-        return method
-    return METHODS[method.device_substitute]
 
 
 def _best(product: Product, limit: int, winners: bool) -> type[Method]:

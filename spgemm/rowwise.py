@@ -5,15 +5,13 @@ Each thread sums a row of `C` in an array over all columns, then gathers the row
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import numpy as np
 import torch
 
 from ..runtime import kernel, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width
-from .methods import Method, Product
+from .methods import BoundProduct, Method, Product
 from .operands import flat
 
 
@@ -68,7 +66,6 @@ class Rowwise(Method):
 
     name = "rowwise"
     automatic = True
-    device_substitute: ClassVar[str | None] = "merge"
 
     @classmethod
     def index_nbytes(cls, product: Product) -> int:
@@ -77,7 +74,6 @@ class Rowwise(Method):
     def __init__(self, product: Product) -> None:
         self.product = product
         self.work = product.work
-        self.kernels_on_device = products_cuda.RowKernels(product, None)
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         left, right, product = self.product.a, self.product.b, self.product.c
@@ -88,5 +84,5 @@ class Rowwise(Method):
         else:
             run_rows(_multiply, self.work, *indices, *pattern, *flat(a, b, c), lanes=c.shape[1])
 
-    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        self.kernels_on_device.multiply(a, b, c)
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+        return products_cuda.rowwise(self.product, device, dtype, batches)

@@ -11,7 +11,7 @@ import torch
 from ..patterns import Diagonal, Full, Pattern
 from ..runtime import SIMD, kernel, run_rows, unsigned
 from . import products_cuda
-from .methods import Method, Product
+from .methods import BoundProduct, Method, Product
 
 
 @kernel
@@ -83,12 +83,10 @@ class Scale(Method):
             # Elements of the diagonal are looked up one by one.
             run_rows(scale, self.other.nnz, indices, *arrays, lanes=SIMD * batch)
 
-    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        diagonal, values = (a, b) if self.left else (b, a)
-        if isinstance(self.other.structure, Full):
-            self._scale_full(diagonal, values, c)
-        else:
-            products_cuda.scale(self.other, self.left, diagonal, values, c)
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+        if not isinstance(self.other.structure, Full):
+            return products_cuda.scale(self.other, self.left, device, dtype, batches)
+        return self._scale_full if self.left else lambda a, b, c: self._scale_full(b, a, c)
 
     def _scale_full(self, diagonal: torch.Tensor, values: torch.Tensor, c: torch.Tensor) -> None:
         """Scale a full matrix without its indices."""

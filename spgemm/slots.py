@@ -9,6 +9,7 @@ Lower bound: 2 bytes of slot, one load, multiply, add and store for each multipl
 
 from __future__ import annotations
 
+import functools
 from typing import ClassVar
 
 import numpy as np
@@ -18,7 +19,8 @@ from ..patterns import Pooling
 from ..runtime import frozen, kernel, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width
-from .methods import Method, Product
+from .merge import Lists, Merge
+from .methods import BoundProduct, Method, Product
 from .operands import flat
 
 
@@ -110,7 +112,6 @@ class Slots(Method):
         run_rows(_find_slots, self.work, self.work, *factors, c.indptr, c.indices, slot)
         self.slot = frozen(slot)
         self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
-        self.kernels_on_device = products_cuda.RowKernels(product, self.slot)
         self._one_entry_rows = bool((b.structure.row_counts() == 1).all())
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
@@ -124,9 +125,6 @@ class Slots(Method):
             run_rows(_multiply_one_entry_rows, self.work, *indices, *one)
         else:
             run_rows(_multiply_one, self.work, *self.indices, *one)
-
-    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        self.kernels_on_device.multiply(a, b, c)
 
 
 @kernel
@@ -210,8 +208,12 @@ class Select(Slots):
             columns = self.product.b.indices
             run_rows(_select_right, self.work, *self.indices, columns, *flat_a, b, c.reshape(-1), batch, lanes=batch)
 
-    def multiply_on_device(self, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> None:
-        if self.left:
-            products_cuda.select_left(self.product, self.slot, a, b, c)
-        else:
-            products_cuda.select_right(self.product, a, b, c)
+    def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+        product, lists = self.product, self._lists
+        selecting = product.a.indices, product.a.rows if self.left else product.c.indices
+        return products_cuda.merge(lists, device, dtype, batches, selecting, self.winners)
+
+    @functools.cached_property
+    def _lists(self) -> Lists:
+        """On a device the pairs of each entry tell which may be selected."""
+        return Merge(self.product).lists

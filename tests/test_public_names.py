@@ -26,7 +26,7 @@ INTERNAL = {
         compose interconnect_of ranks_of""",
     "models": "Progress SOUNDS progress_bar",
     "patterns": """
-        CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE ShiftedDiagonals any_nonzero_at
+        CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE any_nonzero_at
         are_values_registered batch_last compressed_values gathered gradient_of gradients_of holds_numbers
         input_gradients is_pointwise pattern_figure picture requiring_gradient row_colors rows_at rule_for rule_of""",
     "recurrence": """

@@ -28,7 +28,6 @@ from .machine_code import MachineCode
 from .printer import Printer, constant
 from .rows import (
     WIDE,
-    add_products,
     any_nonzero,
     copy_elements,
     copy_row,
@@ -66,7 +65,6 @@ __all__ = [
     "UnreadableWriteError",
     "Value",
     "Variable",
-    "add_products",
     "any_nonzero",
     "call",
     "constant",

@@ -158,11 +158,6 @@ class Memory:
         """An integer as one of 64 bits."""
         return self[place].to(INT64, signed=self._signed)
 
-    def store_past_caches(self, place: Any, value: Value) -> None:
-        """Store a vector at a multiple of eight elements' bytes, without reading memory into caches first."""
-        stored = self.emitter.store(value, self._pointer(place, value.lanes), 8 * _alignment(value.type))
-        stored.set_metadata("nontemporal", self.emitter.builder.module.add_metadata([INT32(1)]))
-
 
 class Emitter:
     """Writes LLVM's instructions.
@@ -234,10 +229,8 @@ class Emitter:
         loaded.align = _alignment(loaded.type)
         return Value(self, loaded)
 
-    def store(self, value: Value, pointer: Any, alignment: int = 0) -> Any:
-        stored = self.builder.store(value.register, pointer)
-        stored.align = alignment or _alignment(value.type)
-        return stored
+    def store(self, value: Value, pointer: Any) -> None:
+        self.builder.store(value.register, pointer).align = _alignment(value.type)
 
     def lanes_of(self, numbers: Sequence[Any], element: Any) -> Value:
         """A vector of known numbers."""

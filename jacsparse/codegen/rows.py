@@ -38,15 +38,6 @@ def scale(e: Emitter, c: Memory, at_c: Value, b: Memory, at_b: Value, count: Val
         c[at_c + q, lanes] *= factor.spread(lanes)
 
 
-@emitted()
-def add_products(
-    e: Emitter, y: Memory, at_y: Value, a: Memory, at_a: Value, b: Memory, at_b: Value, count: Value
-) -> None:
-    """``y[at_y + q] += a[at_a + q] * b[at_b + q]`` for each ``q`` of `count` elements."""
-    for q, lanes in e.blocks(count, WIDE):
-        y[at_y + q, lanes] += a[at_a + q, lanes] * b[at_b + q, lanes]
-
-
 @emitted(returns="b")
 def dot(e: Emitter, a: Memory, at_a: Value, b: Memory, at_b: Value, count: Value) -> Value:
     """``Σ_q a[at_a + q] * b[at_b + q]`` in the dtype of `b`: sums of lanes side by side, added in a fixed order."""

@@ -97,8 +97,8 @@ of itself, compiled kernels on disk, and copies on devices.
 patterns and plans are copied at their first use (`uploaded`), which the capture of a CUDA graph refuses; those of a
 `Compressed` when it is made; those of symmetric parts, of entries that are mended, of writes and of rules without
 kernels of their own in each call; those of `differentiable` in each backward pass. Products are
-`Method.multiply_on_device`, all samples at once and without strips; `merge`, where its lists fit, takes the place of
-slots and rowwise there (`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda` in
+launches that `Method.bind` makes once, all samples at once and without strips; `merge`, where its lists fit, takes the
+place of slots there (`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda` in
 `patterns`). `on_device` is true of a device's tensors and of those that a test's backend emulates, ``Tensor.is_cuda``
 of the former alone. Each call waits for the device where it compares elements, or looks whether all are finite.
 """

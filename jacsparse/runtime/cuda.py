@@ -108,7 +108,10 @@ class Backend(Protocol):
         """Run one kernel."""
 
     def record(self, launch: Launch) -> Callable[..., None]:
-        """A launch that is called with what its arguments of None are: tensors, None, or integers of 64 bits."""
+        """A launch that is called with what its arguments of None are: tensors, None, or integers of 64 bits.
+
+        It holds its tensors, which live until what it queued or captured is done.
+        """
 
 
 _KERNEL = re.compile(
@@ -222,17 +225,7 @@ class KernelFile:
         parameters = self.parameters[instance]
         if len(arguments) != len(parameters):
             raise TypeError(f"{instance} takes {len(parameters)} arguments, not {len(arguments)}")
-        checked = []
-        for (name, pointer, kind), value in zip(parameters, arguments, strict=True):
-            if not pointer:
-                checked.append(kind(value))
-            elif value is None or (value.dtype is kind and value.is_contiguous()):
-                checked.append(value)
-            else:
-                raise TypeError(
-                    f"{instance}: {name} points to {c_type(kind)}, and the tensor is of {value.dtype}, strides "
-                    f"{value.stride()}"
-                )
+        checked = [_checked(instance, *pair) for pair in zip(parameters, arguments, strict=True)]
         if 0 in grid:
             return
         launch = Launch(self, instance, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], checked, shared, device)
@@ -249,7 +242,7 @@ class KernelFile:
         *,
         device: torch.device,
         shared: int = 0,
-        **scalars: Any,
+        **constants: Any,
     ) -> Callable[..., None]:
         """A launch that is made once: a call with what changes costs a microsecond or two, and checks nothing.
 
@@ -257,8 +250,8 @@ class KernelFile:
         ----------
         instance, grid, block, device, shared
             As of `launch`.
-        **scalars
-            What stays: numbers, by the names of the kernel's parameters.
+        **constants
+            What stays: numbers and tensors, by the names of the kernel's parameters.
 
         Returns
         -------
@@ -270,26 +263,40 @@ class KernelFile:
         Raises
         ------
         TypeError
-            Where a number has no parameter of that name, or a parameter of fewer than 64 bits no number; where a number
-            stands behind what is left out.
+            Where a constant does not fit its parameter or has none, or a parameter of fewer than 64 bits has no number;
+            where a constant stands behind what is left out.
         ValueError
             As of `launch`.
         """
         _check_sizes(instance, grid, block)
         parameters, arguments = self.parameters[instance], []
-        for name, pointer, kind in parameters:
-            scalar = None if pointer else scalars.pop(name, None)
-            if scalar is None and not pointer and kind is not np.int64:
-                raise TypeError(f"{instance} takes a number {name}, and a record leaves out those of 64 bits alone")
-            arguments.append(None if scalar is None else kind(scalar))
-        if scalars:
-            raise TypeError(f"{instance} takes no number {', '.join(scalars)}")
+        for parameter in parameters:
+            constant = constants.pop(parameter.name, None)
+            if constant is None and not parameter.pointer and parameter.type is not np.int64:
+                raise TypeError(
+                    f"{instance} takes a number {parameter.name}, and a record leaves out those of 64 bits alone"
+                )
+            arguments.append(None if constant is None else _checked(instance, parameter, constant))
+        if constants:
+            raise TypeError(f"{instance} takes no constant {', '.join(constants)}")
         left_out = [argument is None for argument in arguments]
         if left_out != sorted(left_out) or not any(left_out):
             raise TypeError(f"{instance}: what a record leaves out must be the last parameters, and one at least")
         if 0 in grid:
             return _nothing
         return _backend.record(Launch(self, instance, (*grid, 1, 1)[:3], (*block, 1, 1)[:3], arguments, shared, device))
+
+
+def _checked(instance: str, parameter: Parameter, value: Any) -> Any:
+    """An argument as its parameter takes it."""
+    name, pointer, kind = parameter
+    if not pointer:
+        return kind(value)
+    is_tensor = isinstance(value, torch.Tensor)
+    if value is None or (is_tensor and value.dtype is kind and value.is_contiguous()):
+        return value
+    actual = f"the tensor is of {value.dtype}, strides {value.stride()}" if is_tensor else f"{value!r} is no tensor"
+    raise TypeError(f"{instance}: {name} points to {c_type(kind)}, and {actual}")
 
 
 def _check_sizes(instance: str, grid: Sequence[int], block: Sequence[int]) -> None:

@@ -40,21 +40,30 @@ def memory_for(
     try:
         yield
     except torch.OutOfMemoryError as error:
-        sizes = " × ".join(f"{size:,}" for size in shape)
-        smaller = ["a smaller batch"] if batch > 1 else []
-        smaller += ["float32"] if dtype == torch.float64 else []
-        raise torch.OutOfMemoryError(
-            f"{what}: {math.prod(shape) * dtype.itemsize:,} bytes ({sizes} of {dtype}) do not fit on {device}; try "
-            f"{' or '.join((*smaller, 'the CPU'))}"
-        ) from error
+        raise _out_of_memory(what, shape, dtype, device, batch) from error
+
+
+def _out_of_memory(
+    what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: int
+) -> torch.OutOfMemoryError:
+    sizes = " × ".join(f"{size:,}" for size in shape)
+    smaller = ["a smaller batch"] if batch > 1 else []
+    smaller += ["float32"] if dtype == torch.float64 else []
+    return torch.OutOfMemoryError(
+        f"{what}: {math.prod(shape) * dtype.itemsize:,} bytes ({sizes} of {dtype}) do not fit on {device}; try "
+        f"{' or '.join((*smaller, 'the CPU'))}"
+    )
 
 
 def allocated(
     what: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, batch: int = 1
 ) -> torch.Tensor:
     """An uninitialised tensor on a device; parameters and errors as of `memory_for`."""
-    with memory_for(what, shape, dtype, device, batch):
+    # As `memory_for`, which takes longer to enter than small results take to compute.
+    try:
         return torch.empty(shape, dtype=dtype, device=device)
+    except torch.OutOfMemoryError as error:
+        raise _out_of_memory(what, shape, dtype, device, batch) from error
 
 
 _uploads: dict[tuple[int, torch.device, torch.dtype | None], torch.Tensor] = {}
@@ -95,7 +104,7 @@ def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None 
         upload.made_on = _stream_on(device)  # type: ignore[attr-defined]
         _uploads[key] = upload
         weakref.finalize(array, _uploads.pop, key, None)
-    _extend_life(upload)
+    extend_lives([upload])
     return upload
 
 
@@ -110,15 +119,18 @@ def fresh_uploads() -> Iterator[None]:
         _uploads = before
 
 
-def _extend_life(tensor: torch.Tensor) -> None:
-    """Let an upload outlive its array where queued work reads it: work of another stream, or of a captured graph."""
-    made_on = getattr(tensor, "made_on", None)
-    if made_on is None:
-        return
-    if _capturing(tensor.device):
-        _captured[id(tensor)] = tensor
-    elif _stream_on(tensor.device) != made_on:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+def extend_lives(tensors: Sequence[torch.Tensor]) -> None:
+    """Let uploads to one device outlive their arrays where queued work reads them: another stream's or a graph's."""
+    device = tensors[0].device
+    capturing, stream = _capturing(device), _stream_on(device)
+    for tensor in tensors:
+        made_on = getattr(tensor, "made_on", None)
+        if made_on is None:
+            continue
+        if capturing:
+            _captured[id(tensor)] = tensor
+        elif stream != made_on:
+            tensor.record_stream(torch.cuda.current_stream(device))
 
 
 def _capturing(device: torch.device) -> bool:

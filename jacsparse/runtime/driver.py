@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from . import interception
+from .device_memory import extend_lives
 
 #: CUDA's `CUlaunchConfig`: grid, block and bytes of dynamic shared memory; the stream; a list of no attributes.
 _CONFIGURATION = struct.Struct("<7I4xQQI4x")
@@ -104,15 +105,21 @@ class DriverKernel:
         """
         cells = _Cells(_CONFIGURATION.pack(*sizes, 0, 0, 0), self._arguments.pack(*map(_plain, arguments)))
         run, begin, end = self.run, arguments.index(None), len(arguments)
+        tensors, streams, device = [each for each in arguments if isinstance(each, torch.Tensor)], set(), self.device
+        places = range(begin, end)
 
         def launch(*values: Any) -> None:
             if interception.active is not None:
                 interception.active(functools.partial(self.launch, sizes, [*arguments[:begin], *values]))
                 return
-            # A slice of other length than its values is an error.
-            cells.arguments[begin:end] = [
-                0 if each is None else each if each.__class__ is int else each.data_ptr() for each in values
-            ]
+            if tensors:
+                stream = torch._C._cuda_getCurrentRawStream(device)
+                if stream not in streams or torch._C._cuda_isCurrentStreamCapturing():
+                    extend_lives(tensors)
+                    streams.add(stream)
+            own = cells.arguments
+            for place, each in zip(places, values, strict=True):
+                own[place] = 0 if each is None else each if each.__class__ is int else each.data_ptr()
             run(cells)
 
         return launch

@@ -15,6 +15,7 @@ import scipy.sparse
 import torch
 import torch.distributed as dist
 from jacsparse.models import BitstreamRNN, TrainSettings, bitstreams, default_settings
+from jacsparse.spgemm import METHODS
 from torch import nn
 from torch.nn.utils import prune
 
@@ -232,6 +233,13 @@ def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
         assert all(each.met for each in row.comparisons), (row.group, row.label, row.comparisons)
     timed = [row for row in rows if row.label.startswith("host time")]
     assert len(timed) == 12 and not any(row.not_measured for row in timed)
+
+
+def test_a_product_s_call_is_one_node(context: Context) -> None:
+    rows = HostPath(kinds=()).run(context)
+    assert {row.data["method"] for row in rows} == set(METHODS) and len(rows) == 20
+    for row in rows:
+        assert row.data["nodes"] == 1 and all(each.met for each in row.comparisons), (row.group, row.label, row.note)
 
 
 def test_without_a_c_compiler_no_host_is_measured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,12 @@ _SANITIZED = {
     "": ("-O2",),
     "address": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     "thread": ("-O1", "-g1", "-fsanitize=thread"),
-}
+    # Loads and stores call what `traffic.cpp` has.
+    "traffic": (
+        "-O2", "-fsanitize=kernel-address",
+        *(f"--param=asan-{name}=0" for name in ("instrumentation-with-call-threshold", "stack", "globals")),
+    ),
+}  # fmt: skip
 
 
 #: Enough to show what depends on one: ascending, descending, and two shuffles.
@@ -40,16 +45,18 @@ class KernelError(RuntimeError):
 
 
 @functools.cache
-def _library(name: str, code: str, sanitizer: str) -> Path:
+def library(name: str, code: str, sanitizer: str) -> Path:
     """A shared library of kernels."""
-    flags = (*_SANITIZED[sanitizer], f"-I{HERE}", "-shared")
-    return _built(f"{name}-{sanitizer or 'plain'}", ".so", code, flags, (_runtime(),))
+    flags, objects = (*_SANITIZED[sanitizer], f"-I{HERE}", "-shared"), [_object("fibers")]
+    if sanitizer == "traffic":
+        objects.append(_object("traffic"))
+    return _built(f"{name}-{sanitizer or 'plain'}", ".so", code, flags, objects)
 
 
 @functools.cache
-def _runtime() -> Path:
-    """The object file of the fibers, which is not instrumented: it tells sanitizers of fibers itself."""
-    return _built("fibers", ".o", (HERE / "fibers.cpp").read_text(encoding="utf-8"), ("-O2", f"-I{HERE}", "-c"))
+def _object(name: str) -> Path:
+    """An object file that is not instrumented: fibers tell sanitizers of themselves."""
+    return _built(name, ".o", (HERE / f"{name}.cpp").read_text(encoding="utf-8"), ("-O2", f"-I{HERE}", "-c"))
 
 
 def _built(name: str, suffix: str, code: str, flags: Sequence[str], objects: Sequence[Path] = ()) -> Path:
@@ -110,15 +117,17 @@ def generated(source: str, instances: Sequence[str]) -> str:
 @functools.cache
 def compiled(name: str, source: str, instances: tuple[str, ...]) -> dict[str, Any]:
     """Functions ``(arguments, grid, block, shared)``, by instance."""
-    path = _library(name, generated(source, instances), os.environ.get("FIBER_SANITIZER", ""))
-    library, actual = ctypes.CDLL(str(path)), {}
-    for number, instance in enumerate(instances):
-        function = getattr(library, f"launch_{number}")
-        sizes = ctypes.POINTER(ctypes.c_uint)
-        function.argtypes = (ctypes.POINTER(ctypes.c_void_p), sizes, sizes, ctypes.c_size_t)
-        function.restype = ctypes.c_char_p
-        actual[instance] = function
-    return actual
+    path = library(name, generated(source, instances), os.environ.get("FIBER_SANITIZER", ""))
+    loaded = ctypes.CDLL(str(path))
+    return {instance: declare(getattr(loaded, f"launch_{number}")) for number, instance in enumerate(instances)}
+
+
+def declare(launcher: Any) -> Any:
+    """A library's launcher, with the types of its arguments."""
+    sizes = ctypes.POINTER(ctypes.c_uint)
+    launcher.argtypes = (ctypes.POINTER(ctypes.c_void_p), sizes, sizes, ctypes.c_size_t)
+    launcher.restype = ctypes.c_char_p
+    return launcher
 
 
 def call(function: Any, grid: Sequence[int], block: Sequence[int], arguments: Sequence[Any], shared: int = 0) -> None:

@@ -42,7 +42,7 @@ def values() -> None:
 def products() -> None:
     a, b = random_pattern(7, 5, 0.4, 1), random_pattern(5, 9, 0.4, 2)
     diagonal, full = Pattern.of(Diagonal(5)), Pattern.of(Full(5, 3))
-    cases = [(a, b, method) for method in ("merge", "slots", "rowwise")]
+    cases = [(a, b, method) for method in ("merge", "rowwise")]
     cases += [(a, diagonal, "scale"), (diagonal, b, "scale"), (a, full, "dense"), (Pattern.of(Full(3, 5)), b, "dense")]
     for case, batches in itertools.product(cases, ((1, 1), (2, 1), (1, 33))):
         multiply(*case, batches, torch.float32)
@@ -50,7 +50,13 @@ def products() -> None:
         operands = [values_of(one, n, torch.float32, 0).to(DEVICE) for one, n in zip((a, b), batches, strict=True)]
         plan_product(a, b).multiply(*(operand.requires_grad_() for operand in operands)).sum().backward()
     long = random_pattern(2, 90, 0.9, 3)
-    multiply(long, long.T, "merge", (1, 1), torch.float64)
+    for batch in (1, 3):
+        multiply(long, long.T, "merge", (batch, 1), torch.float64)
+    # Several tiles, and numbers of more than a byte.
+    wide = random_pattern(5, 300, 0.95, 4)
+    for batches in ((1, 1), (1, 19)):
+        multiply(random_pattern(90, 60, 0.06, 1), random_pattern(60, 70, 0.1, 2), "merge", batches, torch.float32)
+        multiply(a, wide, "merge", batches, torch.float64)
     for batch in (1, 33):
         matvec(a, values_of(a, 1, torch.float32, 0).to(DEVICE), torch.randn(5, batch).to(DEVICE))
 
@@ -127,13 +133,13 @@ def long_products() -> None:
     for (rows, inner, columns), dtype in itertools.product(shapes, (torch.float32, torch.float64)):
         a, b = random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2)
         diagonal = Pattern.of(Diagonal(inner))
-        cases = [(a, b, method) for method in ("merge", "slots", "rowwise")]
+        cases = [(a, b, method) for method in ("merge", "rowwise")]
         cases += [(a, diagonal, "scale"), (diagonal, b, "scale"), (a, Pattern.of(Full(inner, 3)), "dense")]
         cases += [(Pattern.of(Full(3, inner)), b, "dense")]
         for case, batches in itertools.product(cases, ((1, 1), (3, 3), (33, 1), (1, 70))):
             multiply(*case, batches, dtype)
     wide = random_pattern(3, 14_000, 0.95, 3)
-    for method in ("slots", "rowwise"):
+    for method in ("merge", "rowwise"):
         multiply(random_pattern(2, 3, 1.0, 4), wide, method, (1, 1), torch.float32)
 
 

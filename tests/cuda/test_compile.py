@@ -27,9 +27,10 @@ LONG = ("linear.cu", *(f"{cell}{kind}.cu" for cell in CELLS for kind in ("", "_l
 def test_compiles_without_spills(name: str, architecture: str) -> None:
     results = _nvrtc.compile_file(KERNEL_FILES[name], architecture)
     assert set(results) == set(KERNEL_FILES[name].instances)
+    most = 64 if name == "products.cu" else 255
     for instance, resources in results.items():
         assert resources.spilled == 0, instance
-        assert 0 < resources.registers <= 255 and resources.shared <= 48 * 1024, instance
+        assert 0 < resources.registers <= most and resources.shared <= 48 * 1024, instance
 
 
 def test_all_kernels_of_a_file_have_instances() -> None:

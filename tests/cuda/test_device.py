@@ -88,7 +88,7 @@ def linear(form: str, schedule: str) -> Work:
 
 PRODUCTS: dict[str, Callable[[], Work]] = {
     f"{method}, batch {batch}": lambda method=method, batch=batch: product(method, batch)
-    for method, batch in itertools.product(("merge", "slots", "rowwise"), (1, 33))
+    for method, batch in itertools.product(("merge", "rowwise"), (1, 33))
 } | {f"vectors, batch {batch}": lambda batch=batch: vectors(batch) for batch in (1, 33)}
 LAYERS: dict[str, Callable[[], Work]] = {
     f"{kind}, {schedule}": lambda kind=kind, schedule=schedule: layer(kind, schedule)

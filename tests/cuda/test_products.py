@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import types
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.spgemm import ProductPlan, matvec, plan_product, planned
+from jacsparse.spgemm import METHODS, ProductPlan, matvec, plan_product, planned
+from jacsparse.spgemm.plan import LAUNCHES
 from torch import nn
 
 import jacsparse
@@ -47,11 +49,12 @@ def check(a: Pattern, b: Pattern, method: str, batches: tuple[int, int], dtype: 
     assert np.abs(actual - expected).max(initial=0) <= 50 * torch.finfo(dtype).eps * scale
 
 
-def test_auto_multiplies_by_lists_of_pairs_where_they_fit(tmp_path: Path) -> None:
+def test_slots_multiply_by_lists_of_pairs_where_they_fit(tmp_path: Path) -> None:
     a, b = random_pattern(7, 5, 0.4, 1), random_pattern(5, 9, 0.4, 2)
-    plan, least, slots = plan_product(a, b), plan_product(a, b, memory_limit=0), plan_product(a, b, method="slots")
+    plan, least = plan_product(a, b), plan_product(a, b, memory_limit=0)
+    slots = plan_product(a, b, method="slots", memory_limit=0)
     assert [(each.method, each.device_method) for each in (plan, least, slots)] == [
-        ("slots", "merge"), ("rowwise", "rowwise"), ("slots", "slots"),
+        ("slots", "merge"), ("rowwise", "rowwise"), ("slots", "rowwise"),
     ]  # fmt: skip
     plan.save(tmp_path / "plan.npz")
     assert ProductPlan.load(tmp_path / "plan.npz").device_method == "merge"
@@ -62,13 +65,66 @@ def test_auto_multiplies_by_lists_of_pairs_where_they_fit(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batches", BATCHES)
-@pytest.mark.parametrize("method", ["merge", "slots", "rowwise"])
+@pytest.mark.parametrize("method", ["merge", "rowwise"])
 @pytest.mark.parametrize("shape", [(7, 5, 9), (1, 1, 1), (37, 3, 40), (4, 70, 5)])
 def test_general_products(
     shape: tuple[int, int, int], method: str, batches: tuple[int, int], dtype: torch.dtype
 ) -> None:
     rows, inner, columns = shape
     check(random_pattern(rows, inner, 0.4, 1), random_pattern(inner, columns, 0.4, 2), method, batches, dtype)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_bound_product_is_what_multiply_computes(method: str) -> None:
+    selecting = jacsparse.chain(nn.MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
+    b = {"scale": Pattern.of(Diagonal(16)), "dense": Pattern.of(Full(16, 3)), "select": selecting}
+    a, b = random_pattern(9, 16, 0.4, 1), b.get(method, random_pattern(16, 5, 0.4, 2))
+    plan = plan_product(a, b, method=method)
+    for batches, dtype in itertools.product(((1, 1), (3, 3)), DTYPES):
+        values = [values_of(each, n, dtype, 0).to(DEVICE) for each, n in zip((a, b), batches, strict=True)]
+        if plan.selects_right:
+            windows = selecting.T
+            first = torch.from_numpy(windows.indices[windows.indptr[:-1]])
+            values[1] = first.int()[:, None].repeat(1, batches[1]).to(DEVICE)
+        out = torch.full((plan.pattern.nnz, max(batches)), float("nan"), dtype=dtype, device=DEVICE)
+        with emulated():
+            launch = plan.bind(DEVICE, dtype, batches)
+            launch(*values, out)
+            assert plan.multiply(*values).equal(out) and plan.bind(DEVICE, dtype, batches) is launch
+        torch.testing.assert_close(out.cpu(), plan.multiply(*(each.cpu() for each in values)))
+
+
+def test_a_plan_keeps_few_launches() -> None:
+    a = random_pattern(5, 5, 0.5, 1)
+    plan = plan_product(a, a)
+    with emulated():
+        for batch in range(1, 2 * LAUNCHES):
+            plan.bind(DEVICE, torch.float32, (batch, 1))
+        assert len(plan._launches) < LAUNCHES
+        empty = plan_product(random_pattern(5, 5, 0.0, 1), a, method="merge")
+        empty.bind(DEVICE)(torch.zeros(0, 1), torch.zeros(a.nnz, 1), torch.zeros(0, 1))
+
+
+#: Factors of products by lists of pairs, and whether lists are bytes.
+LISTS = {
+    "several tiles": (lambda: (random_pattern(90, 60, 0.06, 1), random_pattern(60, 70, 0.1, 2)), True),
+    "rows that overlap": (lambda: (random_pattern(90, 60, 0.4, 1), random_pattern(60, 6, 0.7, 2)), True),
+    "long lists": (lambda: (random_pattern(70, 240, 0.9, 1), random_pattern(240, 9, 0.9, 2)), True),
+    "long lists of bytes": (lambda: (random_pattern(40, 60, 0.95, 1), random_pattern(60, 70, 0.95, 2)), True),
+    "long rows of B": (lambda: (random_pattern(9, 20, 0.3, 1), random_pattern(20, 300, 0.95, 2)), False),
+    "long rows of A": (lambda: (random_pattern(3, 400, 0.9, 1), random_pattern(400, 50, 0.02, 2)), False),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batches", [(1, 1), (1, 2), (3, 3), (5, 1), (1, 16), (17, 17), (31, 1), (32, 32), (1, 70)])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_pairs(name: str, batches: tuple[int, int], dtype: torch.dtype) -> None:
+    make, is_narrow = LISTS[name]
+    a, b = make()
+    lists = plan_product(a, b, method="merge")._method.lists
+    assert (lists.left.dtype == np.uint8) == is_narrow and (name != "several tiles" or len(lists.tiles) > 4)
+    check(a, b, "merge", batches, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -161,7 +217,6 @@ def test_vectors(shape: tuple[int, int], batches: tuple[int, int], dtype: torch.
 
 
 def test_rows_of_all_lengths() -> None:
-    """Rows that take several passes over shared memory, and each bin."""
     lengths = [0, 1, 300, 2000, 13_000]
     b = Pattern.of(Full(1, 13_000))
     b = Pattern(b.shape, np.array([0, 13_000]), np.arange(13_000))
@@ -169,7 +224,7 @@ def test_rows_of_all_lengths() -> None:
     columns = np.concatenate([np.arange(length) for length in lengths])
     b = Pattern((5, 13_000), np.append(0, np.cumsum(counts)), columns)
     a = Pattern((5, 5), np.arange(6), np.arange(5)[::-1].copy())
-    for method in ("slots", "rowwise"):
+    for method in ("merge", "rowwise"):
         check(a, b, method, (1, 1), torch.float32)
 
 
@@ -183,25 +238,35 @@ def test_more_rows_than_a_grid_has_in_y() -> None:
 def test_more_samples_than_a_grid_has_in_y() -> None:
     """Which take too long here: what is launched is looked at alone."""
     launches: list[Launch] = []
-    device = types.SimpleNamespace(on_device=lambda _: True, launch=launches.append)
+
+    class Device:
+        on_device, launch = staticmethod(lambda _: True), staticmethod(launches.append)
+
+        def record(self, launch: Launch) -> Callable[..., None]:
+            return lambda *_: launches.append(launch)
+
     a, batch = random_pattern(3, 3, 1.0, 1), 2**21
-    with backend(device):
-        for method in ("slots", "rowwise"):
+    with backend(Device()):
+        for method in ("merge", "rowwise"):
             plan_product(a, a, method=method).multiply(torch.zeros(9, 1), torch.zeros(9, batch))
         matvec(a, torch.zeros(9, 1), torch.zeros(3, batch))
         by_products(nn.ReLU(), torch.zeros(batch, 2))
-    assert [launch.grid for launch in launches] == [(2**16, 1, 1)] * 2 + [(3 * 2**13, 1, 1), (2**16, 1, 1)]
+    assert [launch.grid for launch in launches] == [(grid, 1, 1) for grid in (2**17, 2**16, 3 * 2**13, 2**16)]
 
 
 def test_wide_indices() -> None:
     """64-bit ones: the other instances of every template."""
     a, b = random_pattern(5, 6, 0.5, 1), random_pattern(6, 7, 0.5, 2)
+    long = random_pattern(2, 90, 0.9, 3)
+    from jacsparse.spgemm import merge as _merge
     from jacsparse.spgemm import products_cuda as _cuda
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(_cuda, "_index", lambda *_: torch.int64)
-        for method in ("merge", "slots", "rowwise"):
+        patch.setattr(_merge, "_places", lambda _: np.dtype(np.int64))
+        for method in ("merge", "rowwise"):
             for batches in ((1, 1), (33, 1)):
                 check(a, b, method, batches, torch.float64)
+        check(long, long.T, "merge", (1, 3), torch.float32)
         check(Pattern.of(Diagonal(5)), a, "scale", (2, 1), torch.float32)
         check(Pattern.of(Full(3, 5)), a, "dense", (1, 1), torch.float32)

@@ -329,6 +329,7 @@ def driver(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> MadeUpDriver:
 
     monkeypatch.setattr(runtime_driver, "driver", lambda: actual)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: actual.current, raising=False)
     monkeypatch.setattr(torch.cuda, "device", on)
     return actual
@@ -549,7 +550,9 @@ ALL_NUMBERS = NUMBERS[0]
             {name: ALL_NUMBERS[name] for name in ("whole", "far", "single", "precise")},
             "takes a number answer, and a rec",
         ),
-        ({**ALL_NUMBERS, "wholes": 3, "values": 4}, "takes no number wholes, values"),
+        ({**ALL_NUMBERS, "wholes": 3, "value": 4}, "takes no constant wholes, value"),
+        ({**ALL_NUMBERS, "values": 4}, "values points to float, and 4 is no tensor"),
+        ({**ALL_NUMBERS, "values": torch.zeros(2).int()}, "values points to float, and the tensor is of torch.int32"),
         ({**ALL_NUMBERS, "far": None}, "what a record leaves out must be the last parameters, and one at least"),
     ],
 )
@@ -566,7 +569,7 @@ def test_numbers_too_large_for_a_record(driver: MadeUpDriver) -> None:
 def test_as_many_values_as_a_record_leaves_out(driver: MadeUpDriver) -> None:
     record = EVERY_TYPE.record("every_type<float>", [1], [32], device=CUDA, **ALL_NUMBERS)
     for count in (0, 2, 4):
-        with pytest.raises(ValueError, match="Can only assign sequence of same size"):
+        with pytest.raises(ValueError, match=r"zip\(\) argument 2 is"):
             record(*[None] * count)
     assert not driver.launches
 
@@ -603,3 +606,24 @@ def test_streams_of_each_cupy(version: str, kind: str, monkeypatch: pytest.Monke
     stream = cupy_backend.cupy_stream(7, 0)
     assert type(stream).__name__ == kind and stream.values == (7,)
     assert cupy_backend.cupy_stream(7, 0) is stream
+
+
+def test_tensors_of_a_record_outlive_it(driver: MadeUpDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On each other stream they are noted once; what is captured keeps them."""
+    source, place = torch.zeros(2), torch.zeros(2).int()
+    source.made_on = place.made_on = 70  # type: ignore[attr-defined]
+    noted: list[Any] = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: noted.append(id(tensor)))
+    monkeypatch.setattr(device_memory, "_captured", {})
+    record = FILE.record("take<float, int>", [1], [32], device=CUDA, source=source, place=place, count=2)
+    out = torch.zeros(2)
+    for stream in (70, 71, 71, 70):
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _, stream=stream: stream)
+        monkeypatch.setattr(device_memory, "_stream_on", lambda _, stream=stream: stream)
+        record(out)
+    assert noted == [id(source), id(place)] and not device_memory._captured
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: True)
+    monkeypatch.setattr(device_memory, "_capturing", lambda _: True)
+    record(out)
+    assert set(device_memory._captured) == {id(source), id(place)}
+    assert driver.launches[-1].arguments == (source.data_ptr(), place.data_ptr(), 2, out.data_ptr())

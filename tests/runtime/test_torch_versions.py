@@ -42,7 +42,7 @@ def names_of_torch() -> Iterator[str]:
 
 PRIVATE = sorted({name for name in names_of_torch() if name.startswith("torch.") and "._" in name})
 #: In PyTorch built for CUDA alone.
-OF_CUDA = {"torch._C._cuda_getCurrentRawStream", "torch._C._cuda_getDevice"}
+OF_CUDA = {f"torch._C._cuda_{name}" for name in ("getCurrentRawStream", "getDevice", "isCurrentStreamCapturing")}
 
 
 def test_private_names_are_found() -> None:

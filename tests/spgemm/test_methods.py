@@ -95,6 +95,30 @@ def test_method_equals_loop(
     check_method(method, *pair, batches, dtype, seed)
 
 
+#: Rows of A, columns of A, columns of B, and the densities of both.
+LISTS = {
+    "several tiles": (90, 60, 70, 0.06, 0.1),
+    "tiles that end with rows": (90, 60, 6, 0.6, 0.7),
+    "long rows of A": (7, 400, 50, 0.9, 0.02),
+    "long rows of B": (9, 20, 600, 0.3, 0.9),
+    "empty rows": (300, 60, 70, 0.005, 0.1),
+}
+
+
+@pytest.mark.parametrize("batches", [(1, 1), (1, 5), (3, 3)])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_of_pairs_are_added_in_the_order_of_slots(name: str, batches: tuple[int, int]) -> None:
+    rows, inner, columns, left, right = LISTS[name]
+    a, b = random_pattern(rows, inner, left, 1), random_pattern(inner, columns, right, 2)
+    plan, rng = plan_product(a, b, method="merge"), np.random.default_rng(0)
+    values = [values_of(rng, each, batch, np.float64) for each, batch in zip((a, b), batches, strict=True)]
+    assert np.array_equal(plan.multiply(*values), plan_product(a, b, method="slots").multiply(*values))
+    lists = plan._method.lists
+    assert (lists.left.dtype == np.uint8) == ("long" not in name) and lists.starts.nbytes <= 4 * plan.pattern.nnz
+    assert plan.nbytes >= sum(each.nbytes for each in lists)
+    assert np.diff(lists.tiles[:, 0]).max() <= 256 and lists.tiles[:-1, 3].max() <= 256
+
+
 class ByScipy(Method):
     """A new method: SciPy's products of CSR matrices, a sample at a time."""
 
@@ -128,7 +152,7 @@ def test_new_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     eye = Pattern((2, 2), [0, 1, 2], [0, 1])
     plan = plan_product(eye, eye, method="scipy", cache=False)
     with pytest.raises(ValueError, match="the method scipy has no kernels for CUDA devices; plan with another method"):
-        plan._method.multiply_on_device(*[torch.ones(2, 1)] * 3)
+        plan.bind("cpu")
     assert plan_product(eye, eye, cache=False).method != "scipy"
     with pytest.raises(ValueError, match="scipy"):
         plan_product(eye, eye, method="none")
