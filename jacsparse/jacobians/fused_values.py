@@ -1,4 +1,4 @@
-"""The values of a Jacobian by one call, of machine code or of the kernel that interprets loops."""
+"""The values of a Jacobian by one call: of machine code, of a GPU's kernels, or of the kernel that interprets loops."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..codegen import (
     CallResult,
     Calls,
     CallsOfElements,
+    DeviceCode,
     ElementGraph,
     Fusion,
     Interpreted,
@@ -29,7 +30,17 @@ from ..codegen import (
     mapped,
 )
 from ..patterns import Pattern, holds_numbers
-from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
+from ..runtime import (
+    MEMORY_POOL,
+    SMALLEST,
+    extend_life,
+    frozen,
+    host_flag,
+    on_device,
+    on_this_thread,
+    thread_count,
+    uploaded,
+)
 from ..tracing import Trace, is_recording, without_autocast
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -43,6 +54,10 @@ ELEMENT = 10
 ALIGNMENT = 64
 #: The most bytes of scratch memory that are kept between calls.
 MOST_SCRATCH = 2**20
+_NOT_FINITE = (
+    "%s: an earlier call of a compiled Jacobian had values that are not finite as products of local derivatives; "
+    "autograd may have numbers there: compare by `check`, or leave compile=True out"
+)
 
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
@@ -65,7 +80,8 @@ class FusedValues:
     others : sequence of Tensor
         The other tensors that `calls` takes.
     compile : bool
-        Whether machine code is compiled for the function; else a kernel for all functions interprets its loops.
+        Whether machine code is compiled for the function, or on a GPU kernels; else a kernel for all functions
+        interprets its loops.
 
     Attributes
     ----------
@@ -84,7 +100,8 @@ class FusedValues:
         compile: bool = True,
     ) -> None:
         begin = time.perf_counter()
-        self._calls, self._dtype = calls, function.x.dtype
+        self._calls, self._dtype, self._device = calls, function.x.dtype, function.x.device
+        self._on_device = on_device(function.x)
         self._numpy_dtype = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), ()) if function.kept else None
@@ -100,7 +117,7 @@ class FusedValues:
         except (UnreadableWriteError, MixedDtypesError):
             fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
         self._make_table(fusion, inputs)
-        arrays = [loop.runs for loop in fusion.loops] + [each for each in self._alive if isinstance(each, torch.Tensor)]
+        arrays = [*(loop.runs for loop in fusion.loops), *self._constants]
         #: Bytes of what it holds for all calls.
         self.nbytes = sum(array.nbytes for array in arrays)
         if compile:
@@ -121,41 +138,43 @@ class FusedValues:
         except TooManyElementsError:
             graph, wanted = numbered(ElementGraph(np.int64))
         self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
-        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
-        self._code = (MachineCode if compile else Interpreted)(fusion.loops, fusion.scratch, self._dtype)
+        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype, tiled=not self._on_device)
+        if self._on_device:
+            self._code = DeviceCode(fusion.loops, self._dtype, max(graph.count, wanted.size), self._device)
+        else:
+            self._code = (MachineCode if compile else Interpreted)(fusion.loops, fusion.scratch, self._dtype)
         return fusion
 
     def _make_table(self, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
-        """Decide where each call finds the memories of the machine code."""
+        """Decide where each call finds the memories of the code."""
         begin, graph = self._begin, fusion.graph
         offsets, self._bytes = dict[torch.dtype, int](), 0
         for memory, count in fusion.scratch.items():
             if not memory.of_tile:
                 offsets[memory.dtype] = self._bytes
                 self._bytes += -(-count * memory.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        fixed, left, self._alive = list[int](), list[CallResult](), list[Any](self._code.runs.values())
+        left, constants = list[CallResult](), dict[int, np.ndarray]()
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
         self._scratch: list[tuple[int, int]] = []
         for slot, memory in enumerate(self._code.memories):
-            source, address = graph.tensors[memory] if isinstance(memory, int) else memory, 0
+            source = graph.tensors[memory] if isinstance(memory, int) else memory
             if source == OUT:
                 self._out = slot
             elif isinstance(source, str):
-                address = self._code.runs[source].ctypes.data
+                constants[slot] = self._code.runs[source]
             elif isinstance(source, Scratch):
                 self._scratch.append((slot, offsets[source.dtype]))
             elif isinstance(source, torch.Tensor):
-                self._alive.append(source)
-                address = source.data_ptr()
+                constants[slot] = source.numpy()
             elif isinstance(source, CallResult):
                 left.append(source)
                 self._left.append((slot, graph.nodes[memory].dtype))
             else:
                 self._values.append((slot, begin[source], inputs[source].stride()))
-            fixed.append(address)
-        self._fixed = [*fixed, 0]
+        self._fixed = [0] * (len(self._code.memories) + 1)
+        self._place(constants)
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
         self._free: list[tuple[Any, torch.Tensor]] = []
         self._by_pytorch: Calls | None = None
@@ -172,6 +191,23 @@ class FusedValues:
         self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
 
+    def _place(self, constants: Mapping[int, np.ndarray]) -> None:
+        """Put what is the same in each call where the code finds it, by its places in the table."""
+        self._constants = list(constants.values())
+        if not self._on_device:
+            for slot, array in constants.items():
+                self._fixed[slot] = array.ctypes.data
+            return
+        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in self._constants])
+        packed = np.zeros(ends[-1], np.uint8)
+        for array, end in zip(self._constants, np.append(0, ends), strict=False):
+            packed[end : end + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._constants = [frozen(packed)]
+        self._upload, self._infinite = uploaded(packed, self._device, None), host_flag(self._device)
+        for slot, end in zip(constants, np.append(0, ends).tolist(), strict=False):
+            self._fixed[slot] = self._upload.data_ptr() + end
+        self._fixed[-1] = self._infinite.ctypes.data
+
     def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """The values, ``(nnz, batch)``, and whether all are finite.
 
@@ -179,22 +215,24 @@ class FusedValues:
         ----------
         known : mapping of int to Tensor
             Values of the function, those in `reads` among them; the input is contiguous, in any shape.
+
+        On a GPU, which is not waited for, a later call logs a warning where some are not, and True is returned.
         """
         if is_recording():
             # A run that may read no elements sees this; what is computed here would be constant to it.
             for value in self.reads:
                 if value >= 0:
-                    known[value].detach().numpy()
+                    known[value].detach().numpy(force=True)
         try:
             table, scratch = self._free.pop()
         except IndexError:
             table, scratch = self._new_table()
-        if self._is_large:
+        if self._is_large and not self._on_device:
             # The system would clear its pages one by one, which takes longer than to compute the values.
             out = torch.from_numpy(MEMORY_POOL.empty(self._shape, self._numpy_dtype))
         else:
             # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
-            out = torch.empty(*self._shape, dtype=self._dtype, device="cpu")
+            out = torch.empty(*self._shape, dtype=self._dtype, device=self._device)
         alive: list[torch.Tensor] = []
         for slot, value, stride in self._values:
             tensor = known[value]
@@ -202,14 +240,22 @@ class FusedValues:
                 tensor = tensor.detach().resolve_neg()
                 alive.append(tensor)
             if value and tensor.stride() != stride:
-                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu").copy_(
+                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=self._device).copy_(
                     tensor.detach()
                 )
                 alive.append(tensor)
             table[slot] = tensor.data_ptr()
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
-        table[self._out], table[-1] = out.data_ptr(), 0
+        table[self._out] = out.data_ptr()
+        if self._on_device:
+            extend_life(self._upload)
+            if self._infinite[0]:
+                self._infinite[0] = 0
+                _LOGGER.warning(_NOT_FINITE, self._device)
+            self._code.run(table)
+            return out, True
+        table[-1] = 0
         if self._code.work > SERIAL_WORK and thread_count() > 1:
             self._code.run_on_threads(table)
         else:
@@ -221,7 +267,7 @@ class FusedValues:
 
     def _new_table(self) -> tuple[Any, torch.Tensor]:
         """A table of addresses for one call at a time, and its scratch memory."""
-        scratch = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
+        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
         table, begin = (ctypes.c_size_t * len(self._fixed))(*self._fixed), scratch.data_ptr()
         for slot, offset in self._scratch:
             table[slot] = begin + offset
@@ -240,7 +286,7 @@ class FusedValues:
             for each in self._taken
         ]
         threads = contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread()
-        with torch.no_grad(), without_autocast(torch.device("cpu")), threads:
+        with torch.no_grad(), without_autocast(self._device), threads:
             results = self._by_pytorch(*begin)  # type: ignore[misc]
         converted = [
             result.to(dtype).resolve_neg().contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)

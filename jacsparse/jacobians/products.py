@@ -17,7 +17,7 @@ import torch
 
 from ..codegen import ElementGraph, sums
 from ..patterns import Diagonal, Full, Identity
-from ..runtime import MEMORY_POOL
+from ..runtime import MEMORY_POOL, on_device
 from ..spgemm import RowGroups, rows_alike
 from ..stages import START, Edge, LocalJacobian
 from ..tracing import Scalar, Trace, Value
@@ -58,7 +58,7 @@ class FoldedProducts(Evaluator):
             entries = partial(_entries, folded, 1 if function.shared else function.batch, dtype)
             self.fused = FusedValues(folded.derivatives, function, entries, self.pattern, compile=compile)
         #: Where nothing varies.
-        self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(dtype)
+        self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(function.x)
 
     @property
     def details(self) -> str:
@@ -186,7 +186,7 @@ class GroupedProducts(Evaluator):
         None also where they do not cost less than `most`, which is mostly known before they are planned.
         """
         x, factors, diagonals = function.x, list[Edge](), [list[Edge]()]
-        if x.is_cuda or not function.batch or function.pattern.nnz > MOST_ENTRIES:
+        if on_device(x) or not function.batch or function.pattern.nnz > MOST_ENTRIES:
             return None
         # Where all rows are alike, PyTorch's products of full matrices do as much.
         if isinstance(function.pattern.structure, Full):

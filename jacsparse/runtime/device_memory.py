@@ -95,8 +95,14 @@ def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None 
         upload.made_on = _stream_on(device)  # type: ignore[attr-defined]
         _uploads[key] = upload
         weakref.finalize(array, _uploads.pop, key, None)
-    _extend_life(upload)
+    extend_life(upload)
     return upload
+
+
+@functools.cache
+def host_flag(device: torch.device) -> np.ndarray:
+    """A number in the host's memory, which kernels of a device may set and the host reads without waiting."""
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda").numpy()
 
 
 @contextlib.contextmanager
@@ -110,7 +116,7 @@ def fresh_uploads() -> Iterator[None]:
         _uploads = before
 
 
-def _extend_life(tensor: torch.Tensor) -> None:
+def extend_life(tensor: torch.Tensor) -> None:
     """Let an upload outlive its array where queued work reads it: work of another stream, or of a captured graph."""
     made_on = getattr(tensor, "made_on", None)
     if made_on is None:
