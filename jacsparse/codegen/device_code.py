@@ -99,10 +99,10 @@ class DeviceCode:
             values.append((value, dtype))
         for number, place in loop.stores:
             value = self._converted(*values[number], place.dtype)
-            text = value if isinstance(value, str) else constant(value, self._type(place.dtype))
-            lines.append(f"{_at(place, names)} = {text};")
-            if place.memory == OUT:
-                lines.append(f"finite = finite && isfinite({text});")
+            is_known = is_number(value)
+            lines.append(f"{_at(place, names)} = {constant(value, self._type(place.dtype)) if is_known else value};")
+            if place.memory == OUT and not is_known:
+                lines.append(f"finite = finite && isfinite({value});")
         return lines
 
     def _places(self, loop: FusedLoop) -> list[str]:
@@ -148,7 +148,7 @@ class DeviceCode:
 
 
 def _at(place: Place, names: dict[Any, str]) -> str:
-    return f"{names[place.memory]}[p{place.sequence} + {place.distance}]"
+    return f"{names[place.memory]}[p{place.sequence}{place.distance:+}]"
 
 
 @functools.lru_cache(maxsize=64)

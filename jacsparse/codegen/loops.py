@@ -18,8 +18,9 @@ from .elements import ElementGraph, Elements, of_kinds
 from .operations import ElementOperation
 from .tiles import SHARED, UNREAD, RowTiles, Scratch
 
-#: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
-MEMORY = 4
+#: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers; on a GPU, where a
+#: loop that others wait for is one more launch beside.
+MEMORY, DEVICE_MEMORY = 4, 16
 #: The most that it may cost to compute an element wherever it is read.
 MOST_COST = 100
 #: The most operations of which each reads the one before without memory between: expressions are made recursively.
@@ -105,8 +106,8 @@ class Fusion:
         Those that are wanted, which are stored one after the other.
     indptr : ndarray of int
         Where the entries of each row begin; the entries of a row are computed together.
-    tiled : bool
-        Whether rows may be computed in tiles.
+    on_device : bool
+        Whether a GPU runs them, which has no tiles, and which computes more in the time that memory takes.
 
     Attributes
     ----------
@@ -117,21 +118,21 @@ class Fusion:
     """
 
     def __init__(
-        self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype, *, tiled: bool = True
+        self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype, *, on_device: bool = False
     ) -> None:
         self.graph, self.dtype = graph, dtype
         #: By the places of nodes, how many stored ones they are made of one after the other, themselves among them.
         self.depths = np.zeros(len(graph.nodes), np.int64)
         self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
-        self._choose(graph.makers(entries))
-        self._tiles = RowTiles(graph, self._needed, entries, indptr, tiled=tiled)
+        self._choose(graph.makers(entries), DEVICE_MEMORY if on_device else MEMORY)
+        self._tiles = RowTiles(graph, self._needed, entries, indptr, tiled=not on_device)
         self.scratch = self._tiles.scratch
         self._classify()
         loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
         self.loops = sorted(loops, key=lambda loop: loop.tiles is not None)
 
-    def _choose(self, wanted: Sequence[int]) -> None:
-        """Choose which nodes are needed, and which are stored."""
+    def _choose(self, wanted: Sequence[int], memory: int) -> None:
+        """Choose which nodes are needed, and which are stored, at what memory costs."""
         nodes, stored = self.graph.nodes, self.graph.stored
         costs, nested = np.zeros(len(nodes)), np.zeros(len(nodes), np.int64)
         for place, node in enumerate(nodes):
@@ -154,7 +155,7 @@ class Fusion:
             if place not in self._needed or node.operation is None:
                 continue
             often = sum(times[place].values())
-            if (often - 1) * costs[place] > MEMORY * (1 + often):
+            if (often - 1) * costs[place] > memory * (1 + often):
                 stored.add(place)
             if place in stored:
                 often = 1.0

@@ -61,7 +61,7 @@ class RowTiles:
     """
 
     def __init__(
-        self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, indptr: np.ndarray, *, tiled: bool = True
+        self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, indptr: np.ndarray, *, tiled: bool
     ) -> None:
         stored = [graph.nodes[place] for place in sorted(graph.stored & needed)]
         numbers: dict[torch.dtype, list[np.ndarray]] = defaultdict(list)

@@ -138,7 +138,7 @@ class FusedValues:
         except TooManyElementsError:
             graph, wanted = numbered(ElementGraph(np.int64))
         self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
-        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype, tiled=not self._on_device)
+        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype, on_device=self._on_device)
         if self._on_device:
             self._code = DeviceCode(fusion.loops, self._dtype, max(graph.count, wanted.size), self._device)
         else:

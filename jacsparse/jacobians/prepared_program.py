@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -14,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
-from ..runtime import a_type
+from ..runtime import a_type, on_device
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, check_outside_transforms, form_of, name_of, without_autocast
@@ -52,6 +53,8 @@ class PreparedProgram:
     watched: Sequence[tuple[Edge, PrunedWeight]]
     #: All entries, those of pruned weights too, where values are to have gradients.
     unpruned_pattern: Pattern | None
+    #: By values, the index or mask on a GPU that had the elements of then, and its version.
+    compared: dict[int, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, traced: TracedProgram, evaluator: Evaluator, create_graph: bool) -> PreparedProgram:
@@ -144,7 +147,7 @@ class PreparedProgram:
         if self._without_trace is None or self.unpruned_pattern is not None:
             return None
         captures = self._captures(leaves) if self.traced.captures else {}
-        if not self._hold(captures):
+        if self.watched and not self._hold(captures):
             return None
         values, are_finite = self._without_trace({**captures, 0: memory})
         return values if are_finite else None
@@ -171,7 +174,7 @@ class PreparedProgram:
                 )
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
-            if not torch.equal(contents_of(captures[value]), contents):
+            if not self._holds(value, captures[value], contents):
                 what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")
                 raise ValueError(
                     f"{what} of {captures[value].dtype} {tuple(captures[value].shape)} holds other elements than when "
@@ -179,6 +182,17 @@ class PreparedProgram:
                     "prepare one for these"
                 )
         return captures
+
+    def _holds(self, value: int, tensor: torch.Tensor, contents: torch.Tensor) -> bool:
+        """Whether an index or a mask has the elements of then; on a GPU, which that waits for, once for a version."""
+        version = tensor._version if on_device(tensor) and not tensor.is_inference() else None
+        before, of_before = self.compared.get(value, (None, None))
+        if version is not None and version == of_before and before is not None and before() is tensor:
+            return True
+        equal = torch.equal(contents_of(tensor), contents)
+        if equal and version is not None:
+            self.compared[value] = weakref.ref(tensor), version
+        return equal
 
     def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
         """The values with what the function returned, whose tensors may have gradients where values may."""
