@@ -24,8 +24,7 @@ TABLES, INFINITE = "tables", "infinite"
 class DeviceCode:
     """CUDA kernels of loops without tiles.
 
-    A call takes a table of addresses: those of `memories` in their order, then that of a number that is set where a
-    result is not finite.
+    A call takes a table of tensors: `memories` in their order, then a number that is set where a result is not finite.
 
     Parameters
     ----------
@@ -49,7 +48,7 @@ class DeviceCode:
         kernels = [self._kernel(number, levels[level]) for number, level in enumerate(sorted(levels))]
         index = index_dtype(max(count, self._size), 0, 0)
         #: The tables of places, which are a memory too.
-        self.runs = {TABLES: np.concatenate([*self._tables, np.zeros(0, np.int64)]).astype(index)}
+        self.runs = {TABLES: np.concatenate([*self._tables, np.zeros(1, np.int64)]).astype(index)}
         types = f"{c_type(dtype)}, {c_type(torch.from_numpy(self.runs[TABLES]).dtype)}"
         instances = tuple(f"level_{number}<{types}>" for number in range(len(kernels)))
         file = _file("".join(text for text, *_ in kernels), instances)
@@ -60,7 +59,7 @@ class DeviceCode:
         ]
 
     def run(self, table: Any) -> None:
-        """Launch the kernels with a table of addresses."""
+        """Launch the kernels with a table of tensors."""
         for launch, arguments in self._launches:
             launch(*arguments(table))
 

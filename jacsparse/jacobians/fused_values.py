@@ -137,7 +137,8 @@ class FusedValues:
             graph, wanted = numbered(ElementGraph())
         except TooManyElementsError:
             graph, wanted = numbered(ElementGraph(np.int64))
-        self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
+        self._shape = wanted.shape
+        self._is_large = not self._on_device and wanted.size * self._dtype.itemsize >= SMALLEST
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype, on_device=self._on_device)
         if self._on_device:
             self._code = DeviceCode(fusion.loops, self._dtype, max(graph.count, wanted.size), self._device)
@@ -148,16 +149,15 @@ class FusedValues:
     def _make_table(self, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
         """Decide where each call finds the memories of the code."""
         begin, graph = self._begin, fusion.graph
-        offsets, self._bytes = dict[torch.dtype, int](), 0
-        for memory, count in fusion.scratch.items():
-            if not memory.of_tile:
-                offsets[memory.dtype] = self._bytes
-                self._bytes += -(-count * memory.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        #: By dtypes, how many elements of scratch memory there are, and where these begin among its bytes.
+        self._counts = {memory.dtype: count for memory, count in fusion.scratch.items() if not memory.of_tile}
+        offsets, self._bytes = _aligned([count * dtype.itemsize for dtype, count in self._counts.items()])
+        self._offsets = dict(zip(self._counts, offsets, strict=True))
         left, constants = list[CallResult](), dict[int, np.ndarray]()
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
-        self._scratch: list[tuple[int, int]] = []
+        self._scratch: list[tuple[int, torch.dtype]] = []
         for slot, memory in enumerate(self._code.memories):
             source = graph.tensors[memory] if isinstance(memory, int) else memory
             if source == OUT:
@@ -165,7 +165,7 @@ class FusedValues:
             elif isinstance(source, str):
                 constants[slot] = self._code.runs[source]
             elif isinstance(source, Scratch):
-                self._scratch.append((slot, offsets[source.dtype]))
+                self._scratch.append((slot, source.dtype))
             elif isinstance(source, torch.Tensor):
                 constants[slot] = source.numpy()
             elif isinstance(source, CallResult):
@@ -173,8 +173,14 @@ class FusedValues:
                 self._left.append((slot, graph.nodes[memory].dtype))
             else:
                 self._values.append((slot, begin[source], inputs[source].stride()))
-        self._fixed = [0] * (len(self._code.memories) + 1)
-        self._place(constants)
+        #: A table, with what is the same in each call: of addresses, or on a GPU of tensors.
+        self._fixed: list[Any] = [0] * (len(self._code.memories) + 1)
+        self._constants = list(constants.values())
+        if self._on_device:
+            self._upload_constants(constants)
+        else:
+            for slot, array in constants.items():
+                self._fixed[slot] = array.ctypes.data
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
         self._free: list[tuple[Any, torch.Tensor]] = []
         self._by_pytorch: Calls | None = None
@@ -191,22 +197,19 @@ class FusedValues:
         self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
 
-    def _place(self, constants: Mapping[int, np.ndarray]) -> None:
-        """Put what is the same in each call where the code finds it, by its places in the table."""
-        self._constants = list(constants.values())
-        if not self._on_device:
-            for slot, array in constants.items():
-                self._fixed[slot] = array.ctypes.data
-            return
-        ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in self._constants])
-        packed = np.zeros(ends[-1], np.uint8)
-        for array, end in zip(self._constants, np.append(0, ends), strict=False):
-            packed[end : end + array.nbytes] = array.reshape(-1).view(np.uint8)
+    def _upload_constants(self, constants: Mapping[int, np.ndarray]) -> None:
+        """Copy arrays to the GPU, by their places in the table, as parts of one."""
+        begins, nbytes = _aligned([array.nbytes for array in self._constants])
+        packed = np.zeros(nbytes, np.uint8)
+        for array, begin in zip(self._constants, begins, strict=True):
+            packed[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._constants = [frozen(packed)]
-        self._upload, self._infinite = uploaded(packed, self._device, None), host_flag(self._device)
-        for slot, end in zip(constants, np.append(0, ends).tolist(), strict=False):
-            self._fixed[slot] = self._upload.data_ptr() + end
-        self._fixed[-1] = self._infinite.ctypes.data
+        self._upload = uploaded(packed, self._device, None)
+        for (slot, array), begin in zip(constants.items(), begins, strict=True):
+            part = self._upload[begin : begin + array.nbytes]
+            self._fixed[slot] = part.view(torch.from_numpy(array).dtype)
+        self._fixed[-1] = host_flag(self._device)
+        self._infinite = self._fixed[-1].numpy()
 
     def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """The values, ``(nnz, batch)``, and whether all are finite.
@@ -227,13 +230,14 @@ class FusedValues:
             table, scratch = self._free.pop()
         except IndexError:
             table, scratch = self._new_table()
-        if self._is_large and not self._on_device:
+        if self._is_large:
             # The system would clear its pages one by one, which takes longer than to compute the values.
             out = torch.from_numpy(MEMORY_POOL.empty(self._shape, self._numpy_dtype))
         else:
             # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
             out = torch.empty(*self._shape, dtype=self._dtype, device=self._device)
         alive: list[torch.Tensor] = []
+        on_device = self._on_device
         for slot, value, stride in self._values:
             tensor = known[value]
             if tensor.is_neg():
@@ -244,18 +248,18 @@ class FusedValues:
                     tensor.detach()
                 )
                 alive.append(tensor)
-            table[slot] = tensor.data_ptr()
+            table[slot] = tensor if on_device else tensor.data_ptr()
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
-        table[self._out] = out.data_ptr()
-        if self._on_device:
+        if on_device:
+            table[self._out] = out
             extend_life(self._upload)
             if self._infinite[0]:
                 self._infinite[0] = 0
                 _LOGGER.warning(_NOT_FINITE, self._device)
             self._code.run(table)
             return out, True
-        table[-1] = 0
+        table[self._out], table[-1] = out.data_ptr(), 0
         if self._code.work > SERIAL_WORK and thread_count() > 1:
             self._code.run_on_threads(table)
         else:
@@ -265,12 +269,20 @@ class FusedValues:
             self._free.append((table, scratch))
         return out, are_finite
 
-    def _new_table(self) -> tuple[Any, torch.Tensor]:
-        """A table of addresses for one call at a time, and its scratch memory."""
-        scratch = torch.empty(self._bytes, dtype=torch.uint8, device=self._device)
+    def _new_table(self) -> tuple[Any, Any]:
+        """A table for one call at a time, and its scratch memory."""
+        if self._on_device:
+            table: Any = [*self._fixed]
+            tensors: dict[torch.dtype, torch.Tensor] = {}
+            for slot, dtype in self._scratch:
+                if dtype not in tensors:
+                    tensors[dtype] = torch.empty(self._counts[dtype], dtype=dtype, device=self._device)
+                table[slot] = tensors[dtype]
+            return table, tensors
+        scratch = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
         table, begin = (ctypes.c_size_t * len(self._fixed))(*self._fixed), scratch.data_ptr()
-        for slot, offset in self._scratch:
-            table[slot] = begin + offset
+        for slot, dtype in self._scratch:
+            table[slot] = begin + self._offsets[dtype]
         return table, scratch
 
     def of(self, trace: Trace) -> tuple[torch.Tensor, bool]:
@@ -292,8 +304,14 @@ class FusedValues:
             result.to(dtype).resolve_neg().contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)
         ]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
-            table[slot] = tensor.data_ptr()
+            table[slot] = tensor if self._on_device else tensor.data_ptr()
         return converted
+
+
+def _aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where memories of so many bytes begin, one behind the other, and where the last one ends."""
+    ends = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    return ends[:-1], ends[-1]
 
 
 def flop_of(calls: Calls, element: int = 1) -> int:

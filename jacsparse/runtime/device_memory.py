@@ -100,9 +100,9 @@ def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None 
 
 
 @functools.cache
-def host_flag(device: torch.device) -> np.ndarray:
+def host_flag(device: torch.device) -> torch.Tensor:
     """A number in the host's memory, which kernels of a device may set and the host reads without waiting."""
-    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda").numpy()
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
 
 
 @contextlib.contextmanager
