@@ -83,7 +83,9 @@ class DeviceCode:
                 "    }",
                 "  }",
             ]
-        text = _KERNEL.format(number=number, threads=THREADS, parameters=", ".join([*parameters, "int* infinite"]), lines="\n".join(lines))
+        text = _KERNEL.format(
+            number=number, threads=THREADS, parameters=", ".join([*parameters, "int* infinite"]), lines="\n".join(lines)
+        )
         return text, grid, [TABLES, *kinds, INFINITE]
 
     def _point(self, loop: FusedLoop, names: dict[Any, str]) -> list[str]:
@@ -118,7 +120,10 @@ class DeviceCode:
             run, steps, first = "run", [f" + {stride} * step" for stride in loop.strides], first + count
         self._tables.append(starts.reshape(-1))
         self._size += starts.size
-        return [*lines, *(f"const Index p{n} = tables[{first + n * count} + {run}]{step};" for n, step in enumerate(steps))]
+        return [
+            *lines,
+            *(f"const Index p{n} = tables[{first + n * count} + {run}]{step};" for n, step in enumerate(steps)),
+        ]
 
     def _computed(self, expression: Any, values: Sequence[tuple[Any, torch.dtype | None]]) -> str:
         """What an operation computes of the values of other expressions."""

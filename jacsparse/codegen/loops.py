@@ -118,7 +118,13 @@ class Fusion:
     """
 
     def __init__(
-        self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype, *, on_device: bool = False
+        self,
+        graph: ElementGraph,
+        entries: np.ndarray,
+        indptr: np.ndarray,
+        dtype: torch.dtype,
+        *,
+        on_device: bool = False,
     ) -> None:
         self.graph, self.dtype = graph, dtype
         #: By the places of nodes, how many stored ones they are made of one after the other, themselves among them.

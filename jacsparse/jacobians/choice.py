@@ -60,8 +60,8 @@ def evaluator_of(
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
     the check finds wrong tangents. With `compile`, 6. compares `Compressed` with machine code and without: loops
-    compute what no call that is left to PyTorch reads. On a GPU there are `FoldedProducts` with `compile` alone. What is
-    chosen is logged at the level DEBUG, and in 6. the costs of products and of colours. `PreparedJacobian.prepare`
+    compute what no call that is left to PyTorch reads. On a GPU, `FoldedProducts` are those of `compile` alone. What
+    is chosen is logged at the level DEBUG, and in 6. the costs of products and of colours. `PreparedJacobian.prepare`
     asks for ``products`` where a `Compressed` of 6. does not agree with autograd, and `JacobianPlan` takes
     `ChainProducts`.
 

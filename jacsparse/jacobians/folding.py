@@ -317,7 +317,9 @@ def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
     # The rule itself tells where the elements of a factor of consecutive numbers come to lie; other numbers tell
     # these from multiples and sums of elements.
     shape = factor.shape[name in call.batched :]
-    numbered = torch.arange(shape.numel(), dtype=torch.float64, device=factor.device).reshape(shape).expand(factor.shape)
+    numbered = (
+        torch.arange(shape.numel(), dtype=torch.float64, device=factor.device).reshape(shape).expand(factor.shape)
+    )
     elements, others = values_of(numbered).long().clamp(0, max(0, shape.numel() - 1)), (numbered + 1).cos()
     are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
     return (name, elements.numpy(force=True)) if are_elements else None

@@ -1,41 +1,29 @@
-"""Compiled Jacobians and Hessians on a device, against autograd and against the CPU's machine code."""
+"""Compiled Jacobians and Hessians on a device, against autograd."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks import _nvrtc
 from benchmarks._problems import PROBLEMS, SparseFunction
-from jacsparse import SparseJacobian, UnsupportedOperatorError, prepare_hessian, prepare_jacobian
-from jacsparse.codegen import DeviceCode, device_code
-from jacsparse.runtime import KernelFile, Launch, backend
-from tests.codegen.test_codegen import ELEMENTWISE, kinks, long_sums, uneven, written
-from tests.cuda.harness import DEVICE, ON_GPU, Fibers, emulated
+from jacsparse import SparseJacobian, prepare_hessian, prepare_jacobian
+from jacsparse.codegen import DeviceCode
+from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.helpers import FLOAT, dense, drawn
-from tests.jacobians.drawn_hessians import Drawn, drawn_functions
-from tests.jacobians.test_drawn_functions import OneToThree, by_autograd
-from tests.jacobians.test_drawn_hessians import expected_at
-from tests.jacobians.test_prepared import FUNCTIONS
 
-DRAWS = 50 if os.environ.get("JACSPARSE_TESTS") == "full" else 5
 #: Equations with small sizes, and the most kernels of a call that wait for each other.
 EQUATIONS = {
     "gray_scott": (5, 1), "cahn_hilliard": (7, 1), "kuramoto_sivashinsky": (300, 1), "upwind_advection": (3, 1),
     "shallow_water": (37, 7), "power_flow": (29, 2), "oregonator": (41, 1), "brusselator": (6, 1), "burgers": (33, 1),
     "heat": (9, 2),
 }  # fmt: skip
-on_fibers = pytest.mark.skipif(ON_GPU, reason="its tensors are on the CPU")
 Function = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -71,14 +59,6 @@ def check(f: Function, points: list[torch.Tensor], **options: Any) -> Any:
     return prepared
 
 
-@on_fibers
-@pytest.mark.parametrize("method", ["products", "compressed"])
-@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name != "constant"])
-def test_functions(name: str, method: str) -> None:
-    f, shape = FUNCTIONS[name]
-    check(f, [drawn(3, *shape, seed=seed) for seed in (0, 1)], method=method)
-
-
 def equation(name: str, dtype: torch.dtype) -> SparseFunction:
     problem = PROBLEMS[name](EQUATIONS[name][0], 1)
     keywords = {name: each.to(DEVICE) for name, each in problem.f.keywords.items()}  # type: ignore[attr-defined]
@@ -101,17 +81,10 @@ def test_equations(name: str, dtype: torch.dtype) -> None:
     close(matrices(jacobian, 1), expected.cpu(), dtype)
 
 
-@on_fibers
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize(("f", "size"), [(uneven, 5), (long_sums, 6), (written, 6)], ids=lambda each: str(each))
-def test_rows_and_sums(f: Function, size: int, batch: int, dtype: torch.dtype) -> None:
-    check(f, [drawn(batch, size, seed=seed).to(dtype) for seed in (0, 1)])
-
-
 @pytest.mark.parametrize("size", [2, 255, 256, 257, 1000])
 def test_points_that_fill_blocks_and_that_do_not(size: int) -> None:
     """One run, several runs, and points by themselves, in one launch."""
+
     def f(x: torch.Tensor) -> torch.Tensor:
         halves = torch.cat([x[:, ::2].sin(), x[:, 1::2].exp()], 1)
         return torch.cat([x * x.roll(1, 1), halves.roll(3, 1) * x, x.flip(1)[:, : size // 2] ** 3], 1)
@@ -119,29 +92,104 @@ def test_points_that_fill_blocks_and_that_do_not(size: int) -> None:
     check(f, [drawn(1, size, seed=seed).float() for seed in (0, 1)])
 
 
-@on_fibers
-@pytest.mark.parametrize("order", [[3, 3, 0, 1, 1, 2, 5], [6, 2, 5, 0, 4, 1, 3]])
-def test_places_of_64_bits(order: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_code, "index_dtype", lambda *_: np.int64)
-    prepared = check(lambda x: x[:, order] * x.sin(), [drawn(2, 7)])
-    assert kernels_of(prepared).runs[device_code.TABLES].dtype == np.int64
+def energy(u: torch.Tensor) -> torch.Tensor:
+    return (u[1:] * u[:-1].exp()).sum() + (u.sin() ** 3).sum()
 
 
-@on_fibers
-def test_several_dtypes() -> None:
-    weights = torch.linspace(0.5, 1.5, 5)
-    mask = torch.tensor([True, False, True, True, False])
-    f = lambda x: torch.where(mask & (x > 0.9), x.float().sin() * weights, x.exp()).double() * x  # noqa: E731
-    x = drawn(2, 5)
-    with emulated():
-        actual = prepare_jacobian(f, x, batched=True, compile=True)(x)
-    # What is computed in float32 is rounded as there.
-    close(matrices(actual, 2), dense(f, x), torch.float32)
-
-
-@on_fibers
+@pytest.mark.parametrize("method", ["products", "compressed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_elementwise_operators(dtype: torch.dtype) -> None:
-    """All that loops know, by one program: their results are PyTorch's at ties, infinities and no numbers too."""
-    special = [0.0, -0.0, 1.0, -1.0, 0.5, float("inf"), float("-inf"), float("nan"), 3.0]
-    x = torch.tensor([special, special[::-1]], dtype=dtype)
+def test_hessians(dtype: torch.dtype, method: str) -> None:
+    x = drawn(300).to(DEVICE, dtype)
+    with emulated():
+        prepared = prepare_hessian(energy, x, compile=True, method=method, gradient=True, value=True)
+        hessian, gradient, value = prepared(x)
+    kernels_of(prepared)
+    at = x.cpu().double().requires_grad_()
+    close(matrices(hessian, 1), torch.autograd.functional.hessian(energy, at)[None], dtype)
+    close(gradient, torch.autograd.grad(energy(at), at)[0], dtype)
+    close(value, energy(at).detach(), dtype)
+
+
+def test_gradients_of_values() -> None:
+    f = lambda u: u[1:] * u[:-1].exp() + u[1:].sin()  # noqa: E731
+    x, weights = drawn(70).to(DEVICE).requires_grad_(), torch.linspace(-1, 2, 138).to(DEVICE)[:, None]
+    with emulated():
+        prepared = prepare_jacobian(f, x, compile=True, create_graph=True)
+        (actual,) = torch.autograd.grad((prepared(x).values * weights).sum(), x)
+    kernels_of(prepared)
+    at = x.detach().cpu().requires_grad_()
+    jacobian = torch.autograd.functional.jacobian(f, at, create_graph=True)
+    rows, columns = prepared.pattern.to_scipy().tocoo().coords
+    (expected,) = torch.autograd.grad((jacobian[rows, columns][:, None] * weights.cpu()).sum(), at)
+    close(actual, expected)
+
+
+class _NoWaits(TorchDispatchMode):
+    """Raises where an operator waits for the device."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        assert name not in ("_local_scalar_dense", "nonzero", "equal", "is_nonzero", "_to_copy", "unique"), name
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A context in which whatever waits for the device raises."""
+
+    def wait(*_: Any, **__: Any) -> None:
+        raise AssertionError("waits for the device")
+
+    with monkeypatch.context() as patch, _NoWaits():
+        for name in ("cpu", "item", "tolist", "numpy", "__bool__", "__float__", "__int__"):
+            patch.setattr(torch.Tensor, name, wait)
+        yield
+
+
+def test_calls_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where the function reads indices, parameters, and calls that are left to PyTorch; Hessians neither."""
+    x, index = drawn(6).to(DEVICE), torch.tensor([4, 0, 3, 1, 1, 2]).to(DEVICE)
+    scale = nn.Parameter(drawn(6).to(DEVICE))
+    with emulated():
+        calls = [
+            prepare_jacobian(lambda u, i: u[index] * u[i] * scale, x, index, compile=True),
+            prepare_jacobian(lambda u, i: (u.reshape(2, 3) @ u.reshape(3, 2)).exp(), x, index, compile=True),
+            prepare_hessian(lambda u, i: (u[index] ** 3 * u).sum(), x, index, compile=True),
+        ]
+        for prepared in calls:
+            kernels_of(prepared)
+            prepared(x, index)
+            with no_waits(monkeypatch):
+                prepared(x, index)
+
+
+def test_indices_are_compared_once_for_each_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, index = drawn(3).to(DEVICE), torch.tensor([2, 0, 1]).to(DEVICE)
+    with emulated():
+        prepared = prepare_jacobian(lambda u: u[index] * u.exp(), x, compile=True)
+        expected = prepared.values(x)
+        index.copy_(torch.tensor([2, 0, 1]))
+        assert torch.equal(prepared.values(x), expected)
+        index[0] = 1
+        with pytest.raises(ValueError, match="holds other elements than when this Jacobian was prepared"):
+            prepared.values(x)
+
+
+def test_values_that_are_not_finite_are_told_by_a_later_call(caplog: pytest.LogCaptureFixture) -> None:
+    x = drawn(5).to(DEVICE)
+    with emulated(), caplog.at_level(logging.WARNING, "jacsparse"):
+        prepared = prepare_jacobian(lambda u: u.sqrt() * u.roll(1), x, compile=True)
+        assert not prepared.values(0 * x).isfinite().all() and not caplog.records
+        if ON_GPU:
+            torch.cuda.synchronize()
+        prepared.values(x)
+        assert "values that are not finite as products" in caplog.text
+        caplog.clear()
+        prepared.values(x)
+        assert not caplog.records
+
+
+def test_without_compile_nothing_is_fused() -> None:
+    with emulated():
+        prepared = prepare_jacobian(lambda u: u[1:] * u[:-1].exp(), drawn(6).to(DEVICE))
+    assert prepared._first.evaluator.fused is None
