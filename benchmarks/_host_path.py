@@ -1,21 +1,23 @@
-"""Counts and times what calls of recurrent layers cost the host, in a process of its own, on the made-up GPU."""
+"""Counts and times what calls of layers and of Jacobians cost the host, in a process of its own, on the made-up GPU."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import torch
 
-from jacsparse import nn
+from jacsparse import PreparedJacobian, nn, prepare_jacobian
 
 from ._calls import Call
 from ._context import Context
 from ._empty_function import empty_passes
 from ._made_up_gpu import host_work, made_up_gpu
+from ._problems import PROBLEMS
 
 #: What is counted of a layer, and the layers beside that of one direction.
 FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
@@ -29,7 +31,7 @@ def main() -> None:
     """Print a line of JSON when ready, and one for each that is read: what a case's calls cost, and how long they take.
 
     Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: the layer's kind,
-    its inputs, steps, samples, and whether calls are timed.
+    its inputs, steps, samples, and whether calls are timed; or an equation and its size.
     """
     hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -37,7 +39,11 @@ def main() -> None:
     with made_up_gpu() as launched:
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
-            kind, features, time, batch, timed = json.loads(line)
+            case = json.loads(line)
+            if case[0] in PROBLEMS:
+                print(json.dumps(_jacobian(case[0], case[1], launched)), flush=True)
+                continue
+            kind, features, time, batch, timed = case
             x = torch.randn(time, batch, features)
             answer: dict[str, Any] = {"counts": [], "times": {}}
             for name, options in LAYERS.items():
@@ -58,6 +64,18 @@ def main() -> None:
                 for label, timing in context.times(turns).items():
                     answer["times"][label] = asdict(timing)
             print(json.dumps(answer), flush=True)
+
+
+def _jacobian(equation: str, size: int, launched: Callable[[], int]) -> dict[str, Any]:
+    """What a call of a compiled Jacobian costs, and how many of its kernels wait for each other."""
+    problem = PROBLEMS[equation](size, 1)
+    # No kernel computes anything there, and values are not compared.
+    with mock.patch.object(PreparedJacobian, "check"):
+        prepared = prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
+    fused = prepared._first.evaluator.fused
+    assert fused is not None
+    work = host_work(lambda: prepared(*problem.args), launched)
+    return {**asdict(work), "levels": fused.levels}
 
 
 def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:

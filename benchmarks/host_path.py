@@ -1,4 +1,7 @@
-"""The host's part of recurrent layers' calls on a GPU, on one that is made up: nodes, functions called, and time."""
+"""The host's part of calls on a GPU, on one that is made up: nodes, functions called, and time.
+
+They are calls of recurrent layers, and of compiled Jacobians.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,8 @@ _NODES = {FORWARD: (2, 2), BACKWARD: (3, 6), WITH_INPUT: (4, 6)}
 #: The most functions of Python's, and the longest time over that of a Function that computes nothing.
 _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
+#: The most functions of Python's of a call of a compiled Jacobian.
+_PYTHON_OF_JACOBIAN = 40
 #: Turns of each function, many short ones: what else the machine does takes both alike.
 _ROUNDS = 25
 #: The parts that single layers have in each part of two layers: the second one's input has a gradient.
@@ -50,9 +55,14 @@ class HostPath(Experiment):
     times: tuple[int, ...] = (10, 1000, 30_000)
     batches: tuple[int, ...] = (1, 16)
     hidden: int = 20
+    #: Discretised equations, and their sizes.
+    equations: tuple[tuple[str, int], ...] = (
+        *(("gray_scott", 64), ("cahn_hilliard", 64), ("kuramoto_sivashinsky", 4096), ("upwind_advection", 16)),
+        *(("shallow_water", 4096), ("power_flow", 1000), ("oregonator", 4096)),
+    )
 
     name = "host_path"
-    title = "What a call of a recurrent layer costs the host, beside a made-up GPU"
+    title = "What a call costs the host, beside a made-up GPU"
     source = "no paper: no GPU is faster than it is called"
 
     def run(self, context: Context) -> list[Row]:
@@ -74,7 +84,11 @@ class HostPath(Experiment):
                         _add_counts(group, answer["counts"], {"kind": kind, "time": time, "batch": batch})
                         _add_times(group, answer["times"], {"kind": kind, "time": time, "batch": batch})
                     rows += group.rows()
-        return rows
+            group = Group("compiled Jacobians")
+            for equation, size in self.equations:
+                context.say(f"{equation}, {size}")
+                _add_jacobian(group, equation, size, program.answer(json.dumps([equation, size])))
+        return rows + group.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         counts = [row for row in rows if row.data.get("layer") == ""]
@@ -135,6 +149,16 @@ def _add_counts(group: Group, counts: Iterable[dict[str, Any]], case: dict[str, 
         else:
             limits = Comparison("nodes", nodes[layer, part], at_most=_NODES[part][beyond])
             group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PYTHON[part])))
+
+
+def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]) -> None:
+    """A row of a compiled Jacobian's nodes, beside its kernels that wait for each other."""
+    nodes, python = counts["launches"] + counts["kernels"], counts["python"]
+    note = f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's; {counts['c']} functions of C's"
+    data = {"equation": equation, "size": size, "nodes": nodes, "python": python}
+    row = group.value(f"{equation}, {size}", nodes, "nodes", note=note, data=data)
+    levels = Comparison("nodes / levels", nodes / counts["levels"], at_most=1.0)
+    group.add(row.beside(levels, Comparison("functions of Python's", python, at_most=_PYTHON_OF_JACOBIAN)))
 
 
 def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:

@@ -20,6 +20,9 @@ from .printer import Printer, constant
 #: The memory of where points are, of all loops; and that of a number which is set where a result is not finite.
 TABLES, INFINITE = "tables", "infinite"
 
+#: The name of a variable, and its dtype; or a number, and None.
+_Value = tuple[Any, torch.dtype | None]
+
 
 class DeviceCode:
     """CUDA kernels of loops without tiles.
@@ -90,16 +93,17 @@ class DeviceCode:
 
     def _point(self, loop: FusedLoop, names: dict[Any, str]) -> list[str]:
         """The statements that compute a point of a loop."""
-        lines, values = self._places(loop), list[tuple[Any, torch.dtype | None]]()
+        lines, values = self._places(loop), list[_Value]()
         for each in loop.expressions:
-            value, dtype = each, None
-            if isinstance(each, (Place, tuple)):
-                value, dtype = f"v{len(values)}", each.dtype if isinstance(each, Place) else each[0].dtype
-                text = _at(each, names) if isinstance(each, Place) else self._computed(each, values)
-                lines.append(f"const {self._type(dtype)} {value} = {text};")
-            values.append((value, dtype))
+            if not isinstance(each, (Place, tuple)):
+                values.append((each, None))
+                continue
+            dtype = each.dtype if isinstance(each, Place) else each[0].dtype
+            text = _at(each, names) if isinstance(each, Place) else self._computed(each, values)
+            lines.append(f"const {self._type(dtype)} v{len(values)} = {text};")
+            values.append((f"v{len(values)}", dtype))
         for number, place in loop.stores:
-            value = self._converted(*values[number], place.dtype)
+            value = self._converted(values[number], place.dtype)
             is_known = is_number(value)
             lines.append(f"{_at(place, names)} = {constant(value, self._type(place.dtype)) if is_known else value};")
             if place.memory == OUT and not is_known:
@@ -125,16 +129,16 @@ class DeviceCode:
             *(f"const Index p{n} = tables[{first + n * count} + {run}]{step};" for n, step in enumerate(steps)),
         ]
 
-    def _computed(self, expression: Any, values: Sequence[tuple[Any, torch.dtype | None]]) -> str:
+    def _computed(self, expression: Any, values: Sequence[_Value]) -> str:
         """What an operation computes of the values of other expressions."""
         operation, operands = expression
         reads = zip(operands, operation.reads, strict=True)
-        return Printer(self._type(operation.computed_in)).expression(
-            operation, [self._converted(*values[number], dtype) for number, dtype in reads]
-        )
+        printer = Printer(self._type(operation.computed_in))
+        return printer.expression(operation, [self._converted(values[number], dtype) for number, dtype in reads])
 
-    def _converted(self, value: Any, dtype: torch.dtype | None, to: torch.dtype) -> Any:
-        """A variable in another dtype; a number as it is."""
+    def _converted(self, known: _Value, to: torch.dtype) -> Any:
+        """A value in another dtype; a number as it is."""
+        value, dtype = known
         if dtype is None:
             return bool(value) if to == torch.bool else value
         if dtype == to:

@@ -87,6 +87,8 @@ class FusedValues:
     ----------
     reads : set of int
         The values and numbers of the function that a call takes, as in `ValueFunction.sources`.
+    levels : int
+        How many loops wait for each other at most.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class FusedValues:
         except (UnreadableWriteError, MixedDtypesError):
             fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
         self._make_table(fusion, inputs)
+        self.levels = len({loop.level for loop in fusion.loops})
         arrays = [*(loop.runs for loop in fusion.loops), *self._constants]
         #: Bytes of what it holds for all calls.
         self.nbytes = sum(array.nbytes for array in arrays)
@@ -140,6 +143,7 @@ class FusedValues:
         self._shape = wanted.shape
         self._is_large = not self._on_device and wanted.size * self._dtype.itemsize >= SMALLEST
         fusion = Fusion(graph, wanted, pattern.indptr, self._dtype, on_device=self._on_device)
+        self._code: Any
         if self._on_device:
             self._code = DeviceCode(fusion.loops, self._dtype, max(graph.count, wanted.size), self._device)
         else:

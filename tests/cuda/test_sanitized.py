@@ -18,7 +18,8 @@ from tests.cuda.sets import LONG, SETS
 TOGETHER = (
     ("values", "products", "selections"),
     ("recurrent", "small layers"),
-    ("chunks", "linear", "levels", "fused loops"),
+    ("chunks", "linear", "levels"),
+    ("fused loops",),
 )
 REPLAYED = [
     *(pytest.param(names, id=", ".join(names)) for names in TOGETHER),
