@@ -88,7 +88,7 @@ class FusedValues:
     reads : set of int
         The values and numbers of the function that a call takes, as in `ValueFunction.sources`.
     levels : int
-        How many loops wait for each other at most.
+        The most loops that wait for each other, one after the other.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class FusedValues:
             fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
         self._make_table(fusion, inputs)
         self.levels = len({loop.level for loop in fusion.loops})
-        arrays = [*(loop.runs for loop in fusion.loops), *self._constants]
+        arrays = self._constants if self._on_device else [*(loop.runs for loop in fusion.loops), *self._constants]
         #: Bytes of what it holds for all calls.
         self.nbytes = sum(array.nbytes for array in arrays)
         if compile:
@@ -158,6 +158,8 @@ class FusedValues:
         offsets, self._bytes = _aligned([count * dtype.itemsize for dtype, count in self._counts.items()])
         self._offsets = dict(zip(self._counts, offsets, strict=True))
         left, constants = list[CallResult](), dict[int, np.ndarray]()
+        #: Arrays that are the same in each call, beside those of the code.
+        self._constants: list[np.ndarray] = []
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
@@ -172,6 +174,7 @@ class FusedValues:
                 self._scratch.append((slot, source.dtype))
             elif isinstance(source, torch.Tensor):
                 constants[slot] = source.numpy()
+                self._constants.append(constants[slot])
             elif isinstance(source, CallResult):
                 left.append(source)
                 self._left.append((slot, graph.nodes[memory].dtype))
@@ -179,9 +182,8 @@ class FusedValues:
                 self._values.append((slot, begin[source], inputs[source].stride()))
         #: A table, with what is the same in each call: of addresses, or on a GPU of tensors.
         self._fixed: list[Any] = [0] * (len(self._code.memories) + 1)
-        self._constants = list(constants.values())
         if self._on_device:
-            self._upload_constants(constants)
+            self._upload(constants)
         else:
             for slot, array in constants.items():
                 self._fixed[slot] = array.ctypes.data
@@ -201,16 +203,16 @@ class FusedValues:
         self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
 
-    def _upload_constants(self, constants: Mapping[int, np.ndarray]) -> None:
+    def _upload(self, constants: Mapping[int, np.ndarray]) -> None:
         """Copy arrays to the GPU, by their places in the table, as parts of one."""
-        begins, nbytes = _aligned([array.nbytes for array in self._constants])
+        begins, nbytes = _aligned([array.nbytes for array in constants.values()])
         packed = np.zeros(nbytes, np.uint8)
-        for array, begin in zip(self._constants, begins, strict=True):
+        for array, begin in zip(constants.values(), begins, strict=True):
             packed[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
         self._constants = [frozen(packed)]
-        self._upload = uploaded(packed, self._device, None)
+        self._uploaded = uploaded(packed, self._device, None)
         for (slot, array), begin in zip(constants.items(), begins, strict=True):
-            part = self._upload[begin : begin + array.nbytes]
+            part = self._uploaded[begin : begin + array.nbytes]
             self._fixed[slot] = part.view(torch.from_numpy(array).dtype)
         self._fixed[-1] = host_flag(self._device)
         self._infinite = self._fixed[-1].numpy()
@@ -241,7 +243,7 @@ class FusedValues:
             # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
             out = torch.empty(*self._shape, dtype=self._dtype, device=self._device)
         alive: list[torch.Tensor] = []
-        on_device = self._on_device
+        of_tensors = self._on_device
         for slot, value, stride in self._values:
             tensor = known[value]
             if tensor.is_neg():
@@ -252,12 +254,12 @@ class FusedValues:
                     tensor.detach()
                 )
                 alive.append(tensor)
-            table[slot] = tensor if on_device else tensor.data_ptr()
+            table[slot] = tensor if of_tensors else tensor.data_ptr()
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
-        if on_device:
+        if of_tensors:
             table[self._out] = out
-            extend_life(self._upload)
+            extend_life(self._uploaded)
             if self._infinite[0]:
                 self._infinite[0] = 0
                 _LOGGER.warning(_NOT_FINITE, self._device)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import os
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis import assume, given, settings
 from benchmarks import _nvrtc
 from jacsparse import UnsupportedOperatorError, VerificationError, prepare_hessian, prepare_jacobian
 from jacsparse.codegen import device_code
-from jacsparse.runtime import KernelFile
+from jacsparse.runtime import KernelFile, active_backend, backend
 from tests.cuda.fibers import COMPILER
 from tests.cuda.harness import emulated
 from tests.cuda.test_compiled_jacobians import Function, check, close, equation, kernels_of, matrices
@@ -138,3 +140,14 @@ def test_kernels_compile_without_spills(dtype: torch.dtype, monkeypatch: pytest.
     for file in files:
         for instance, resources in _nvrtc.compile_file(file, "sm_90").items():
             assert resources.spilled == 0 and 0 < resources.registers <= 255, instance
+
+
+def test_without_cupy_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnTheCpu(type(active_backend())):  # type: ignore[misc]
+        on_device = staticmethod(operator.attrgetter("is_cpu"))
+
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    for name, answer in (("current_device", 0), ("is_current_stream_capturing", False)):
+        monkeypatch.setattr(torch.cuda, name, lambda answer=answer: answer)
+    with backend(OnTheCpu()), pytest.raises(ImportError, match=r"need CuPy: pip install 'jacsparse\[gpu"):
+        prepare_jacobian(lambda u: u[1:] * u[:-1].exp(), drawn(6), compile=True)
