@@ -104,7 +104,7 @@ class ChainProducts(Evaluator):
 
     name = "products"
     uncompiled = "products of operators' matrices cannot be compiled"
-    remedy: str | None = "leave it out, or on a CPU pass method='compressed'"
+    remedy: str | None = "leave it out, or pass method='compressed'"
 
     def __init__(self, function: TracedFunction) -> None:
         self.function, self.pattern, self.chain = function, function.pattern, function.chain
