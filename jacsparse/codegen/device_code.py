@@ -49,7 +49,7 @@ class DeviceCode:
         for loop in loops:
             levels[loop.level].append(loop)
         kernels = [self._kernel(number, levels[level]) for number, level in enumerate(sorted(levels))]
-        index = index_dtype(max(count, self._size), 0, 0)
+        index = index_dtype(max(count, self._size) + THREADS, 0, 0)
         #: The tables of places, which are a memory too.
         self.runs = {TABLES: np.concatenate([*self._tables, np.zeros(1, np.int64)]).astype(index)}
         types = f"{c_type(dtype)}, {c_type(torch.from_numpy(self.runs[TABLES]).dtype)}"

@@ -174,7 +174,7 @@ class PreparedProgram:
                 )
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
-            if not self._holds(value, captures[value], contents):
+            if not self._has_contents(value, captures[value], contents):
                 what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")
                 raise ValueError(
                     f"{what} of {captures[value].dtype} {tuple(captures[value].shape)} holds other elements than when "
@@ -183,16 +183,16 @@ class PreparedProgram:
                 )
         return captures
 
-    def _holds(self, value: int, tensor: torch.Tensor, contents: torch.Tensor) -> bool:
-        """Whether an index or a mask has the elements of then; on a GPU, which that waits for, once for a version."""
-        version = tensor._version if on_device(tensor) and not tensor.is_inference() else None
-        before, of_before = self.compared.get(value, (None, None))
-        if version is not None and version == of_before and before is not None and before() is tensor:
-            return True
-        equal = torch.equal(contents_of(tensor), contents)
-        if equal and version is not None:
-            self.compared[value] = weakref.ref(tensor), version
-        return equal
+    def _has_contents(self, value: int, tensor: torch.Tensor, contents: torch.Tensor) -> bool:
+        """Whether an index or a mask has the elements of then; a GPU, which that waits for, compares a version once."""
+        if not on_device(tensor) or tensor.is_inference():
+            return torch.equal(contents_of(tensor), contents)
+        compared = self.compared.get(value)
+        if compared is None or compared[0]() is not tensor or compared[1] != tensor._version:
+            if not torch.equal(contents_of(tensor), contents):
+                return False
+            self.compared[value] = weakref.ref(tensor), tensor._version
+        return True
 
     def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
         """The values with what the function returned, whose tensors may have gradients where values may."""

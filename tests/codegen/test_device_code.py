@@ -88,26 +88,32 @@ def test_elementwise_operators(dtype: torch.dtype) -> None:
 @settings(max_examples=DRAWS, deadline=None)
 @given(function=drawn_functions())
 def test_drawn_functions(function: Drawn) -> None:
-    """Their Jacobians and Hessians, by each method."""
+    """Their Jacobians and Hessians by each method, and gradients of their values."""
     f, points = OneToThree(function), [function.input(seed) for seed in range(2)]
     for prepare, of, reference in ((prepare_jacobian, f, by_autograd), (prepare_hessian, function, expected_at)):
         expected = [reference(of, x) for x in points]
         assume(all(each is not None for each in expected))
-        for method in ("auto", "compressed"):
-            options: dict[str, Any] = {"method": method, "batched": True, "compile": True}
+        for method, create_graph in (("auto", False), ("compressed", False), ("auto", True)):
+            options: dict[str, Any] = {"method": method, "create_graph": create_graph, "batched": True, "compile": True}
             try:
                 on_cpu = prepare(of, points[0], **options)  # type: ignore[operator]
             except (UnsupportedOperatorError, VerificationError, ValueError):
                 continue
             with emulated():
                 prepared = prepare(of, points[0], **options)  # type: ignore[operator]
-                actual = [prepared(x) for x in points]
+                leaves = [x.clone().requires_grad_(create_graph) for x in points]
+                actual = [prepared(x) for x in leaves]
             if on_cpu._first.evaluator.fused is not None:
                 kernels_of(prepared)
-            for x, jacobian, matrix in zip(points, actual, expected, strict=True):
+            for x, jacobian, matrix in zip(leaves, actual, expected, strict=True):
                 difference = (matrices(jacobian, len(x)) - matrix).abs()
                 assert not difference.numel() or difference.max() <= 1e-9 * max(1.0, matrix.abs().max().item())
-                close(jacobian.values, on_cpu.values(x))
+                values = on_cpu.values(x)
+                close(jacobian.values.detach(), values.detach())
+                assert jacobian.values.requires_grad == values.requires_grad
+                if values.requires_grad:
+                    gradients = (torch.autograd.grad(each.sin().sum(), x)[0] for each in (jacobian.values, values))
+                    close(*gradients)
 
 
 def test_equal_programs_share_kernels() -> None:
