@@ -49,7 +49,9 @@ class Compressed(Evaluator):
         self._passes = [_Pass(function, each, most) for each in groups if each]
         #: By part, its entries, and their places among its products; None where all products are the entries in order.
         self._of_parts = self._entries_of_parts(x.device)
-        if compile and not together:
+        if not self.pattern.nnz:
+            self.uncompiled = "it has no entries"
+        elif compile and not together:
             self.uncompiled = "the seeds of its colours take too much memory for one run of machine code"
             self.remedy = "leave it out"
         elif compile and directions:
