@@ -14,13 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
-from jacsparse.jacobians import fused_values
-from jacsparse.jacobians.arguments import Arguments
 from jacsparse.runtime import Launch, backend, device_memory
-from jacsparse.stages import checks
 from tests.cuda.harness import Fibers
 
 _DEVICE = torch.device("cuda:0")
@@ -115,9 +113,9 @@ def two_memories(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(device_memory, "_stream_on", lambda _: 7)
         patch.setattr(device_memory, "_disable_current_modes", contextlib.nullcontext)
-        patch.setattr(fused_values, "host_flag", lambda _: torch.zeros(1, dtype=torch.int32))
-        patch.setattr(checks, "PLAIN", (*checks.PLAIN, Tensor))
+        patch.setattr("jacsparse.jacobians.fused_values.host_flag", lambda _: torch.zeros(1, dtype=torch.int32))
+        patch.setattr("jacsparse.stages.checks.PLAIN", (torch.Tensor, nn.Parameter, nn.Buffer, Tensor))
         # They are of a class of their own already.
-        patch.setattr(Arguments, "with_numbers_apart", lambda arguments: arguments)
+        patch.setattr("jacsparse.jacobians.arguments.Arguments.with_numbers_apart", lambda arguments: arguments)
         NOTED.clear()
         yield
