@@ -1,13 +1,14 @@
-"""Counts and times what calls cost the host, of recurrent layers and of products, in a process of its own."""
+"""Counts and times what calls of layers, products and Jacobians cost the host, in a process of its own."""
 
 from __future__ import annotations
 
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
+from unittest import mock
 
 import scipy.sparse
 import torch
@@ -15,12 +16,13 @@ from jacsparse.patterns import Diagonal, Full, Pattern
 from jacsparse.spgemm import plan_product
 from torch.nn import MaxPool2d
 
-from jacsparse import chain, nn
+from jacsparse import PreparedJacobian, chain, nn, prepare_jacobian
 
 from ._calls import Call
 from ._context import Context
 from ._empty_function import empty_passes
 from ._made_up_gpu import host_work, made_up_gpu
+from ._problems import PROBLEMS
 
 #: What is counted of a layer, and the layers beside that of one direction.
 FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
@@ -34,7 +36,8 @@ def main() -> None:
     """Print a line of JSON when ready, and one for each that is read: what a case's calls cost, and how long they take.
 
     Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: a layer's kind,
-    its inputs, steps, samples, and whether calls are timed; or a method of products, and samples.
+    its inputs, steps, samples, and whether calls are timed; or a method of products, and samples; or an equation and
+    its size.
     """
     hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -43,6 +46,9 @@ def main() -> None:
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
             case, answer = json.loads(line), dict[str, Any](counts=[], times={})
+            if case[0] in PROBLEMS:
+                print(json.dumps(_jacobian(case[0], case[1], launched)), flush=True)
+                continue
             if len(case) == 2:
                 for part, call in _products(*case):
                     answer["counts"].append({"part": part, **asdict(host_work(call, launched))})
@@ -68,6 +74,18 @@ def main() -> None:
                 for label, timing in context.times(turns).items():
                     answer["times"][label] = asdict(timing)
             print(json.dumps(answer), flush=True)
+
+
+def _jacobian(equation: str, size: int, launched: Callable[[], int]) -> dict[str, Any]:
+    """What a call of a compiled Jacobian costs, and how many of its kernels wait for each other."""
+    problem = PROBLEMS[equation](size, 1)
+    # No kernel computes anything there, and values are not compared.
+    with mock.patch.object(PreparedJacobian, "check"):
+        prepared = prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
+    fused = prepared._first.evaluator.fused
+    assert fused is not None
+    work = host_work(lambda: prepared(*problem.args), launched)
+    return {**asdict(work), "levels": fused.levels}
 
 
 def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:

@@ -1,4 +1,7 @@
-"""The host's part of calls on a GPU, on one that is made up: nodes, functions called, and time."""
+"""The host's part of calls on a GPU, on one that is made up: nodes, functions called, and time.
+
+They are calls of recurrent layers, of products, and of compiled Jacobians.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ _PRODUCT, _PRODUCT_NODES = 20, 1
 #: The most functions of Python's of a layer's parts, and the longest time over that of a Function without work.
 _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
+#: The most functions of Python's of a call of a compiled Jacobian.
+_PYTHON_OF_JACOBIAN = 40
 #: Turns of each function, many short ones: what else the machine does takes both alike.
 _ROUNDS = 25
 #: The parts that single layers have in each part of two layers: the second one's input has a gradient.
@@ -54,9 +59,14 @@ class HostPath(Experiment):
     hidden: int = 20
     #: Methods of products.
     methods: tuple[str, ...] = ("merge", "slots", "rowwise", "scale", "dense", "select")
+    #: Discretised equations, and their sizes.
+    equations: tuple[tuple[str, int], ...] = (
+        *(("gray_scott", 64), ("cahn_hilliard", 64), ("kuramoto_sivashinsky", 4096), ("upwind_advection", 16)),
+        *(("shallow_water", 4096), ("power_flow", 1000), ("oregonator", 4096)),
+    )
 
     name = "host_path"
-    title = "What a call of a recurrent layer or a product costs the host, beside a made-up GPU"
+    title = "What a call costs the host, beside a made-up GPU"
     source = "no paper: no GPU is faster than it is called"
 
     def run(self, context: Context) -> list[Row]:
@@ -83,7 +93,11 @@ class HostPath(Experiment):
                 for batch in self.batches:
                     _add_products(group, program.answer(json.dumps([method, batch]))["counts"], method, batch)
                 rows += group.rows()
-        return rows
+            group = Group("compiled Jacobians")
+            for equation, size in self.equations:
+                context.say(f"{equation}, {size}")
+                _add_jacobian(group, equation, size, program.answer(json.dumps([equation, size])))
+        return rows + group.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         counts = [row for row in rows if row.data.get("layer") == ""]
@@ -155,6 +169,16 @@ def _add_products(group: Group, counts: Iterable[dict[str, Any]], method: str, b
         row = group.value(label, nodes, "nodes", note=note, data=data)
         limits = Comparison("nodes", nodes, at_most=_PRODUCT_NODES)
         group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PRODUCT)))
+
+
+def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]) -> None:
+    """A row of a compiled Jacobian's nodes, beside its kernels that wait for each other."""
+    nodes, python = counts["launches"] + counts["kernels"], counts["python"]
+    note = f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's; {counts['c']} functions of C's"
+    data = {"equation": equation, "size": size, "nodes": nodes, "python": python}
+    row = group.value(f"{equation}, {size}", nodes, "nodes", note=note, data=data)
+    levels = Comparison("nodes / levels", nodes / counts["levels"], at_most=1.0)
+    group.add(row.beside(levels, Comparison("functions of Python's", python, at_most=_PYTHON_OF_JACOBIAN)))
 
 
 def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:

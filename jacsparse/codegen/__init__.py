@@ -5,6 +5,7 @@ Arithmetic on single elements of tensors is machine code, interpreted by one ker
 
 from .calls import CallResult, Calls, mapped
 from .calls_of_elements import CallsOfElements, UnreadableWriteError, may_be_loops
+from .device_code import DeviceCode
 from .elements import ElementGraph, TooManyElementsError, sums
 from .emitter import (
     BYTE,
@@ -51,6 +52,7 @@ __all__ = [
     "CallResult",
     "Calls",
     "CallsOfElements",
+    "DeviceCode",
     "ElementGraph",
     "Emitter",
     "Fusion",

@@ -98,10 +98,10 @@ class CallsOfElements:
         self._numbers: dict[CallResult, Any] = {}
         for place, (node, tensor) in enumerate(zip(calls.inputs, inputs, strict=True)):
             if place not in sources:
-                self._known[node] = tensor
+                self._known[node] = tensor.cpu()
             elif tensor.dtype in _DTYPES and tensor.layout == torch.strided:
                 self._numbers[node] = self._in_memory(tensor, sources[place])
-        self._known |= {node: node.constant for node in calls.read if node.constant is not None}
+        self._known |= {node: node.constant.cpu() for node in calls.read if node.constant is not None}
         for node in calls.steps:
             self._call(node)
         self.results = [self._result(node).numpy() for node in calls.outputs]
@@ -145,9 +145,9 @@ class CallsOfElements:
         elif target._schema.is_mutable:
             self._write(node)
         elif _name_of(target) in _FILLS:
-            self._known[node] = target(*mapped(node.args, _of_form), **node.kwargs)
+            self._known[node] = target(*mapped(node.args, _of_form), **_on_cpu(node.kwargs))
         elif all(each in self._known for each in node.operands):
-            self._known[node] = target(*mapped(node.args, self._known.__getitem__), **node.kwargs)
+            self._known[node] = target(*mapped(node.args, self._known.__getitem__), **_on_cpu(node.kwargs))
         elif not all(each in self._known or each in self._numbers for each in node.operands):
             self._leave(node)
         elif _name_of(target) in _MOVES and target is not aten.view.dtype:
@@ -260,6 +260,11 @@ class CallsOfElements:
         aliases = any(argument.alias_info for argument in target._schema.arguments)
         if not aliases and numbers.stride() != node.value.stride():
             raise UnreadableWriteError
+
+
+def _on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The same arguments of a call whose result is on the CPU: what is known when preparing is there."""
+    return {name: "cpu" if name == "device" else each for name, each in kwargs.items()}
 
 
 def _of_form(node: CallResult) -> torch.Tensor:

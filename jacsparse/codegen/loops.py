@@ -18,8 +18,9 @@ from .elements import ElementGraph, Elements, of_kinds
 from .operations import ElementOperation
 from .tiles import SHARED, UNREAD, RowTiles, Scratch
 
-#: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers.
-MEMORY = 4
+#: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers; on a GPU, where a
+#: loop that others wait for is one more launch beside.
+MEMORY, DEVICE_MEMORY = 4, 16
 #: The most that it may cost to compute an element wherever it is read.
 MOST_COST = 100
 #: The most operations of which each reads the one before without memory between: expressions are made recursively.
@@ -66,6 +67,8 @@ class FusedLoop:
         How far the places of a sequence are apart along runs; None where all runs are single points.
     points : int
         The number of points.
+    level : int
+        How many loops one after the other store what it reads.
     tiles : ndarray of int, (tiles + 1,), or None
         Where the runs of each tile begin; None where all tiles read what the loop stores.
     """
@@ -75,6 +78,7 @@ class FusedLoop:
     runs: np.ndarray
     strides: list[int] | None
     points: int
+    level: int
     tiles: np.ndarray | None = None
 
     @property
@@ -102,6 +106,8 @@ class Fusion:
         Those that are wanted, which are stored one after the other.
     indptr : ndarray of int
         Where the entries of each row begin; the entries of a row are computed together.
+    on_device : bool
+        Whether a GPU runs them, which has no tiles, and which computes more in the time that memory takes.
 
     Attributes
     ----------
@@ -111,18 +117,28 @@ class Fusion:
         How many elements are stored for other loops.
     """
 
-    def __init__(self, graph: ElementGraph, entries: np.ndarray, indptr: np.ndarray, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        graph: ElementGraph,
+        entries: np.ndarray,
+        indptr: np.ndarray,
+        dtype: torch.dtype,
+        *,
+        on_device: bool = False,
+    ) -> None:
         self.graph, self.dtype = graph, dtype
+        #: By the places of nodes, how many stored ones they are made of one after the other, themselves among them.
+        self.depths = np.zeros(len(graph.nodes), np.int64)
         self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
-        self._choose(graph.makers(entries))
-        self._tiles = RowTiles(graph, self._needed, entries, indptr)
+        self._choose(graph.makers(entries), DEVICE_MEMORY if on_device else MEMORY)
+        self._tiles = RowTiles(graph, self._needed, entries, indptr, tiled=not on_device)
         self.scratch = self._tiles.scratch
         self._classify()
         loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
         self.loops = sorted(loops, key=lambda loop: loop.tiles is not None)
 
-    def _choose(self, wanted: Sequence[int]) -> None:
-        """Choose which nodes are needed, and which are stored."""
+    def _choose(self, wanted: Sequence[int], memory: int) -> None:
+        """Choose which nodes are needed, and which are stored, at what memory costs."""
         nodes, stored = self.graph.nodes, self.graph.stored
         costs, nested = np.zeros(len(nodes)), np.zeros(len(nodes), np.int64)
         for place, node in enumerate(nodes):
@@ -145,7 +161,7 @@ class Fusion:
             if place not in self._needed or node.operation is None:
                 continue
             often = sum(times[place].values())
-            if (often - 1) * costs[place] > MEMORY * (1 + often):
+            if (often - 1) * costs[place] > memory * (1 + often):
                 stored.add(place)
             if place in stored:
                 often = 1.0
@@ -182,7 +198,7 @@ class Fusion:
 
     def _of_stored(self) -> Iterator[FusedLoop]:
         """The loops that store elements for others, those first that the others read."""
-        nodes, depths = self.graph.nodes, np.zeros(len(self.graph.nodes), np.int64)
+        nodes, depths = self.graph.nodes, self.depths
         together: dict[tuple[int, int], list[int]] = defaultdict(list)
         for place, node in enumerate(nodes):
             if node.operation is None or place not in self._needed:
@@ -282,6 +298,8 @@ class _Body:
     starts: list[int] = field(default_factory=list)
     steps: list[np.ndarray] = field(default_factory=list)
     sequences: dict[Any, list[int]] = field(default_factory=lambda: defaultdict(list))
+    #: As of the loop.
+    level: int = 0
 
     def value(self, numbers: np.ndarray) -> int:
         """The expression that computes elements of a class, one for each point."""
@@ -296,6 +314,7 @@ class _Body:
         if node.constant is not None:
             number = self._added(node.constant)
         elif address is not None:
+            self.level = max(self.level, int(self.fusion.depths[place]))
             number = self._added(self._place(*address))
         else:
             number = self.computed(place, numbers - node.first)
@@ -353,4 +372,5 @@ class _Body:
         runs = np.concatenate([np.diff(np.append(begin, self.points))[None], places[:, begin]]).T
         of_tiles = None if self.tiles is None else np.searchsorted(self.tiles[begin], np.arange(tiles + 1))
         step = None if single else strides.tolist()
-        return FusedLoop(self.expressions, self.stores, np.ascontiguousarray(runs), step, self.points, of_tiles)
+        runs = np.ascontiguousarray(runs)
+        return FusedLoop(self.expressions, self.stores, runs, step, self.points, self.level, of_tiles)

@@ -56,10 +56,14 @@ class ElementOperation:
         return 2 * len(self.reads) if self.name == "sum" else COSTS.get(self.name, 1)
 
     @property
+    def computed_in(self) -> torch.dtype:
+        """The dtype that it computes in: truth values where none is a float."""
+        return next((dtype for dtype in (*self.reads, self.dtype) if dtype in FLOATS), torch.bool)
+
+    @property
     def type(self) -> Any:
-        """The type that it computes in."""
-        floats = [dtype for dtype in (*self.reads, self.dtype) if dtype in FLOATS]
-        return FLOATS[floats[0]] if floats else TRUTH
+        """The same as a type of LLVM's."""
+        return FLOATS.get(self.computed_in, TRUTH)
 
     def emit(self, emitter: Any, operands: Sequence[Value]) -> Value:
         """Its result by the instructions of an emitter, of operands of the dtypes that it reads."""

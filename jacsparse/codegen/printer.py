@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .operand import RELATIONS, Operand, is_number
 from .operations import ElementOperation
 
-#: Functions of CUDA's, or of `recurrence/kernels/runs.cuh` where those have fewer instructions.
-_FUNCTIONS = {"sigmoid": "sigmoid", "tanh": "squash"}
 _PREFIXES = {"neg": "-", "not": "!"}
 _INFIXES = {"add": "+", "sub": "-", "mul": "*", "div": "/", "and": "&&", "or": "||", "xor": "!="}
 _INFIXES |= {relation: relation for relation in RELATIONS}
@@ -23,18 +22,30 @@ class _Text(Operand):
     text: str
 
 
+@dataclass(frozen=True, eq=False)
 class Printer:
-    """An emitter of operations whose values are C++ expressions in a type ``T``."""
+    """An emitter of operations whose values are C++ expressions.
 
-    def expression(self, operation: ElementOperation, operands: list[str]) -> str:
-        """What an operation computes of operands, each the name of a variable."""
-        if operation.name in _FUNCTIONS:
-            return f"{_FUNCTIONS[operation.name]}({operands[0]})"
-        result: _Text = operation.emit(self, [_Text(self, each) for each in operands])
-        return result.text
+    Attributes
+    ----------
+    type : str
+        The type that they compute in.
+    functions : mapping of str to str
+        By the names of operations, functions other than CUDA's own.
+    """
+
+    type: str = "T"
+    functions: Mapping[str, str] = field(default_factory=dict)
+
+    def expression(self, operation: ElementOperation, operands: Sequence[str | float | bool]) -> str:
+        """What an operation computes of operands, each the name of a variable, or a number."""
+        if operation.name in self.functions:
+            return f"{self.functions[operation.name]}({operands[0]})"
+        texts = [_Text(self, each) if isinstance(each, str) else each for each in operands]
+        return self.value(operation.emit(self, texts)).text
 
     def value(self, x: Any) -> _Text:
-        return _Text(self, constant(x)) if is_number(x) else x
+        return _Text(self, constant(x, self.type)) if is_number(x) else x
 
     def apply(self, name: str, *operands: Any) -> _Text:
         texts = [self.value(each).text for each in operands]
@@ -42,15 +53,15 @@ class Printer:
             return _Text(self, f"({_PREFIXES[name]}{texts[0]})")
         if name in _INFIXES:
             return _Text(self, f"({texts[0]} {_INFIXES[name]} {texts[1]})")
-        return _Text(self, f"{_FUNCTIONS.get(name, name)}({', '.join(texts)})")
+        return _Text(self, f"{self.functions.get(name, name)}({', '.join(texts)})")
 
     def select(self, condition: Any, x: Any, y: Any) -> _Text:
         condition, x, y = (self.value(each).text for each in (condition, x, y))
         return _Text(self, f"({condition} ? {x} : {y})")
 
 
-def constant(value: float | bool) -> str:
-    """A number as C++ spells it, of type ``T``.
+def constant(value: float | bool, type: str = "T") -> str:
+    """A number of a type, as C++ spells it.
 
     Examples
     --------
@@ -60,4 +71,4 @@ def constant(value: float | bool) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = repr(float(value)).replace("inf", "INFINITY").replace("nan", "NAN")
-    return f"T({text})"
+    return f"{type}({text})"

@@ -45,6 +45,8 @@ class RowTiles:
         The numbers of the entries.
     indptr : ndarray of int
         Where the entries of each row begin.
+    tiled : bool
+        Whether there may be tiles.
 
     Attributes
     ----------
@@ -58,7 +60,9 @@ class RowTiles:
         How many elements each memory holds.
     """
 
-    def __init__(self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, indptr: np.ndarray) -> None:
+    def __init__(
+        self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, indptr: np.ndarray, *, tiled: bool
+    ) -> None:
         stored = [graph.nodes[place] for place in sorted(graph.stored & needed)]
         numbers: dict[torch.dtype, list[np.ndarray]] = defaultdict(list)
         for node in stored:
@@ -66,7 +70,7 @@ class RowTiles:
         self._stored = {dtype: np.concatenate(those) for dtype, those in numbers.items()}
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
         self.count, self.of_entries = nbytes // TILE, None
-        if FEWEST <= self.count <= rows:
+        if tiled and FEWEST <= self.count <= rows:
             of_entries = np.repeat((np.arange(rows) * self.count // rows).astype(np.int32), np.diff(indptr))
             readers = self._readers(graph, needed, entries, of_entries)
             if self._pays(readers, nbytes):

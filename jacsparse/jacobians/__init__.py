@@ -92,15 +92,17 @@ MiB, of `disk_cache`, of symbolic results. Bounded by nothing are what PyTorch's
 take within a call, seeds, a backward pass's weights of all colours, patterns while they are made, what a pattern caches
 of itself, compiled kernels on disk, and copies on devices.
 
-**What differs on a GPU.** Nothing is folded, grouped or compiled: a prepared call is a replay, by `ChainProducts` or
-`Compressed`, chosen by the costs of CPUs. Patterns, colourings, orders and plans are made on the CPU. Arrays of
-patterns and plans are copied at their first use (`uploaded`), which the capture of a CUDA graph refuses; those of a
-`Compressed` when it is made; those of symmetric parts, of entries that are mended, of writes and of rules without
-kernels of their own in each call; those of `differentiable` in each backward pass. Products are
-launches that `Method.bind` makes once, all samples at once and without strips; `merge`, where its lists fit, takes the
-place of slots there (`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda` in
-`patterns`). `on_device` is true of a device's tensors and of those that a test's backend emulates, ``Tensor.is_cuda``
-of the former alone. Each call waits for the device where it compares elements, or looks whether all are finite.
+**What differs on a GPU.** Nothing is grouped or interpreted: with ``compile`` `FoldedProducts` and `Compressed` are
+kernels (`DeviceCode` of `codegen`), which set a flag where values are not finite, for a later call to tell; without, a
+prepared call is a replay, by `ChainProducts` or `Compressed`. Costs are those of CPUs. Patterns, colourings, orders and
+plans are made on the CPU. Arrays of patterns and plans are copied at their first use (`uploaded`), which the capture of
+a CUDA graph refuses; those of a `Compressed` or a `FusedValues` when it is made; those of entries that are mended, of
+writes and of rules without kernels of their own in each call; those of `differentiable` in each backward pass. Products
+are launches that `Method.bind` makes once, all samples at once and without strips; `merge`, where its lists fit, takes
+the place of slots there (`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda`
+in `patterns`). `on_device` is true of a device's tensors and of those that a test's backend emulates,
+``Tensor.is_cuda`` of the former alone. Where nothing is compiled, each call waits for the device to look whether all
+values are finite. Each one waits where it looks at pruned weights, and once for each version of an index or a mask.
 """
 
 from .hessians import PreparedHessian, hessian, prepare_hessian

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from ..codegen import may_be_loops
 from ..patterns import Pattern, UnsupportedOperatorError
+from ..runtime import on_device
 from ..stages import DENSE, PASS, START, check_size
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
@@ -59,7 +60,7 @@ def evaluator_of(
 
     `Compressed` goes by backward passes alone with an operator of `WRONG_TANGENTS`, unless it is a Hessian's, of which
     the check finds wrong tangents. With `compile`, 6. compares `Compressed` with machine code and without: loops
-    compute what no call that is left to PyTorch reads. On a GPU there are `ChainProducts` and `Compressed` alone. What
+    compute what no call that is left to PyTorch reads. On a GPU, `FoldedProducts` are those of `compile` alone. What
     is chosen is logged at the level DEBUG, and in 6. the costs of products and of colours. `PreparedJacobian.prepare`
     asks for ``products`` where a `Compressed` of 6. does not agree with autograd, and `JacobianPlan` takes
     `ChainProducts`.
@@ -77,14 +78,16 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     folding = Folding(function)
     check_size(function.chain, function.x)
 
-    def compressed(colors: Coloring) -> Compressed:
+    def compressed(colors: Coloring, compile: bool = compile) -> Compressed:
         return Compressed(function, colors, compile=compile)
 
     def folded_products(cost: float | None = None) -> FoldedProducts | None:
         """Sums of products of local derivatives; if a cost is given, of all kinds, up to that cost.
 
-        None where the entries are no such sums, or cost more.
+        None where the entries are no such sums, or cost more, and on a GPU where nothing is compiled.
         """
+        if on_device(function.x) and not compile:
+            return None
         most, samples = None, 1 if function.shared else function.batch
         if cost is not None:
             most = int(cost / (TERM * samples))
@@ -133,18 +136,18 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     if method == "products" or not may_be_compressed(function):
         return folded_products(cost) or products
     colors = coloring(function.pattern)
-    cost_of_colors = _cost_of_colors(function, colors, compile=False)
+    cost_of_colors, pays = _cost_of_colors(function, colors, compile=False), False
     if compile:
         compiled = _cost_of_colors(function, colors, compile=True)
-        compile = compiled - REPLAY < cost_of_colors
-        cost_of_colors = compiled if compile else cost_of_colors
+        pays = compiled - REPLAY < cost_of_colors
+        cost_of_colors = compiled if pays else cost_of_colors
     counts = sum(colors.counts)
     _LOGGER.debug("costs: products%s %.2g, %d colours %.2g", products.details, cost, counts, cost_of_colors)
     sums = folded_products(min(cost, cost_of_colors))
     if sums is not None or cost < cost_of_colors:
         return sums or products
     try:
-        return compressed(colors)
+        return compressed(colors, pays)
     except UnsupportedOperatorError:
         # An operator has no forward mode, or none for many seeds at once.
         return folded_products(cost) or products

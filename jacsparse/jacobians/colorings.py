@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 
 from ..patterns import Pattern, row_colors
-from ..runtime import array_in
+from ..runtime import array_in, frozen
 from ..spgemm import PLAN_CACHE
 from . import kernels
 
@@ -155,8 +156,9 @@ class SymmetricPart(_OfPattern):
     """The entries of a pattern whose mirror images are entries too; see `symmetric_part`."""
 
     pattern: Pattern
-    #: The place of the lower entry of each pair among those of the whole pattern.
+    #: The place of the lower entry of each pair among those of the whole pattern; and the same memory as a tensor.
     places: np.ndarray
+    index: torch.Tensor
 
 
 def symmetric_part(pattern: Pattern) -> SymmetricPart:
@@ -176,7 +178,9 @@ def symmetric_part(pattern: Pattern) -> SymmetricPart:
         )
         rows, columns = (each.astype(np.int64) for each in (symmetric_pattern.rows, symmetric_pattern.indices))
         lower = np.maximum(rows, columns) * pattern.shape[1] + np.minimum(rows, columns)
-        return SymmetricPart(symmetric_pattern, np.searchsorted(pattern.places, lower))
+        places = np.searchsorted(pattern.places, lower)
+        index = torch.from_numpy(places)
+        return SymmetricPart(symmetric_pattern, frozen(places), index)
 
     return PLAN_CACHE.get(("symmetric part", pattern.digest), symmetric)
 

@@ -56,9 +56,8 @@ class Compressed(Evaluator):
         self.nbytes = colors.places.nbytes + of_seeds
         #: By part, its entries, and their places among its products; None where all products are the entries in order.
         self._of_parts = self._entries_of_parts(x.device)
-        if function.x.is_cuda:
-            self.uncompiled = f"machine code is for CPUs, and the arguments are on {function.x.device}"
-            self.remedy = "leave it out"
+        if not self.pattern.nnz:
+            self.uncompiled = "it has no entries"
         elif compile and not together:
             self.uncompiled = "the seeds of its colours take too much memory for one run of machine code"
             self.remedy = "leave it out"

@@ -96,8 +96,6 @@ class Folding:
 
     def _product(self, most: int | None) -> Terms:
         """The function's Jacobian as terms, of which all products may have so many."""
-        if self.function.x.is_cuda:
-            raise NotFoldableError("its kernels run on the CPU")
         chain, self.by_factors, self.algebra = self.function.chain, most is not None, Algebra()
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         sizes = [
@@ -149,7 +147,7 @@ class Folding:
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.omissions)
         if edge.shared and (selects or not self._varies(edge, operation)):
-            return LocalJacobian(edge, self.function.trace).values[:, 0].numpy()
+            return LocalJacobian(edge, self.function.trace).values[:, 0].numpy(force=True)
         if not is_elementwise(edge):
             selection = selection_of(edge, self.function.trace) if self.by_factors else None
             if selection is not None:
@@ -319,10 +317,12 @@ def selection_of(edge: Edge, trace: Trace) -> tuple[str, np.ndarray] | None:
     # The rule itself tells where the elements of a factor of consecutive numbers come to lie; other numbers tell
     # these from multiples and sums of elements.
     shape = factor.shape[name in call.batched :]
-    numbered = torch.arange(shape.numel(), dtype=torch.float64, device="cpu").reshape(shape).expand(factor.shape)
+    numbered = (
+        torch.arange(shape.numel(), dtype=torch.float64, device=factor.device).reshape(shape).expand(factor.shape)
+    )
     elements, others = values_of(numbered).long().clamp(0, max(0, shape.numel() - 1)), (numbered + 1).cos()
     are_elements = torch.equal(others.reshape(-1)[elements], values_of(others))
-    return (name, elements.numpy()) if are_elements else None
+    return (name, elements.numpy(force=True)) if are_elements else None
 
 
 def transposed(edge: Edge, values: Any) -> Any:

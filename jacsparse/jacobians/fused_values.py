@@ -1,4 +1,4 @@
-"""The values of a Jacobian by one call, of machine code or of the kernel that interprets loops."""
+"""The values of a Jacobian by one call: of machine code, of a GPU's kernels, or of the kernel that interprets loops."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from ..codegen import (
     CallResult,
     Calls,
     CallsOfElements,
+    DeviceCode,
     ElementGraph,
     Fusion,
     Interpreted,
@@ -29,7 +30,17 @@ from ..codegen import (
     mapped,
 )
 from ..patterns import Pattern, holds_numbers
-from ..runtime import MEMORY_POOL, SMALLEST, on_this_thread, thread_count
+from ..runtime import (
+    MEMORY_POOL,
+    SMALLEST,
+    extend_lives,
+    frozen,
+    host_flag,
+    on_device,
+    on_this_thread,
+    thread_count,
+    uploaded,
+)
 from ..tracing import Trace, is_recording, without_autocast
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -43,6 +54,10 @@ ELEMENT = 10
 ALIGNMENT = 64
 #: The most bytes of scratch memory that are kept between calls.
 MOST_SCRATCH = 2**20
+_NOT_FINITE = (
+    "%s: an earlier call of a compiled Jacobian had values that are not finite as products of local derivatives; "
+    "autograd may have numbers there: compare by `check`, or leave compile=True out"
+)
 
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
@@ -65,12 +80,15 @@ class FusedValues:
     others : sequence of Tensor
         The other tensors that `calls` takes.
     compile : bool
-        Whether machine code is compiled for the function; else a kernel for all functions interprets its loops.
+        Whether machine code is compiled for the function, or on a GPU kernels; else a kernel for all functions
+        interprets its loops.
 
     Attributes
     ----------
     reads : set of int
         The values and numbers of the function that a call takes, as in `ValueFunction.sources`.
+    levels : int
+        The most loops that wait for each other, one after the other.
     """
 
     def __init__(
@@ -84,7 +102,8 @@ class FusedValues:
         compile: bool = True,
     ) -> None:
         begin = time.perf_counter()
-        self._calls, self._dtype = calls, function.x.dtype
+        self._calls, self._dtype, self._device = calls, function.x.dtype, function.x.device
+        self._on_device = on_device(function.x)
         self._numpy_dtype = torch.empty(0, dtype=self._dtype, device="cpu").numpy().dtype
         #: What leaves the values that a replay keeps, as what the function returns, in its trace.
         self._keep = ValueFunction(function, lambda values: (), ()) if function.kept else None
@@ -100,7 +119,8 @@ class FusedValues:
         except (UnreadableWriteError, MixedDtypesError):
             fusion = self._fused(inputs, entries, pattern, leaves=True, compile=compile)
         self._make_table(fusion, inputs)
-        arrays = [loop.runs for loop in fusion.loops] + [each for each in self._alive if isinstance(each, torch.Tensor)]
+        self.levels = len({loop.level for loop in fusion.loops})
+        arrays = self._constants if self._on_device else [*(loop.runs for loop in fusion.loops), *self._constants]
         #: Bytes of what it holds for all calls.
         self.nbytes = sum(array.nbytes for array in arrays)
         if compile:
@@ -120,42 +140,53 @@ class FusedValues:
             graph, wanted = numbered(ElementGraph())
         except TooManyElementsError:
             graph, wanted = numbered(ElementGraph(np.int64))
-        self._shape, self._is_large = wanted.shape, wanted.size * self._dtype.itemsize >= SMALLEST
-        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype)
-        self._code = (MachineCode if compile else Interpreted)(fusion.loops, fusion.scratch, self._dtype)
+        self._shape = wanted.shape
+        self._is_large = not self._on_device and wanted.size * self._dtype.itemsize >= SMALLEST
+        fusion = Fusion(graph, wanted, pattern.indptr, self._dtype, on_device=self._on_device)
+        self._code: Any
+        if self._on_device:
+            self._code = DeviceCode(fusion.loops, self._dtype, max(graph.count, wanted.size), self._device)
+        else:
+            self._code = (MachineCode if compile else Interpreted)(fusion.loops, fusion.scratch, self._dtype)
         return fusion
 
     def _make_table(self, fusion: Fusion, inputs: Sequence[torch.Tensor]) -> None:
-        """Decide where each call finds the memories of the machine code."""
+        """Decide where each call finds the memories of the code."""
         begin, graph = self._begin, fusion.graph
-        offsets, self._bytes = dict[torch.dtype, int](), 0
-        for memory, count in fusion.scratch.items():
-            if not memory.of_tile:
-                offsets[memory.dtype] = self._bytes
-                self._bytes += -(-count * memory.dtype.itemsize // ALIGNMENT) * ALIGNMENT
-        fixed, left, self._alive = list[int](), list[CallResult](), list[Any](self._code.runs.values())
+        #: By dtypes, how many elements of scratch memory there are, and where these begin among its bytes.
+        self._counts = {memory.dtype: count for memory, count in fusion.scratch.items() if not memory.of_tile}
+        offsets, self._bytes = _aligned([count * dtype.itemsize for dtype, count in self._counts.items()])
+        self._offsets = dict(zip(self._counts, offsets, strict=True))
+        left, constants = list[CallResult](), dict[int, np.ndarray]()
+        #: Arrays that are the same in each call, beside those of the code.
+        self._constants: list[np.ndarray] = []
         #: The places in the table of values, with their strides, of PyTorch's results and of scratch memory.
         self._values: list[tuple[int, int, tuple[int, ...]]] = []
         self._left: list[tuple[int, torch.dtype]] = []
-        self._scratch: list[tuple[int, int]] = []
+        self._scratch: list[tuple[int, torch.dtype]] = []
         for slot, memory in enumerate(self._code.memories):
-            source, address = graph.tensors[memory] if isinstance(memory, int) else memory, 0
+            source = graph.tensors[memory] if isinstance(memory, int) else memory
             if source == OUT:
                 self._out = slot
             elif isinstance(source, str):
-                address = self._code.runs[source].ctypes.data
+                constants[slot] = self._code.runs[source]
             elif isinstance(source, Scratch):
-                self._scratch.append((slot, offsets[source.dtype]))
+                self._scratch.append((slot, source.dtype))
             elif isinstance(source, torch.Tensor):
-                self._alive.append(source)
-                address = source.data_ptr()
+                constants[slot] = source.numpy()
+                self._constants.append(constants[slot])
             elif isinstance(source, CallResult):
                 left.append(source)
                 self._left.append((slot, graph.nodes[memory].dtype))
             else:
                 self._values.append((slot, begin[source], inputs[source].stride()))
-            fixed.append(address)
-        self._fixed = [*fixed, 0]
+        #: A table, with what is the same in each call: of addresses, or on a GPU of tensors.
+        self._fixed: list[Any] = [0] * (len(self._code.memories) + 1)
+        if self._on_device:
+            self._upload(constants)
+        else:
+            for slot, array in constants.items():
+                self._fixed[slot] = array.ctypes.data
         #: The tables, with their scratch memory, that no call uses: any number of threads may call at once.
         self._free: list[tuple[Any, torch.Tensor]] = []
         self._by_pytorch: Calls | None = None
@@ -172,6 +203,20 @@ class FusedValues:
         self._taken = [(begin[n], inputs[n].shape) if n in begin else inputs[n] for n in used]
         self.reads = {value for _, value, _ in self._values} | {begin[n] for n in used if n in begin}
 
+    def _upload(self, constants: Mapping[int, np.ndarray]) -> None:
+        """Copy arrays to the GPU, by their places in the table, as parts of one."""
+        begins, nbytes = _aligned([array.nbytes for array in constants.values()])
+        packed = np.zeros(nbytes, np.uint8)
+        for array, begin in zip(constants.values(), begins, strict=True):
+            packed[begin : begin + array.nbytes] = array.reshape(-1).view(np.uint8)
+        self._constants = [frozen(packed)]
+        self._uploaded = uploaded(packed, self._device, None)
+        for (slot, array), begin in zip(constants.items(), begins, strict=True):
+            part = self._uploaded[begin : begin + array.nbytes]
+            self._fixed[slot] = part.view(torch.from_numpy(array).dtype)
+        self._fixed[-1] = host_flag(self._device)
+        self._infinite = self._fixed[-1].numpy()
+
     def __call__(self, known: Mapping[int, torch.Tensor]) -> tuple[torch.Tensor, bool]:
         """The values, ``(nnz, batch)``, and whether all are finite.
 
@@ -179,12 +224,14 @@ class FusedValues:
         ----------
         known : mapping of int to Tensor
             Values of the function, those in `reads` among them; the input is contiguous, in any shape.
+
+        On a GPU, which is not waited for, a later call logs a warning where some are not, and True is returned.
         """
         if is_recording():
             # A run that may read no elements sees this; what is computed here would be constant to it.
             for value in self.reads:
                 if value >= 0:
-                    known[value].detach().numpy()
+                    known[value].detach().numpy(force=True)
         try:
             table, scratch = self._free.pop()
         except IndexError:
@@ -194,21 +241,30 @@ class FusedValues:
             out = torch.from_numpy(MEMORY_POOL.empty(self._shape, self._numpy_dtype))
         else:
             # A shape in one tuple takes half as long again, and so does ``list[torch.Tensor]()``.
-            out = torch.empty(*self._shape, dtype=self._dtype, device="cpu")
+            out = torch.empty(*self._shape, dtype=self._dtype, device=self._device)
         alive: list[torch.Tensor] = []
+        of_tensors = self._on_device
         for slot, value, stride in self._values:
             tensor = known[value]
             if tensor.is_neg():
                 tensor = tensor.detach().resolve_neg()
                 alive.append(tensor)
             if value and tensor.stride() != stride:
-                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device="cpu").copy_(
+                tensor = torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=self._device).copy_(
                     tensor.detach()
                 )
                 alive.append(tensor)
-            table[slot] = tensor.data_ptr()
+            table[slot] = tensor if of_tensors else tensor.data_ptr()
         if self._by_pytorch is not None:
             alive += self._computed_by_pytorch(known, table)
+        if of_tensors:
+            table[self._out] = out
+            extend_lives([self._uploaded])
+            if self._infinite[0]:
+                self._infinite[0] = 0
+                _LOGGER.warning(_NOT_FINITE, self._device)
+            self._code.run(table)
+            return out, True
         table[self._out], table[-1] = out.data_ptr(), 0
         if self._code.work > SERIAL_WORK and thread_count() > 1:
             self._code.run_on_threads(table)
@@ -219,12 +275,20 @@ class FusedValues:
             self._free.append((table, scratch))
         return out, are_finite
 
-    def _new_table(self) -> tuple[Any, torch.Tensor]:
-        """A table of addresses for one call at a time, and its scratch memory."""
+    def _new_table(self) -> tuple[Any, Any]:
+        """A table for one call at a time, and its scratch memory."""
+        if self._on_device:
+            table: Any = [*self._fixed]
+            tensors: dict[torch.dtype, torch.Tensor] = {}
+            for slot, dtype in self._scratch:
+                if dtype not in tensors:
+                    tensors[dtype] = torch.empty(self._counts[dtype], dtype=dtype, device=self._device)
+                table[slot] = tensors[dtype]
+            return table, tensors
         scratch = torch.empty(self._bytes, dtype=torch.uint8, device="cpu")
         table, begin = (ctypes.c_size_t * len(self._fixed))(*self._fixed), scratch.data_ptr()
-        for slot, offset in self._scratch:
-            table[slot] = begin + offset
+        for slot, dtype in self._scratch:
+            table[slot] = begin + self._offsets[dtype]
         return table, scratch
 
     def of(self, trace: Trace) -> tuple[torch.Tensor, bool]:
@@ -240,14 +304,20 @@ class FusedValues:
             for each in self._taken
         ]
         threads = contextlib.nullcontext() if self._work_of_pytorch > SERIAL_WORK else on_this_thread()
-        with torch.no_grad(), without_autocast(torch.device("cpu")), threads:
+        with torch.no_grad(), without_autocast(self._device), threads:
             results = self._by_pytorch(*begin)  # type: ignore[misc]
         converted = [
             result.to(dtype).resolve_neg().contiguous() for result, (_, dtype) in zip(results, self._left, strict=True)
         ]
         for tensor, (slot, _) in zip(converted, self._left, strict=True):
-            table[slot] = tensor.data_ptr()
+            table[slot] = tensor if self._on_device else tensor.data_ptr()
         return converted
+
+
+def _aligned(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where memories of so many bytes begin, one behind the other, and where the last one ends."""
+    ends = np.cumsum([0, *(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes)]).tolist()
+    return ends[:-1], ends[-1]
 
 
 def flop_of(calls: Calls, element: int = 1) -> int:

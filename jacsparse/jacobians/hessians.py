@@ -14,6 +14,7 @@ from typing import Any, Literal, Unpack, overload
 import torch
 
 from ..patterns import Pattern, rows_at
+from ..runtime import on_device, uploaded
 from ..spgemm import SparseJacobian
 from .arguments import Arguments
 from .colorings import Coloring, SymmetricPart, star_coloring, symmetric_part
@@ -230,4 +231,4 @@ def _parts(options: Options, gradient: Any, beside: Any) -> Sequence[tuple[bool,
 
 
 def _gathered(values: torch.Tensor, symmetric: SymmetricPart) -> torch.Tensor:
-    return rows_at(values, torch.from_numpy(symmetric.places).to(values.device))
+    return rows_at(values, uploaded(symmetric.places, values.device) if on_device(values) else symmetric.index)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import index
 from typing import Any, TypedDict
 
@@ -56,7 +57,7 @@ class Options:
         if self.method not in METHODS:
             raise ValueError(f"method is {self.method!r}; expected one of {', '.join(METHODS)}")
         if not isinstance(self.compile, bool):
-            raise TypeError(f"compile is {self.compile!r}; expected True or False: it is for CPUs")
+            raise TypeError(f"compile is {self.compile!r}; expected True or False")
         if self.pattern is None:
             return
         if not isinstance(self.pattern, Pattern):
@@ -74,7 +75,7 @@ class Options:
         """Whether what the differentiated function returns is asked for; that of a Hessian is the gradient."""
         return self.value or self.gradient
 
-    @property
+    @cached_property
     def returns(self) -> bool:
         """Whether anything is returned beside the Jacobian."""
         return self.value or self.has_aux or self.gradient

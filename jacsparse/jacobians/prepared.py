@@ -323,11 +323,11 @@ def prepare_jacobian(
         seed for each colour; ``auto`` takes the one of less predicted cost, and the first one where no weights are
         multiplied, as of elementwise operators and selections.
     compile : bool
-        Whether machine code computes the values, which takes a tenth of a second to a few seconds to make. It fuses
-        elementwise operators, selections and sums of products; what else a call computes, as products of matrices, is
-        PyTorch's. With the method ``auto`` it is made where it pays by predicted cost, and the repr says what was
-        compiled, as ``compiled: the whole call``; a method that is asked for by name is compiled, or raises ValueError.
-        The logger ``jacsparse`` tells of it, at level INFO.
+        Whether machine code computes the values, or on a GPU kernels that CuPy compiles, which takes a tenth of a
+        second to a few seconds to make. It fuses elementwise operators, selections and sums of products; what else a
+        call computes, as products of matrices, is PyTorch's. With the method ``auto`` it is made where it pays by
+        predicted cost, and the repr says what was compiled, as ``compiled: the whole call``; a method that is asked for
+        by name is compiled, or raises ValueError. The logger ``jacsparse`` tells of it, at level INFO.
     pruned : bool
         Whether the pattern omits the elements of weights that are zero when it is prepared, of parameters and all other
         tensors that `f` reads, but not of its arguments. A call in which one of them is filled raises RuntimeError.

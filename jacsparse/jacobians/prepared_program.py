@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from operator import attrgetter
 from typing import Any
@@ -14,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
-from ..runtime import a_type
+from ..runtime import a_type, on_device
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
 from ..tracing import Form, PrunedWeight, Trace, Value, check_outside_transforms, form_of, name_of, without_autocast
@@ -52,6 +53,8 @@ class PreparedProgram:
     watched: Sequence[tuple[Edge, PrunedWeight]]
     #: All entries, those of pruned weights too, where values are to have gradients.
     unpruned_pattern: Pattern | None
+    #: By values, the index or mask on a GPU that had the elements of then, and its version.
+    compared: dict[int, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, traced: TracedProgram, evaluator: Evaluator, create_graph: bool) -> PreparedProgram:
@@ -166,7 +169,7 @@ class PreparedProgram:
                 )
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
-            if not torch.equal(contents_of(captures[value]), contents):
+            if not self._has_contents(value, captures[value], contents):
                 what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")
                 raise ValueError(
                     f"{what} of {captures[value].dtype} {tuple(captures[value].shape)} holds other elements than when "
@@ -175,6 +178,17 @@ class PreparedProgram:
                 )
         check_outside_transforms(self.traced.function.trace.module, captures.values())
         return captures
+
+    def _has_contents(self, value: int, tensor: torch.Tensor, contents: torch.Tensor) -> bool:
+        """Whether an index or a mask has the elements of then; a GPU, which that waits for, compares a version once."""
+        if not on_device(tensor) or tensor.is_inference():
+            return torch.equal(contents_of(tensor), contents)
+        compared = self.compared.get(value)
+        if compared is None or compared[0]() is not tensor or compared[1] != tensor._version:
+            if not torch.equal(contents_of(tensor), contents):
+                return False
+            self.compared[value] = weakref.ref(tensor), tensor._version
+        return True
 
     def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
         """The values with what the function returned, whose tensors may have gradients where values may."""

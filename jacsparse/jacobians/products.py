@@ -18,7 +18,7 @@ import torch
 
 from ..codegen import ElementGraph, sums
 from ..patterns import Diagonal, Full, Identity
-from ..runtime import MEMORY_POOL
+from ..runtime import MEMORY_POOL, on_device
 from ..spgemm import RowGroups, rows_alike
 from ..stages import START, Edge, LocalJacobian
 from ..tracing import Trace, Value
@@ -60,7 +60,7 @@ class FoldedProducts(Evaluator):
             entries = partial(_entries, folded, 1 if function.shared else function.batch, dtype)
             self.fused = FusedValues(folded.derivatives, function, entries, self.pattern, compile=compile)
         #: Where nothing varies.
-        self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(dtype)
+        self._constants = torch.from_numpy(folded.constants[: 0 if self.fused else None]).to(function.x)
         self.nbytes = self._constants.nbytes if self.fused is None else self.fused.nbytes
 
     def computed(self, trace: Trace) -> torch.Tensor:
@@ -93,7 +93,7 @@ class ChainProducts(Evaluator):
 
     name = "products"
     uncompiled = "products of operators' matrices cannot be compiled"
-    remedy: str | None = "leave it out, or on a CPU pass method='compressed'"
+    remedy: str | None = "leave it out, or pass method='compressed'"
 
     def __init__(self, function: TracedFunction) -> None:
         self.function, self.pattern, self.chain = function, function.pattern, function.chain
@@ -167,7 +167,7 @@ class GroupedProducts(Evaluator):
         None also where they do not cost less than `most`, which is mostly known before they are planned.
         """
         x, factors, diagonals = function.x, list[Edge](), [list[Edge]()]
-        if x.is_cuda or not function.batch or function.pattern.nnz > MOST_ENTRIES:
+        if on_device(x) or not function.batch or function.pattern.nnz > MOST_ENTRIES:
             return None
         # Where all rows are alike, PyTorch's products of full matrices do as much.
         if isinstance(function.pattern.structure, Full):

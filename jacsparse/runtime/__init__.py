@@ -19,7 +19,7 @@ from .cuda import (
     on_device,
 )
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
-from .device_memory import allocated, memory_for, multiprocessors, uploaded
+from .device_memory import allocated, extend_lives, host_flag, memory_for, multiprocessors, uploaded
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import uncompiled
 from .files import check_writable, replacing
@@ -72,11 +72,13 @@ __all__ = [
     "cupy_for",
     "cupy_stream",
     "destroy_process_groups",
+    "extend_lives",
     "flushing",
     "frozen",
     "gpu_extra",
     "grid_sampler_is_differentiable_twice",
     "has_tangent",
+    "host_flag",
     "index_dtype",
     "index_type",
     "inlined",

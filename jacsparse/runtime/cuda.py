@@ -168,7 +168,7 @@ class KernelFile:
     def _templates(self) -> dict[str, tuple[list[str], str]]:
         return {
             match["name"]: ([part.split()[-1] for part in match["template"].split(",")], match["parameters"])
-            for match in _KERNEL.finditer(self.path.read_text(encoding="utf-8"))
+            for match in _KERNEL.finditer(self.source)
         }
 
     @functools.cached_property

@@ -119,7 +119,7 @@ def cupy_for(device: torch.device) -> Any:
         import cupy
     except ImportError as error:
         raise ImportError(
-            f"the tensors are on {device}, where kernels need CuPy: {remedy}, or move them with .cpu()"
+            f"the tensors are on {device}, where kernels need CuPy: {gpu_extra()}, or move them with .cpu()"
         ) from error
     try:
         cupy.cuda.runtime.getDeviceCount()

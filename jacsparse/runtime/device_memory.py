@@ -108,6 +108,12 @@ def uploaded(array: np.ndarray, device: torch.device, dtype: torch.dtype | None 
     return upload
 
 
+@functools.cache
+def host_flag(device: torch.device) -> torch.Tensor:
+    """A number in the host's memory, which kernels of a device may set and the host reads without waiting."""
+    return torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=device.type == "cuda")
+
+
 @contextlib.contextmanager
 def fresh_uploads() -> Iterator[None]:
     """Context in which nothing has been copied to any device yet."""

@@ -131,9 +131,9 @@ class _Recording:
         self, outputs: Sequence[torch.Tensor], identities: Collection[int], known: Mapping[str, Sequence[Any]]
     ) -> Calls:
         """The calls that the outputs need, each once, without those that return what others hold."""
-        returned = self.arguments(outputs)
+        returned, tensors = self.arguments(outputs), dict[CallResult, torch.Tensor]()
         for tensor, result in self.alive:
-            result.written = memory_of(tensor) in self.written
+            tensors[result], result.written = tensor, memory_of(tensor) in self.written
         for call in self.calls:
             if call.target is operator.getitem:
                 call.args[0].written |= call.written
@@ -147,6 +147,12 @@ class _Recording:
             call.args, call.kwargs = mapped((call.args, call.kwargs), lambda each: same.get(each, each))
             if moves:
                 _skip_views(call)
+            if call.target is aten._to_copy.default and not call.written:
+                copied, constant = tensors[call], call.args[0].constant
+                if constant is not None and constant.device != copied.device:
+                    # It is there for all calls.
+                    same[call] = CallResult(call.number, form=call.form, constant=copied)
+                    continue
             other = _equal(call, matrices) if moves else None
             if other is None and not call.written:
                 other = self._known(call, known)

@@ -174,7 +174,7 @@ def test_a_device_without_cupy_is_not_measured(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
     (row,) = read(tmp_path / "dummy.made-up-h300.json").rows
-    assert "kernels need CuPy: pip install cupy-cuda" in row.not_measured
+    assert "kernels need CuPy: pip install 'jacsparse[gpu" in row.not_measured
 
 
 def test_results_on_a_gpu_are_named_by_it_and_say_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

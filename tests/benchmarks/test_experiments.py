@@ -131,7 +131,7 @@ SMALL: list[Experiment] = [
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
     WrittenLoops(time=12, batch=2, size=3),
     KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
-    HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,)),
+    HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,), equations=(("oregonator", 9),)),
 ]
 
 
@@ -231,6 +231,8 @@ def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
     assert len(counted) == 36
     for row in counted:
         assert all(each.met for each in row.comparisons), (row.group, row.label, row.comparisons)
+    jacobians = [row for row in rows if "equation" in row.data]
+    assert len(jacobians) == 7 and all(each.met for row in jacobians for each in row.comparisons)
     timed = [row for row in rows if row.label.startswith("host time")]
     assert len(timed) == 12 and not any(row.not_measured for row in timed)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from jacsparse import PreparedJacobian, SparseJacobian, prepare_jacobian
+from jacsparse import PreparedJacobian, SparseJacobian, prepare_hessian, prepare_jacobian
 from jacsparse.codegen import calls_of_elements, elements, kernels, operations
 from jacsparse.codegen.operand import Operand
 from tests.helpers import FLOAT, assert_equal, dense, drawn
@@ -369,3 +369,9 @@ def test_sums_along_axes(compile: bool) -> None:
         at = drawn(2, 3, 4, seed=1)
         tolerance = 1e-12 if f is not functions[-1] else 1e-5
         torch.testing.assert_close(J(at).todense(), dense(f, at, batched=False)[0], rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", ["auto", "products", "compressed"])
+def test_nothing_is_compiled_where_there_is_no_entry(method: str) -> None:
+    prepared = prepare_hessian(lambda u: (3 * u).sum(), drawn(4), method=method, compile=True)
+    assert prepared(drawn(4)).pattern.nnz == 0 and "compiled: nothing" in repr(prepared)

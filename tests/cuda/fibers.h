@@ -141,9 +141,16 @@ inline float __int_as_float(int bits) {
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return y > 0x1p126f ? 0.0f : x / y; }
 using std::copysign;
+using std::cos;
 using std::exp;
 using std::fabs;
 using std::fma;
+using std::isfinite;
+using std::log;
+using std::pow;
+using std::sin;
+using std::sqrt;
+using std::tan;
 using std::tanh;
 // Not those of <algorithm>, half of what a small file of kernels takes to compile.
 template <class T>

@@ -56,8 +56,9 @@ class Fibers:
             kernels = self.folder / f"{name_of(file)}.json"
             if not kernels.exists():
                 kernels.write_text(json.dumps({"source": file.source, "instances": file.instances}), encoding="utf-8")
-        # Of a cell of one's own few kernels are launched.
-        instances = file.instances if file in KERNEL_FILES.values() else (instance,)
+        # Of a cell of one's own few kernels are launched, of fused loops all.
+        every = file in KERNEL_FILES.values() or file.path.name == "loops.cu"
+        instances = file.instances if every else (instance,)
         try:
             call(compiled(name_of(file), file.source, instances)[instance], grid, block, arguments, shared)
         except KernelError as error:

@@ -161,6 +161,18 @@ def long_linear() -> None:
             solve(form, size, schedule, 8, batch, dtype)
 
 
+def fused_loops() -> None:
+    """Levels of loops: one run of points, several, and points by themselves."""
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        y = x.exp().sin().tanh()
+        z = y.roll(1) * y.roll(2) * y
+        return torch.cat([z, x[::2] * z[::2].flip(0), x[:4].square() * x[2:6]])
+
+    x = torch.rand(300).to(DEVICE)
+    jacsparse.prepare_jacobian(f, x, compile=True)(x)
+
+
 #: Each kernel at least once.
 SETS: dict[str, Callable[[], None]] = {
     "values": values,
@@ -171,6 +183,7 @@ SETS: dict[str, Callable[[], None]] = {
     "chunks": chunks,
     "linear": linear,
     "levels": levels,
+    "fused loops": fused_loops,
 }
 #: Larger ones, for `make test-full`.
 LONG: dict[str, Callable[[], None]] = {

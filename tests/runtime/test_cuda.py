@@ -150,7 +150,7 @@ def test_tensors_on_several_devices() -> None:
 
 def test_without_cupy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(ImportError, match=r"tensors are on cuda:0, where kernels need CuPy: pip install cupy-cuda1\dx"):
+    with pytest.raises(ImportError, match=r"on cuda:0, where kernels need CuPy: pip install 'jacsparse\[gpu"):
         cupy_backend.cupy_for(CUDA)
 
 

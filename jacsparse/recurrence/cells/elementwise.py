@@ -66,6 +66,8 @@ class ElementwiseStep:
         return _derived(cell.frozen)
 
 
+#: Functions of `runs.cuh`, which have fewer instructions than CUDA's.
+_FUNCTIONS = {"sigmoid": "sigmoid", "tanh": "squash"}
 #: Elements of a vector while a step is recorded: two show what elements of different places have to do with each other,
 #: and another number of them what a step makes of how many there are.
 _PLACES, _OTHER_PLACES = 2, 5
@@ -227,7 +229,7 @@ class _Body:
 
     def __init__(self, derivation: _Derivation, names: dict[int, str]) -> None:
         self.derivation, self.names, self.lines = derivation, dict(names), list[str]()
-        self.printer = Printer()
+        self.printer = Printer(functions=_FUNCTIONS)
 
     def assign(self, array: str, numbers: Iterable[int]) -> None:
         """Write elements to an array."""
