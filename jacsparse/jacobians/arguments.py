@@ -259,6 +259,20 @@ class Arguments:
                 others = "others of the order of keys, the containers or the strides"
             raise ValueError(f"the arguments are {self}; this Jacobian is prepared for {others}: prepare one for these")
 
+    def differs_in_samples(self, prepared: Arguments) -> bool:
+        """Whether these are of a prepared form but for the number of samples, the length of tensors' first axes."""
+        if not self.batched or not self.batch or self.batch == prepared.batch or self.form[:-1] != prepared.form[:-1]:
+            return False
+
+        def alike(leaf: Any, other: Any) -> bool:
+            if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and other.shape[:1] == (prepared.batch,):
+                sizes, kind = (self.batch, *other.shape[1:]), (other.layout, other.dtype, other.device)
+                if leaf.shape == sizes:
+                    return (leaf.layout, leaf.dtype, leaf.device) == kind
+            return bool(_form(leaf) == _form(other))
+
+        return all(map(alike, self.leaves, prepared.leaves))
+
     def memory_of(self, leaves: Sequence[Any]) -> torch.Tensor | None:
         """`memory` of another call's leaves where that is one tensor's, and no argument is a constant; else None."""
         if self._place_of_memory is None:
