@@ -265,10 +265,10 @@ class Arguments:
             return False
 
         def alike(leaf: Any, other: Any) -> bool:
-            if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and other.shape[:1] == (prepared.batch,):
-                sizes, kind = (self.batch, *other.shape[1:]), (other.layout, other.dtype, other.device)
-                if leaf.shape == sizes:
-                    return (leaf.layout, leaf.dtype, leaf.device) == kind
+            if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and leaf.shape != other.shape:
+                shapes = leaf.shape[:1], leaf.shape[1:], other.shape[:1]
+                same = (leaf.layout, leaf.dtype, leaf.device) == (other.layout, other.dtype, other.device)
+                return same and shapes == ((self.batch,), other.shape[1:], (prepared.batch,))
             return bool(_form(leaf) == _form(other))
 
         return all(map(alike, self.leaves, prepared.leaves))

@@ -126,13 +126,14 @@ class PreparedProgram:
         evaluator, count = self.evaluator, len(self.traced.contents)
         others = sum(not isinstance(source, int) for source in self.traced.captures.values())
         moved = evaluator.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
+        samples = ", of any number of samples" if arguments.batched else ""
         switches = [name for name in ("create_graph", "value", "has_aux") if getattr(options, name)]
         return "\n".join(
             [
                 f"  method {evaluator.name}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes" + "".join(f", {name}" for name in switches),
                 *([f"  compiled: {evaluator.compiled}"] if options.compile else []),
-                f"  arguments: {arguments}{', of any number of samples' if arguments.batched else ''}; other tensors: {others}",
+                f"  arguments: {arguments}{samples}; other tensors: {others}",
                 f"  baked in: shapes, branches, numbers that the function reads; indices, masks and integers: {count}",
             ]
         )

@@ -13,7 +13,7 @@ from torch import nn
 import jacsparse
 from jacsparse import PreparedJacobian, prepare_hessian, prepare_jacobian
 from jacsparse.jacobians import prepared as prepared_room
-from tests.helpers import Counts, assert_equal, dense, drawn
+from tests.helpers import assert_equal, dense, drawn
 
 NUMBERS = (3, 1, 5, 3, 2, 5)
 
@@ -107,7 +107,7 @@ def test_another_form_is_still_refused() -> None:
         (drawn(2, 4), drawn(2, 1), "2"),
         (drawn(0, 4), drawn(0, 1), 2.0),
     ):
-        with pytest.raises((TypeError, ValueError), match="prepared for .*: prepare one for these"):
+        with pytest.raises((TypeError, ValueError), match=r"prepared for .*: prepare one for these"):
             prepared(*args)
     without = prepare_jacobian(lambda x: x**2, drawn(3, 4), batched=False)
     with pytest.raises(ValueError, match="prepare one for these"):
