@@ -82,8 +82,21 @@ def elements(pattern: Pattern, values: torch.Tensor, rows: np.ndarray, columns: 
         # Its indices are never made.
         chosen = gathered(values, frozen(wanted))
     else:
-        entries = np.searchsorted(pattern.places, wanted)
-        found = np.flatnonzero(np.append(pattern.places, -1)[entries] == wanted)
-        stored, at = gathered(values, frozen(entries[found])), torch.from_numpy(found).to(values.device)
-        chosen = values.new_zeros((len(wanted), values.shape[1])).index_copy(0, at, stored)
+        first, last = (np.searchsorted(pattern.places, wanted, side=side) for side in ("left", "right"))
+        found = np.flatnonzero(first < last)
+        chosen = _placed(values, first[found], found, len(wanted))
     return chosen.reshape(*rows.shape, values.shape[1])
+
+
+def diagonal(pattern: Pattern, values: torch.Tensor) -> torch.Tensor:
+    """The elements of the diagonal, ``(min(shape), batch)``, in one pass over the entries."""
+    if isinstance(pattern.structure, Full):
+        return values.reshape(*pattern.shape, values.shape[1]).diagonal().T.contiguous()
+    entries = np.flatnonzero(pattern.rows == pattern.indices)
+    return _placed(values, entries, pattern.rows[entries], min(pattern.shape))
+
+
+def _placed(values: torch.Tensor, entries: np.ndarray, rows: np.ndarray, size: int) -> torch.Tensor:
+    """The values of entries in rows of their own among `size`; the others are zero."""
+    places = torch.from_numpy(rows.astype(np.int64)).to(values.device)
+    return values.new_zeros((size, values.shape[1])).index_copy(0, places, gathered(values, frozen(entries)))

@@ -17,7 +17,7 @@ from ..runtime import a_type
 from .lu import solve
 from .operands import by_sample, check_outside_transforms, same_batch
 from .plan import plan_product
-from .selection import elements, places, submatrix
+from .selection import diagonal, elements, places, submatrix
 from .sparse_matrix import SparseMatrix
 from .sums import plan_sum
 from .vectors import matvec
@@ -232,7 +232,7 @@ class SparseJacobian(SparseMatrix):
         tensor([[5.],
                 [0.]])
         """
-        return elements(self.pattern, self.values, *[np.arange(min(self.shape))] * 2)
+        return diagonal(self.pattern, self.values)
 
     def norm(self, order: float | str = "fro") -> torch.Tensor:
         """A norm of each sample, ``(batch,)``, part of autograd where the values are.
