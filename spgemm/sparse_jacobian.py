@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from numbers import Real
 from operator import index
 from typing import Any, ClassVar
 
@@ -15,7 +14,7 @@ import torch
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
 from ..runtime import a_type
 from .lu import solve
-from .operands import by_sample, check_outside_transforms, same_batch
+from .operands import by_sample, check_outside_transforms, factor_of, same_batch
 from .plan import plan_product
 from .selection import diagonal, elements, places, submatrix
 from .sparse_matrix import SparseMatrix
@@ -196,32 +195,18 @@ class SparseJacobian(SparseMatrix):
         return self._scaled(-self.values)
 
     def __mul__(self, factor: Any) -> SparseJacobian:
-        number = self._number(factor)
+        number = factor_of(factor, self.values)
         return NotImplemented if number is None else self._scaled(self.values * number)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> SparseJacobian:
-        number = self._number(divisor)
+        number = factor_of(divisor, self.values)
         return NotImplemented if number is None else self._scaled(self.values / number)
 
     def _scaled(self, values: torch.Tensor) -> SparseJacobian:
         """The Jacobian with other values at its entries."""
         return replace(self, pattern=self.pattern.scaled(), values=values)
-
-    def _number(self, number: Any) -> float | torch.Tensor | None:
-        """A number, or one for each sample, in a form that multiplies values; None where it is something else."""
-        if not isinstance(number, torch.Tensor):
-            return float(number) if isinstance(number, Real) else None
-        if number.ndim == 0:
-            return number
-        if number.ndim != 1:
-            raise ValueError(
-                f"the factor has shape {tuple(number.shape)}; expected a number, or one for each sample: (batch,). "
-                "Products of matrices are J @ K"
-            )
-        same_batch("the factor", number[None], "the Jacobian", self.values)
-        return number
 
     def diagonal(self) -> torch.Tensor:
         """The diagonal of each sample, ``(min(shape), batch)``; its ``sum(0)`` is the trace.

@@ -18,19 +18,20 @@
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
-    `PreparedJacobian` (`prepared`) has one, and others for other constants among the arguments. It is compared
-    with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is made.
+    `PreparedJacobian` (`prepared`) has one, and others for other constants among the arguments and other numbers of
+    samples. It is compared with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is
+    made.
 ``prepared(x)``
     `PreparedJacobian._evaluated` takes the first of these ways that applies:
 
-    1. `PreparedProgram.values_of_memory`, where `Arguments.leaves_of` finds the arguments of the prepared form, one
-       contiguous tensor is differentiated by and all others are tensors or numbers, in no tuple; it is not prepared
+    1. `PreparedProgram.values_of_memory`, where `Arguments.leaves_of` finds the arguments of the latest program's form,
+       one contiguous tensor is differentiated by and all others are tensors or numbers, in no tuple; it is not prepared
        with ``create_graph``; and 2. would take no trace either.
-    2. `leaves_of`, or else `_checked`, compares the arguments' form, and `_program` finds the program for the constants
-       among them, or makes one, by a run of `f`. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has
-       these and they read arguments and captures alone; all pruned weights that have to be looked at are captures
-       themselves (`_hold`), and no others are computed from them; no value was registered; the call has no gradients;
-       and nothing is returned beside the values.
+    2. `leaves_of`, or else `_checked`, compares the arguments' form, and `_program` finds the program for the number of
+       samples and the constants among them, or makes one, by a run of `f`. `PreparedProgram.__call__` calls
+       `FusedValues`, if the evaluator has these and they read arguments and captures alone; all pruned weights that
+       have to be looked at are captures themselves (`_hold`), and no others are computed from them; no value was
+       registered; the call has no gradients; and nothing is returned beside the values.
     3. A replay there, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors, which are
        computed then, as does `_check_weights`; the others have the forward pass among their own calls, which begin with
        `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.
