@@ -16,6 +16,8 @@ from .structure import Full
 if TYPE_CHECKING:
     from .pattern import Pattern
 
+#: Cells of a figure's pattern in each direction, at most.
+_CELLS = 800
 # Bit of each dot of a braille character, 4 rows by 2 columns.
 _DOTS = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]])
 
@@ -119,7 +121,8 @@ def _draw(
     rows, columns = pattern.shape
     inches = panel.get_window_extent().transformed(panel.figure.dpi_scale_trans.inverted())
     # Cells are larger than pixels, of which none is left out then, also where the layout takes some room away.
-    grid = picture(pattern, (int(0.8 * dpi * inches.height) + 1, int(0.8 * dpi * inches.width) + 1))
+    height, width = (min(_CELLS, int(0.8 * dpi * size) + 1) for size in (inches.height, inches.width))
+    grid = picture(pattern, (height, width))
     options = {"extent": (0, max(1, columns), max(1, rows), 0), "aspect": "auto", "interpolation": "nearest"}
     if values is None:
         panel.imshow(~grid, cmap="gray", vmin=0, vmax=1, **options)

@@ -60,6 +60,10 @@ class SparseJacobian(SparseMatrix):
     ``J + K``, ``J - K``, ``-J``, ``a * J`` and ``J / a`` are Jacobians too, where `a` is a number or a tensor
     ``(batch,)`` with a number for each sample. They keep all positions, whatever the values become. They and all
     products are part of autograd where the values require grad, and their plans are found again at later calls.
+
+    ``J[2:5]`` and ``J[:, columns]`` are Jacobians of some rows or columns, and ``J[rows, columns]`` the elements at
+    pairs, ``(pairs, batch)``, all as of SciPy's matrices. ``J @ v`` takes vectors of NumPy too, and ``np.asarray(J)``
+    is the dense matrix where there is one sample.
     """
 
     in_shape: tuple[int, ...] | None = None

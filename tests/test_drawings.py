@@ -93,7 +93,10 @@ def test_a_pattern_on_axes_and_in_a_notebook(tmp_path: Path) -> None:
     pyplot.close("all")
     # Cells of large patterns are never narrower than pixels.
     large = Pattern.of(Diagonal(100_000)).plot(ax=pyplot.figure(figsize=(3, 2)).subplots())
-    assert large.images[0].get_array().shape < (200, 300) and not np.asarray(large.images[0].get_array()).all(1).any()
+    assert (
+        np.less(large.images[0].get_array().shape, (200, 300)).all()
+        and not np.asarray(large.images[0].get_array()).all(1).any()
+    )
     pyplot.close("all")
 
 
@@ -131,7 +134,7 @@ def test_magnitudes() -> None:
     full = torch.arange(1.0, 600 * 500 + 1)[:, None]
     axes = jacsparse.SparseJacobian(Pattern.of(Full(600, 500)), full).plot(ax=pyplot.figure(figsize=(2, 2)).subplots())
     cells = axes.images[0].get_array()
-    assert cells.shape < (200, 200) and cells.max() == full.max() and not np.ma.getmaskarray(cells).any()
+    assert max(cells.shape) < 200 and cells.max() == full.max() and not np.ma.getmaskarray(cells).any()
     assert axes.figure.axes[1].get_ylabel() == "magnitude"
     pyplot.close("all")
 
