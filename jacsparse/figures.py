@@ -8,10 +8,14 @@ from typing import Any
 
 # Colours of Okabe and Ito, which differ in print and for any colour vision.
 BLUE, ORANGE, GREEN, SKY, PURPLE = "#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7"
+#: Dots per inch of figures in files.
+DPI = 150
 
 
-def new_figure(width: float = 7.0, height: float = 4.5, *, rows: int = 1, columns: int = 1) -> tuple[Any, Any]:
-    """A figure that needs no display, and its axes, or an array of them for several rows or columns.
+def new_figure(
+    width: float = 7.0, height: float = 4.5, *, rows: int = 1, columns: int = 1, shown: bool = False
+) -> tuple[Any, Any]:
+    """A figure, and its axes, or an array of them for several rows or columns.
 
     Parameters
     ----------
@@ -19,6 +23,8 @@ def new_figure(width: float = 7.0, height: float = 4.5, *, rows: int = 1, column
         Size in inches.
     rows, columns : int
         Number of axes on top of each other, and side by side.
+    shown : bool
+        Whether ``matplotlib.pyplot`` shows it, as in notebooks; else it needs no display.
 
     Raises
     ------
@@ -26,12 +32,14 @@ def new_figure(width: float = 7.0, height: float = 4.5, *, rows: int = 1, column
         Where matplotlib is not installed.
     """
     try:
+        from matplotlib import pyplot
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError("figures need matplotlib: pip install 'jacsparse[plot]'") from error
-    figure = Figure(figsize=(width, height), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = (pyplot.figure if shown else Figure)(figsize=(width, height), layout="constrained")
+    if not shown:
+        FigureCanvasAgg(figure)
     axes = figure.subplots(rows, columns)
     for panel in figure.axes:
         panel.spines[["top", "right"]].set_visible(False)
@@ -61,4 +69,4 @@ def save_figure(figure: Any, path: str | os.PathLike[str]) -> None:
 
     check_figure(path)
     with replacing(path) as temporary:
-        figure.savefig(temporary, dpi=150)
+        figure.savefig(temporary, dpi=DPI)

@@ -14,7 +14,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
 )
 from .coloring import compressed_values, row_colors
 from .convolution import Convolution, input_gradients
-from .drawing import pattern_figure, picture
+from .drawing import as_html, pattern_figure, picture, plot_pattern
 from .engine import gradient_of, gradients_of, holds_numbers, requiring_gradient
 from .layout import WHOLE, Layout, MixedSamplesError
 from .movement import MOVEMENTS
@@ -63,6 +63,7 @@ __all__ = [
     "Use",
     "any_nonzero_at",
     "are_values_registered",
+    "as_html",
     "batch_last",
     "compressed_values",
     "gathered",
@@ -73,6 +74,7 @@ __all__ = [
     "is_pointwise",
     "pattern_figure",
     "picture",
+    "plot_pattern",
     "register_rule",
     "requiring_gradient",
     "row_colors",

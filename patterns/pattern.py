@@ -10,7 +10,7 @@ import numpy as np
 import scipy.sparse
 
 from ..runtime import a_type, frozen, index_dtype, read_archive, write_archive
-from .drawing import braille, pattern_figure, picture
+from .drawing import as_html, braille, picture, plot_pattern
 from .structure import Arrays, Csr, Full, Structure
 
 
@@ -229,21 +229,29 @@ class Pattern:
 
     def plot(
         self,
-        path: str | os.PathLike[str],
+        path: str | os.PathLike[str] | None = None,
         *,
+        ax: Any = None,
         title: str = "",
         axes: tuple[str, str] = ("input", "output"),
-    ) -> None:
+    ) -> Any:
         """Draw the pattern, with a dark cell where any of its positions has an entry.
 
         Parameters
         ----------
-        path : str or PathLike
+        path : str or PathLike, optional
             The file, such as ``pattern.png``.
+        ax : matplotlib.axes.Axes, optional
+            What to draw on; left out, a figure of its own, which ``matplotlib.pyplot`` shows where there is no `path`.
         title : str
             What is said before the shape and the number of entries.
         axes : (str, str)
             What the columns and what the rows are.
+
+        Returns
+        -------
+        matplotlib.axes.Axes
+            What it is drawn on.
 
         Raises
         ------
@@ -252,10 +260,14 @@ class Pattern:
         ValueError
             If the file's suffix is no format of a figure.
         """
-        pattern_figure([(title, self)], path, axes)
+        return plot_pattern(self, path, ax, title, axes)
 
     def __repr__(self) -> str:
         return f"<Pattern {self.summary()}>"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the line of ``repr``, and a picture."""
+        return as_html(repr(self), self)
 
     def __str__(self) -> str:
         limit = (64, 64 if isinstance(self.structure, Full) else 80)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -75,6 +76,20 @@ def same_batch(left_name: str, left: Any, right_name: str, right: Any) -> int:
     if a != b and 1 not in (a, b):
         raise ValueError(f"{left_name} has a batch of {a} and {right_name} one of {b}; they must agree, or one be 1")
     return b if a == 1 else a
+
+
+def factor_of(number: Any, values: torch.Tensor) -> float | torch.Tensor | None:
+    """A number, or one for each sample, in a form that multiplies values; None where it is something else."""
+    if not isinstance(number, torch.Tensor):
+        return float(number) if isinstance(number, Real) else None
+    if number.ndim > 1:
+        raise ValueError(
+            f"the factor has shape {tuple(number.shape)}; expected a number, or one for each sample: (batch,). "
+            "Products of matrices are J @ K"
+        )
+    if number.ndim:
+        same_batch("the factor", number[None], "the Jacobian", values)
+    return number
 
 
 def check_outside_transforms(name: str, values: torch.Tensor) -> torch.Tensor:

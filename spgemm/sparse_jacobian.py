@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import math
-import warnings
 from dataclasses import dataclass, replace
-from numbers import Real
 from operator import index
 from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse
-import scipy.sparse.linalg
 import torch
 
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
-from ..runtime import a_type, cupy_stream, gpu_extra
+from ..runtime import a_type
 from .lu import solve
-from .operands import by_sample, check_outside_transforms, same_batch
+from .operands import by_sample, check_outside_transforms, factor_of, same_batch
 from .plan import plan_product
+from .selection import diagonal, elements, places, submatrix
+from .sparse_matrix import SparseMatrix
 from .sums import plan_sum
 from .vectors import matvec
 
 
-@dataclass(frozen=True, eq=False)
-class SparseJacobian:
+# It prints itself in one line, as `SparseMatrix` does.
+@dataclass(frozen=True, eq=False, repr=False)
+class SparseJacobian(SparseMatrix):
     """The Jacobian of an operator at each sample of a batch: ``J[i, j] = ∂y_i/∂x_j``, flattened in C order.
 
     Attributes
@@ -61,10 +60,12 @@ class SparseJacobian:
     ``J + K``, ``J - K``, ``-J``, ``a * J`` and ``J / a`` are Jacobians too, where `a` is a number or a tensor
     ``(batch,)`` with a number for each sample. They keep all positions, whatever the values become. They and all
     products are part of autograd where the values require grad, and their plans are found again at later calls.
+
+    ``J[2:5]`` and ``J[:, columns]`` are Jacobians of some rows or columns, and ``J[rows, columns]`` the elements at
+    pairs, ``(pairs, batch)``, all as of SciPy's matrices. ``J @ v`` takes vectors of NumPy too, and ``np.asarray(J)``
+    is the dense matrix where there is one sample.
     """
 
-    pattern: Pattern
-    values: torch.Tensor
     in_shape: tuple[int, ...] | None = None
     out_shape: tuple[int, ...] | None = None
 
@@ -72,19 +73,7 @@ class SparseJacobian:
     __array_ufunc__: ClassVar[None] = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, Pattern):
-            raise TypeError(f"pattern is {a_type(self.pattern)}; expected a Pattern, as Pattern.from_scipy makes")
-        if not isinstance(self.values, torch.Tensor):
-            raise TypeError(f"values is {a_type(self.values)}; expected a torch.Tensor")
-        if self.values.dtype not in (torch.float32, torch.float64):
-            raise TypeError(f"values has dtype {self.values.dtype}; expected float32 or float64")
-        if not (self.values.is_cpu or self.values.is_cuda):
-            raise ValueError(
-                f"values is on {self.values.device}; this runs on CPUs and CUDA: move it with values.cpu()"
-            )
-        if self.values.ndim != 2 or self.values.shape[0] != self.pattern.nnz:
-            expected = f"({self.pattern.nnz}, batch): values[:, None] for one sample"
-            raise ValueError(f"values has shape {tuple(self.values.shape)}; expected {expected}")
+        super().__post_init__()
         rows, columns = self.pattern.shape
         for name, shape, size in (("in_shape", self.in_shape, columns), ("out_shape", self.out_shape, rows)):
             if shape is not None and math.prod(shape) != size:
@@ -134,31 +123,6 @@ class SparseJacobian:
         return cls(pattern, torch.from_numpy(matrix.data)[:, None])
 
     @property
-    def shape(self) -> tuple[int, int]:
-        """Rows (outputs) and columns (inputs)."""
-        return self.pattern.shape
-
-    @property
-    def batch(self) -> int:
-        """The number of samples; 1 where all samples share their values."""
-        return int(self.values.shape[1])
-
-    @property
-    def nnz(self) -> int:
-        """The number of entries of a sample."""
-        return self.pattern.nnz
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the values."""
-        return self.values.device
-
-    @property
     def T(self) -> SparseJacobian:
         """The transposed Jacobian, its values in the transposed pattern's order."""
         if isinstance(self.pattern.structure, Full):
@@ -171,15 +135,52 @@ class SparseJacobian:
             values = gathered(self.values, self.pattern.transposition)
         return SparseJacobian(self.pattern.T, values, self.out_shape, self.in_shape)
 
+    def __getitem__(self, key: Any) -> Any:
+        """Rows and columns, or elements, as of SciPy's matrices: each sample's alike.
+
+        An index of rows or columns is an integer, a slice, an array or a tensor of integers, also negative and repeated
+        ones, or of as many truth values. Differentiable where the values are.
+
+        ====================================  ==========================================================
+        ``J[2:5]``, ``J[rows]``, ``J[3]``     a SparseJacobian of these rows; of one row, it is ``(1, n)``
+        ``J[:, columns]``, ``J[2:5, 3]``      a SparseJacobian of these rows and columns
+        ``J[np.ix_(rows, columns)]``          the same, for two arrays
+        ``J[rows, columns]``, ``J[2, 3]``     the elements at pairs, a tensor ``(*shape of the pairs, batch)``
+        ====================================  ==========================================================
+
+        Examples
+        --------
+        >>> J = SparseJacobian(Pattern((2, 3), [0, 2, 3], [0, 2, 0]), torch.tensor([[5.0], [6.0], [7.0]]))
+        >>> J[:, [2, 0]].todense().tolist()
+        [[6.0, 5.0], [0.0, 7.0]]
+        >>> J[[0, 1], [2, 2]].tolist()
+        [[6.0], [0.0]]
+        """
+        rows, columns, are_pairs = places(key, self.shape)
+        if are_pairs:
+            return elements(self.pattern, self.values, rows, columns)
+        pattern, values = submatrix(self.pattern, self.values, rows, columns)
+        in_shape = self.in_shape if columns is None else None
+        return SparseJacobian(pattern, values, in_shape, self.out_shape if rows is None else None)
+
     def __matmul__(self, other: Any) -> Any:
-        """``J @ K`` for a SparseJacobian, or ``J @ v`` for dense vectors ``(n,)`` or ``(n, batch)``, the batch last."""
+        """``J @ K`` for a SparseJacobian, or ``J @ v`` for dense vectors ``(n,)`` or ``(n, batch)``, the batch last.
+
+        Vectors of NumPy have a product of NumPy, without gradients.
+        """
         if isinstance(other, SparseJacobian):
             plan = plan_product(self.pattern, other.pattern)
-            values = plan.multiply(self.values, other.values)
-            return SparseJacobian(plan.pattern, values, other.in_shape, self.out_shape)
-        if not isinstance(other, torch.Tensor):
+            product = plan.multiply(self.values, other.values)
+            return SparseJacobian(plan.pattern, product, other.in_shape, self.out_shape)
+        values: Any = self.values
+        if isinstance(other, np.ndarray):
+            if not values.is_cpu:
+                remedy = "J @ torch.from_numpy(v).to(J.device)"
+                raise ValueError(f"the Jacobian is on {values.device} and the array on the CPU: {remedy}")
+            values = check_outside_transforms("the Jacobian", values).numpy(force=True)
+        elif not isinstance(other, torch.Tensor):
             return NotImplemented
-        product = matvec(self.pattern, self.values, other)
+        product = matvec(self.pattern, values, other)
         return product[:, 0] if other.ndim == 1 and self.batch == 1 else product
 
     def __add__(self, other: Any) -> SparseJacobian:
@@ -198,32 +199,18 @@ class SparseJacobian:
         return self._scaled(-self.values)
 
     def __mul__(self, factor: Any) -> SparseJacobian:
-        number = self._number(factor)
+        number = factor_of(factor, self.values)
         return NotImplemented if number is None else self._scaled(self.values * number)
 
     __rmul__ = __mul__
 
     def __truediv__(self, divisor: Any) -> SparseJacobian:
-        number = self._number(divisor)
+        number = factor_of(divisor, self.values)
         return NotImplemented if number is None else self._scaled(self.values / number)
 
     def _scaled(self, values: torch.Tensor) -> SparseJacobian:
         """The Jacobian with other values at its entries."""
         return replace(self, pattern=self.pattern.scaled(), values=values)
-
-    def _number(self, number: Any) -> float | torch.Tensor | None:
-        """A number, or one for each sample, in a form that multiplies values; None where it is something else."""
-        if not isinstance(number, torch.Tensor):
-            return float(number) if isinstance(number, Real) else None
-        if number.ndim == 0:
-            return number
-        if number.ndim != 1:
-            raise ValueError(
-                f"the factor has shape {tuple(number.shape)}; expected a number, or one for each sample: (batch,). "
-                "Products of matrices are J @ K"
-            )
-        same_batch("the factor", number[None], "the Jacobian", self.values)
-        return number
 
     def diagonal(self) -> torch.Tensor:
         """The diagonal of each sample, ``(min(shape), batch)``; its ``sum(0)`` is the trace.
@@ -234,13 +221,38 @@ class SparseJacobian:
         tensor([[5.],
                 [0.]])
         """
-        if isinstance(self.pattern.structure, Full):
-            # Its indices are never made.
-            return self.values.reshape(*self.shape, self.batch).diagonal().T.contiguous()
-        places = np.flatnonzero(self.pattern.rows == self.pattern.indices)
-        arrays = places, self.pattern.rows[places].astype(np.int64)
-        entries, rows = (torch.from_numpy(array).to(self.values.device) for array in arrays)
-        return self.values.new_zeros((min(self.shape), self.batch)).index_copy(0, rows, self.values[entries])
+        return diagonal(self.pattern, self.values)
+
+    def norm(self, order: float | str = "fro") -> torch.Tensor:
+        """A norm of each sample, ``(batch,)``, part of autograd where the values are.
+
+        Parameters
+        ----------
+        order : {"fro", 1, inf}
+            The Frobenius norm, or the largest sum of magnitudes in a column or, for `math.inf`, in a row.
+
+        Raises
+        ------
+        ValueError
+            For another order, as 2: `scipy.sparse.linalg.svds` of ``J.to_scipy(sample)`` finds singular values.
+
+        Examples
+        --------
+        >>> J = SparseJacobian(Pattern((2, 2), [0, 1, 3], [0, 0, 1]), torch.tensor([[3.0], [4.0], [-12.0]]))
+        >>> J.norm().item(), J.norm(1).item(), J.norm(math.inf).item()
+        (13.0, 12.0, 16.0)
+        """
+        if order == "fro":
+            return torch.linalg.vector_norm(self.values, dim=0)
+        if order not in (1, math.inf):
+            raise ValueError(
+                f'order is {order!r}; expected "fro", 1 or math.inf: singular values, as of order 2, are those of '
+                "scipy.sparse.linalg.svds(J.to_scipy(sample))"
+            )
+        matrix = self.T if order == 1 else self
+        sums = matrix._scaled(matrix.values.abs()) @ self.values.new_ones(matrix.shape[1], 1)
+        # Of a matrix without rows, the largest sum is zero.
+        return torch.cat([sums, sums.new_zeros(1, self.batch)]).amax(0)
 
     def gram(self, weights: torch.Tensor | None = None) -> SparseJacobian:
         """``Jᵀ D J`` of each sample, exactly symmetric.
@@ -370,82 +382,6 @@ class SparseJacobian:
         """
         return _times(self.T, "g", g)
 
-    def as_linear_operator(self, sample: int | None = None) -> scipy.sparse.linalg.LinearOperator:
-        """One sample's Jacobian for SciPy's solvers."""
-        return scipy.sparse.linalg.aslinearoperator(self.to_scipy(sample))
-
-    def to(self, *args: Any, **options: Any) -> SparseJacobian:
-        """The same Jacobian with another dtype or on another device; the arguments are those of `torch.Tensor.to`."""
-        return replace(self, values=self.values.to(*args, **options))
-
-    def to_scipy(self, sample: int | None = None) -> scipy.sparse.csr_array:
-        """One sample's Jacobian as a SciPy matrix; `sample` is optional where there is only one."""
-        check_outside_transforms("the Jacobian", self.values)
-        return self.pattern.to_scipy(self._sample(sample).detach().cpu().numpy())
-
-    def to_torch(self, sample: int | None = None) -> torch.Tensor:
-        """One sample's Jacobian as a PyTorch CSR tensor, part of autograd where the values are."""
-        values = self._sample(sample)
-        check_outside_transforms("the Jacobian", values)
-        indptr, indices = (
-            torch.from_numpy(array.copy()).to(values.device) for array in (self.pattern.indptr, self.pattern.indices)
-        )
-        _warn_of_csr_unseen()
-        return torch.sparse_csr_tensor(indptr, indices, values, size=self.shape, check_invariants=False)
-
-    def to_cupy(self, sample: int | None = None) -> Any:
-        """A copy of one sample's Jacobian as a CuPy matrix, made on PyTorch's current stream.
-
-        It is on the device of the values; for values on the CPU, on CuPy's current device.
-
-        Raises
-        ------
-        ImportError
-            Where CuPy is not installed.
-        """
-        try:
-            import cupy
-            import cupyx.scipy.sparse
-        except ImportError as error:
-            raise ImportError(f"to_cupy needs CuPy: {gpu_extra()}") from error
-        values = self._sample(sample).detach()
-        if not values.is_cuda:
-            return cupyx.scipy.sparse.csr_matrix(scipy.sparse.csr_matrix(self.to_scipy(sample)))
-        number = values.device.index
-        with cupy.cuda.Device(number), cupy_stream(torch.cuda.current_stream(number).cuda_stream, number):
-            arrays = (cupy.array(part) for part in (values, self.pattern.indices, self.pattern.indptr))
-            return cupyx.scipy.sparse.csr_matrix(tuple(arrays), shape=self.shape)
-
-    def todense(self, sample: int | None = None) -> torch.Tensor:
-        """One sample's Jacobian as a dense tensor, ``(out_size, in_size)``, part of autograd where the values are."""
-        values = self._sample(sample)
-        if isinstance(self.pattern.structure, Full):
-            return values.reshape(self.shape).clone()
-        places = torch.from_numpy(self.pattern.places.copy()).to(values.device)
-        return values.new_zeros(math.prod(self.shape)).index_copy(0, places, values).view(self.shape)
-
-    def _sample(self, sample: int | None) -> torch.Tensor:
-        values = self.values
-        if sample is None:
-            if self.batch != 1:
-                remedy = f"say which one: sample=0 to {self.batch - 1}" if self.batch else "there is none to be had"
-                raise ValueError(f"this Jacobian has {self.batch} samples; {remedy}")
-            return values[:, 0].contiguous()
-        try:
-            number = index(sample)
-        except TypeError:
-            raise TypeError(f"sample is {sample!r}; expected an integer, or None where there is one sample") from None
-        # Where all samples share their values, any number is a sample's.
-        if self.batch != 1 and not -self.batch <= number < self.batch:
-            raise IndexError(f"sample is {number}; this Jacobian has {self.batch}")
-        return values[:, 0 if self.batch == 1 else number].contiguous()
-
-    def __repr__(self) -> str:
-        return f"<SparseJacobian {self.pattern.summary()}, batch {self.batch}, {self.values.dtype}>"
-
-    def __str__(self) -> str:
-        return f"{self!r}\n{str(self.pattern).split(chr(10), 1)[1]}"
-
 
 def _symmetric_product(left: SparseJacobian, weights: torch.Tensor | None, right: SparseJacobian) -> SparseJacobian:
     """``left D right`` of a matrix and its transpose."""
@@ -476,14 +412,6 @@ def _common(one: tuple[int, ...] | None, other: tuple[int, ...] | None) -> tuple
     if one is None or other is None:
         return one if other is None else other
     return one if one == other else None
-
-
-@functools.cache
-def _warn_of_csr_unseen() -> None:
-    """Let PyTorch give its one warning that CSR tensors are in beta, of which callers need not know."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        torch.sparse_csr_tensor([0, 0], [], [], size=(1, 1), check_invariants=False)
 
 
 def _times(matrix: SparseJacobian, name: str, vectors: torch.Tensor) -> torch.Tensor:

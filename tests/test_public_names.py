@@ -27,8 +27,9 @@ INTERNAL = {
     "models": "Progress SOUNDS progress_bar",
     "patterns": """
         CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE any_nonzero_at
-        are_values_registered batch_last compressed_values gathered gradient_of gradients_of holds_numbers
-        input_gradients is_pointwise pattern_figure picture requiring_gradient row_colors rows_at rule_for rule_of""",
+        are_values_registered as_html batch_last compressed_values gathered gradient_of gradients_of holds_numbers
+        input_gradients is_pointwise pattern_figure picture plot_pattern requiring_gradient row_colors rows_at
+        rule_for rule_of""",
     "recurrence": """
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",

@@ -18,11 +18,13 @@
 ``prepare_jacobian(f, x)``
     `tracing_for_replays` runs `f` for a `TracedProgram`: the trace and its chain (`TracedFunction`), and where a replay
     finds what `f` reads. `evaluator_of` (`choice`) chooses the way to the values. A `PreparedProgram` is both, and a
-    `PreparedJacobian` (`prepared`) has one, and others for other constants among the arguments. It is compared
-    with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is made.
+    `PreparedJacobian` (`prepared`) has one, and others for other constants among the arguments and other numbers of
+    samples. It is compared with `f` (`comparison`). Neither is a `Program` of `jacsparse.tracing`, of which a chain is
+    made.
 ``prepared(x)``
-    1. `Arguments.leaves_of`, or else `PreparedJacobian._checked`, compares the arguments' form, and `_program` finds
-       the program for the constants among them, or makes one, by a run of `f`.
+    1. `Arguments.leaves_of`, by the form of the latest program's arguments, or else `PreparedJacobian._checked`
+       compares the arguments' form, and `_program` finds the program for the number of samples and the constants among
+       them, or makes one, by a run of `f`.
     2. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they read arguments and captures
        alone; all pruned weights that have to be looked at are captures themselves (`_hold`), and no others are computed
        from them; no value was registered; the call has no gradients; and nothing is returned beside the values.

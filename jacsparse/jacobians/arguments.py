@@ -259,6 +259,20 @@ class Arguments:
                 others = "others of the order of keys, the containers or the strides"
             raise ValueError(f"the arguments are {self}; this Jacobian is prepared for {others}: prepare one for these")
 
+    def differs_in_samples(self, prepared: Arguments) -> bool:
+        """Whether these are of a prepared form but for the number of samples, the length of tensors' first axes."""
+        if not self.batched or not self.batch or self.batch == prepared.batch or self.form[:-1] != prepared.form[:-1]:
+            return False
+
+        def alike(leaf: Any, other: Any) -> bool:
+            if isinstance(leaf, torch.Tensor) and isinstance(other, torch.Tensor) and leaf.shape != other.shape:
+                shapes = leaf.shape[:1], leaf.shape[1:], other.shape[:1]
+                same = (leaf.layout, leaf.dtype, leaf.device) == (other.layout, other.dtype, other.device)
+                return same and shapes == ((self.batch,), other.shape[1:], (prepared.batch,))
+            return bool(_form(leaf) == _form(other))
+
+        return all(map(alike, self.leaves, prepared.leaves))
+
     def laid_out_as(self, other: Arguments) -> Arguments:
         """The same arguments, whose tensors lie in memory as another call's do where they have their shapes."""
         if len(self.leaves) != len(other.leaves):

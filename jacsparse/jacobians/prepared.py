@@ -25,7 +25,7 @@ from .saved_programs import SavedProgram, write_program
 from .tracing_for_replays import traced_program
 from .verification import VerificationError, tolerance_for
 
-#: The most programs of one prepared Jacobian, for other constants among the arguments.
+#: The most programs of one prepared Jacobian, for other constants among the arguments and other numbers of samples.
 MOST_PROGRAMS = 8
 
 
@@ -38,9 +38,9 @@ class PreparedJacobian(Generic[Result]):
 
     It trusts its program: a call does not run the function. Parameters and buffers of a module are read by their names,
     other tensors that the function reads are those that it read when it was prepared. Other constants among the
-    arguments, as those that `static_argnums` names, make a program of their own, by a run of the function. `check`
-    compares with the function itself: a call does not see that attributes, globals, the mode of a module or registered
-    rules are others than when it was prepared. Any number of threads may call it.
+    arguments, as those that `static_argnums` names, and another number of samples make a program of their own, by a run
+    of the function. `check` compares with the function itself: a call does not see that attributes, globals, the mode
+    of a module or registered rules are others than when it was prepared. Any number of threads may call it.
 
     Attributes
     ----------
@@ -55,10 +55,10 @@ class PreparedJacobian(Generic[Result]):
     ) -> None:
         self._f, self._arguments, self._options, self.method = f, arguments, options, options.method
         self._lock, self._rules = threading.RLock(), len(REGISTERED)
-        #: By the constants among the arguments, in the order in which they were made.
-        self._programs: dict[tuple[Any, ...], PreparedProgram] = {}
+        #: By the number of samples and the constants among the arguments, in the order in which they were made.
+        self._programs: dict[tuple[int, tuple[Any, ...]], PreparedProgram] = {}
         self._made_so_far = 0
-        self._first = self._program(arguments.leaves, saved)
+        self._first = self._latest = self._program(arguments, saved)
         evaluator = self._first.evaluator
         self.pattern, self.method, self._in_shape = evaluator.pattern, evaluator.name, self._arguments.in_shape
 
@@ -122,31 +122,37 @@ class PreparedJacobian(Generic[Result]):
 
     def _evaluated(self, args: Sequence[Any], returns: bool) -> tuple[Evaluated, PreparedProgram]:
         """What a program computes for a call, and which one it is."""
-        leaves = self._arguments.leaves_of(args)
+        latest = self._latest
+        leaves = latest.traced.arguments.leaves_of(args)
         if leaves is None:
-            leaves = self._checked(args).leaves
-        program = self._program(leaves) if self._arguments.constant_places else self._first
-        return program(leaves, returns), program
+            arguments = self._checked(args)
+        elif latest.traced.arguments.constant_places:
+            arguments = latest.traced.arguments.with_leaves(leaves)
+        else:
+            return latest(leaves, returns), latest
+        self._latest = program = self._program(arguments)
+        return program(arguments.leaves, returns), program
 
-    def _program(self, leaves: list[Any], saved: SavedProgram | None = None) -> PreparedProgram:
-        """The program for the constants among the leaves of arguments of the prepared form."""
-        constants = self._arguments.constants_of(leaves)
-        program = self._programs.get(constants)
+    def _program(self, arguments: Arguments, saved: SavedProgram | None = None) -> PreparedProgram:
+        """The program for the number of samples of arguments of the prepared form, and for the constants among them."""
+        key = arguments.batch, self._arguments.constants_of(arguments.leaves)
+        program = self._programs.get(key)
         if program is not None:
             return program
-        with self._lock, announced_where_long(f"preparing the Jacobian of {name_of(self._f)}, which it keeps"):
+        what = f"the Jacobian of {name_of(self._f)} at {arguments}"
+        with self._lock, announced_where_long(f"preparing {what}, once: later calls replay it"):
             # Another thread may have made it meanwhile.
-            if constants not in self._programs:
+            if key not in self._programs:
                 with without_saving_hooks():
-                    self._keep(constants, self._made(self._arguments.with_leaves(leaves), saved))
-            return self._programs[constants]
+                    self._keep(key, self._made(arguments, saved))
+            return self._programs[key]
 
-    def _keep(self, constants: tuple[Any, ...], program: PreparedProgram) -> None:
+    def _keep(self, key: tuple[int, tuple[Any, ...]], program: PreparedProgram) -> None:
         self._made_so_far += 1
         if self._made_so_far == MOST_PROGRAMS + 1:
             tell_of_programs(name_of(self._f), MOST_PROGRAMS)
         # The first one stays.
-        first, *others = [*self._programs.items(), (constants, program)]
+        first, *others = [*self._programs.items(), (key, program)]
         self._programs = dict([first, *others[1 - MOST_PROGRAMS :]])
 
     def _made(self, arguments: Arguments, saved: SavedProgram | None) -> PreparedProgram:
@@ -177,10 +183,16 @@ class PreparedJacobian(Generic[Result]):
         return program
 
     def _checked(self, args: Sequence[Any]) -> Arguments:
-        """A call's arguments; ValueError where they are not of the prepared form."""
+        """A call's arguments; ValueError where they are not of the prepared form but for the number of samples."""
         like = self._arguments
-        arguments = Arguments.of_call(self._f, args, like.argnums, like.batched, like.static)
-        arguments = arguments.with_tensors(like).laid_out_as(like)
+        arguments = Arguments.of_call(self._f, args, like.argnums, like.batched, like.static).with_tensors(like)
+        if arguments.differs_in_samples(like):
+            programs = list(self._programs.items())
+            same = [program for (batch, _), program in programs if batch == arguments.batch]
+            if not same:
+                return arguments
+            like = same[0].traced.arguments
+        arguments = arguments.laid_out_as(like)
         arguments.check_form(like)
         return arguments
 

@@ -34,10 +34,11 @@ _LOGGER = logging.getLogger("jacsparse")
 
 
 def tell_of_programs(name: str, count: int) -> None:
-    """Log that constants among the arguments of a prepared Jacobian make so many programs and more."""
+    """Log that constants among the arguments of a prepared Jacobian, or samples, make so many programs and more."""
     _LOGGER.warning(
-        "%s: %d values of constants among the arguments have made programs of their own, and each other one does, in a "
-        "call that takes long: pass numbers that are not in static_argnums, and objects that equal those of before",
+        "%s: %d values of constants among the arguments, or numbers of samples, have made programs of their own, and "
+        "each other one does, in a call that takes long: pass numbers that are not in static_argnums, objects that "
+        "equal those of before, and as many samples",
         name,
         count,
     )
@@ -131,13 +132,14 @@ class PreparedProgram:
         evaluator, count = self.evaluator, len(self.traced.contents)
         others = sum(not isinstance(source, int) for source in self.traced.captures.values())
         moved = evaluator.pattern.nnz * arguments.batch * arguments.tensors[0].element_size()
+        samples = ", of any number of samples" if arguments.batched else ""
         switches = [name for name in ("create_graph", "value", "has_aux") if getattr(options, name)]
         return "\n".join(
             [
                 f"  method {evaluator.name}{evaluator.details}: about {evaluator.flop:,} flop, "
                 f"{evaluator.nbytes + moved:,} bytes" + "".join(f", {name}" for name in switches),
                 *([f"  compiled: {evaluator.compiled}"] if options.compile else []),
-                f"  arguments: {arguments}{' with samples' if arguments.batched else ''}; other tensors: {others}",
+                f"  arguments: {arguments}{samples}; other tensors: {others}",
                 f"  baked in: shapes, branches, numbers that the function reads; indices, masks and integers: {count}",
             ]
         )

@@ -27,11 +27,11 @@ def a_type(value: object) -> str:
 
 
 def announce(line: str) -> None:
-    """Tell what takes long: a line on a terminal, else one of the log ``jacsparse``."""
+    """Tell what takes long: a line on a terminal, else a warning of the log ``jacsparse``: it is shown by default."""
     if sys.stderr is not None and sys.stderr.isatty():
         print(f"jacsparse: {line}", file=sys.stderr, flush=True)
     else:
-        logging.getLogger("jacsparse").info(line)
+        logging.getLogger("jacsparse").warning(line)
 
 
 class _Announced(threading.local):

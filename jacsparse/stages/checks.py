@@ -68,7 +68,10 @@ def check_tensor(name: str, x: object) -> torch.Tensor:
     TypeError, ValueError, RuntimeError
         As `check_input`.
     """
-    remedy = "call the function or module itself there, or take gradients by torch.autograd"
+    remedy = (
+        "call the function or module itself there, take gradients by torch.autograd, or all samples at once by vmap "
+        "within: jacobian(torch.vmap(f), x, batched=True)"
+    )
     x = check_tensor_itself(name, x, remedy)
     if x.is_nested:
         raise TypeError(f"{name} is a nested tensor; expected a dense one: {name}.to_padded_tensor(0.0)")

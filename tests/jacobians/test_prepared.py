@@ -700,7 +700,7 @@ def test_writes_of_what_a_call_computes_to_another_argument(write: Callable[...,
 def test_arguments_of_other_shapes() -> None:
     prepared = prepare_jacobian(lambda x, i: x[:, i] ** 2, drawn(2, 3), torch.tensor([0, 2]), batched=True)
     for args, message in (
-        ((drawn(3, 3), torch.tensor([0, 2])), r"the arguments are torch.float64 \(3, 3\)"),
+        ((drawn(2, 4), torch.tensor([0, 2])), r"the arguments are torch.float64 \(2, 4\)"),
         ((drawn(2, 3).float(), torch.tensor([0, 2])), r"prepared for torch.float64 \(2, 3\)"),
         ((drawn(2, 3), torch.tensor([0, 1])), "holds other elements than when this Jacobian was prepared"),
     ):
@@ -936,7 +936,7 @@ def test_shows_itself() -> None:
         "method products",
         "flop",
         "bytes",
-        "arguments: torch.float64 (1, 2, 4, 4) with samples; other tensors: 0",
+        "arguments: torch.float64 (1, 2, 4, 4), of any number of samples; other tensors: 0",
         "baked in",
     ):
         assert part in text

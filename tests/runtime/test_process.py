@@ -135,6 +135,7 @@ def test_compilation_is_announced_once(
         for dtype in (np.float64, np.float32):
             kernels.kernel(_double)(0, 2, np.ones(3, dtype))
     (record,) = caplog.records
+    assert record.levelname == "WARNING", "it is shown where nobody has set up logging"
     assert record.message.startswith("compiling kernels for this processor, once: later processes find them in ")
     assert capsys.readouterr().err == f"jacsparse: {record.message}\n"
     kernels._announce_compilation.cache_clear()
@@ -167,7 +168,7 @@ def test_preparations_and_plans_tell_what_they_do(monkeypatch: pytest.MonkeyPatc
     network = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(5)))
     x = torch.randn(2, 2, 6, 6)
     jacsparse.prepare_jacobian(network, x)
-    assert said == ["preparing the Jacobian of Sequential, which it keeps"]
+    assert said == ["preparing the Jacobian of Sequential at torch.float32 (2, 2, 6, 6), once: later calls replay it"]
     said.clear()
     scan = jacsparse.nn.Scan(network, schedule="blelloch")
     for _ in range(2):

@@ -6,6 +6,7 @@ The Jacobian of a convolution, a ReLU or a max-pooling is mostly zeros, and wher
 alone.
 """
 
+import torch
 from torch import nn
 
 import jacsparse
@@ -20,6 +21,20 @@ pattern.plot("convolution.png", title="3 × 3 convolution")
 # %%
 # In a terminal, ``print`` draws a pattern with dots.
 print(jacsparse.jacobian_pattern(nn.Conv2d(1, 1, 3, padding=1), (1, 8, 8)))
+
+# %%
+# A Jacobian shows the magnitudes of its entries, on a logarithmic scale: here of a heat equation whose conductivity
+# depends on the temperature.
+temperature = torch.linspace(0.0, 1.0, 24, dtype=torch.float64).clamp(min=0.3)
+
+
+def heat(u):
+    """What flows into each cell, where the conductivity is a power of the temperature."""
+    flux = ((u[1:] + u[:-1]) / 2) ** 8 * (u[1:] - u[:-1])
+    return torch.nn.functional.pad(flux, (0, 1)) - torch.nn.functional.pad(flux, (1, 0))
+
+
+jacsparse.jacobian(heat, temperature).plot("heat.png", title="heat", axes=("temperature", "change"))
 
 # %%
 # A plan of a product: max-pooling after the convolution. Its pattern, its method and its FLOP are known before there
