@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from jacsparse.cli.inputs import layer_input, submodule_at
 from torch import nn
+
+from jacsparse.cli.inputs import layer_input, submodule_at
 
 
 class Transcribed(nn.Module):
