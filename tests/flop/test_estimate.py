@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jacsparse.flop.estimate import estimate_count
+from jacsparse.flop import estimate_count
 from jacsparse.schedule import blelloch
 from jacsparse.spgemm import multiply_adds
 
