@@ -376,7 +376,7 @@ def _as_argument(kind: Any) -> Any:
     """The type that an argument of one of Numba's types is converted to."""
     if isinstance(kind, types.Boolean | types.BooleanLiteral):
         return types.boolean
-    return types.intp if isinstance(kind, types.Integer) and kind != types.uint64 else kind
+    return types.intp if isinstance(kind, types.Integer) else kind
 
 
 def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Any:

@@ -26,16 +26,16 @@ def write_numbers_batch(first, last, places, source, numbers, out):
 
 @kernel
 def star_colors(first, last, indptr, indices, colors):
-    # The vertex that may not have a colour, and the vertex that has several neighbours of a colour, or one.
+    # The vertex that may not have a colour, and the vertex that has several neighbours of a colour.
     forbidden = np.full(last - first + 1, -1, np.int64)
-    repeated, seen = forbidden.copy(), forbidden.copy()
+    repeated = forbidden.copy()
     for vertex in range(first, last):
         for entry in range(indptr[vertex], indptr[vertex + 1]):
             color = colors[indices[entry]]
             if color >= 0:
-                if seen[color] == vertex:
+                if forbidden[color] == vertex:
                     repeated[color] = vertex
-                forbidden[color] = seen[color] = vertex
+                forbidden[color] = vertex
         for entry in range(indptr[vertex], indptr[vertex + 1]):
             middle = indices[entry]
             color = colors[middle]

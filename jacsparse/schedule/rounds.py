@@ -78,10 +78,9 @@ def exchanges(ranks: int, way: str = "scan") -> tuple[tuple[Message, ...], ...]:
     rounds, needed = [], set[int]()
     for k in reversed(range((ranks - 1).bit_length())):
         pairs = ((target ^ 1 << k, target) for target in range(ranks))
+        # A rank that is needed lies in a block whose ranks all exist, and so does the source.
         messages = [
-            Message(source, target, target in needed)
-            for source, target in pairs
-            if source < ranks and (source < target or target in needed)
+            Message(source, target, target in needed) for source, target in pairs if source < target or target in needed
         ]
         needed.update(message.source for message in messages)
         rounds.append(tuple(sorted(messages)))

@@ -28,7 +28,7 @@ def pull_back_by_nodes(
     of_trace = trace.externals
     tensors = [of_trace[place] for place in externals]
     ends = [(start, record.input), *((get_gradient_edge(tensor), tensor) for tensor in tensors)]
-    gradient = gradient.reshape(record.output.shape).to(record.output.dtype)
+    gradient = gradient.reshape(record.output.shape)
     of_input, *of_externals = walk([(output, gradient)], ends)
     gradients = {place: term for place, term in zip(externals, of_externals, strict=True) if term is not None}
     return torch.zeros_like(record.input) if of_input is None else of_input, gradients
@@ -63,7 +63,7 @@ def pull_back_by_copies(record: Record, gradient: torch.Tensor) -> torch.Tensor:
         output = values[record.stage.stop]
     if not output.requires_grad:
         return torch.zeros_like(leaf)
-    gradient = gradient.reshape(output.shape).to(output.dtype)
+    gradient = gradient.reshape(output.shape)
     (of_input,) = walk([(get_gradient_edge(output), gradient)], [(get_gradient_edge(leaf), leaf)])
     return torch.zeros_like(leaf) if of_input is None else of_input
 

@@ -248,7 +248,11 @@ def of_values(values: torch.Tensor, places: torch.Tensor = PLACES) -> torch.Tens
         lambda x: torch.sparse.mm(of_values(x**2).coalesce(), x[:, None]),
         lambda x: of_values(x**2).t() @ x[:3],
         lambda x: of_values(x**2).coalesce().T.to_dense(),
+        lambda x: of_values(x**2).permute(-1, 0) @ x[:3],
+        lambda x: of_values(x**2).permute(0, 1) @ x,
+        lambda x: of_values(x**2).transpose(0, -1).transpose(1, -1) @ x[:3],
         lambda x: torch.addmm(x[:3, None], of_values(x), x.exp()[:, None], beta=2, alpha=3),
+        lambda x: torch.addmm(torch.full((3, 1), float("nan"), dtype=FLOAT), of_values(x), x[:, None], beta=0),
         lambda x: of_values(x**2) @ torch.arange(1.0, 6.0, dtype=FLOAT),
     ],
 )

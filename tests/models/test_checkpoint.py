@@ -22,6 +22,7 @@ from jacsparse.models import (
     pruned_fraction,
     save_checkpoint,
 )
+from jacsparse.models.checkpoint import read_checkpoint
 from torch import nn
 from torch.nn.utils import prune
 
@@ -84,6 +85,14 @@ def test_masks_come_back(path: Path, pruned: LeNet5) -> None:
     assert metadata["pruned"] == pruned_fraction(loaded) == pruned_fraction(pruned)
     torch.optim.SGD(loaded.parameters(), lr=0.1).zero_grad()
     assert prune.is_pruned(loaded)
+
+
+def test_the_state_of_training_is_beside_the_weights(path: Path, pruned: LeNet5) -> None:
+    momentum = torch.randn(5, 4).T
+    save_checkpoint(path, pruned, state={"momentum": momentum})
+    state = read_checkpoint(path).state
+    assert list(state) == ["momentum"] and torch.equal(state["momentum"], momentum)
+    same(load_checkpoint(path)[0], pruned)
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -6,7 +6,9 @@ import io
 import math
 import pickle
 import zipfile
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +16,7 @@ import scipy.sparse
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jacsparse.patterns import Adaptive, Convolution, Csr, Diagonal, Full, Identity, Pooling, Sliding
+from jacsparse.patterns import Adaptive, Convolution, Csr, Diagonal, Full, Identity, Pooling, Sliding, Structure
 from jacsparse.patterns.strided import Steps, Strided
 from torch import nn
 
@@ -66,6 +68,29 @@ def test_files_keep_pattern_and_structure(structure: object, tmp_path: Path) -> 
     plain = Pattern(pattern.shape, pattern.indptr, pattern.indices)
     assert plain == pattern and hash(plain) == hash(pattern) and plain.digest != pattern.digest
     assert [path.name for path in tmp_path.iterdir()] == ["p.npz"]
+
+
+def _another(part: Any) -> Any:
+    """Another value of a part of a structure's description."""
+    if isinstance(part, bool):
+        return not part
+    return part + 1 if isinstance(part, int) else part and part[::-1]
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_each_part_of_a_description_is_in_the_digest(structure: Any) -> None:
+    parts = {field.name: getattr(structure, field.name) for field in fields(structure)}
+    changed = [replace(structure, **{name: _another(part)}) for name, part in parts.items() if _another(part) != part]
+    digests = {each.digest for each in (structure, *changed)}
+    assert len(digests) == 1 + len(changed) > 1
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_a_scaled_pattern_has_the_same_entries_of_any_values(structure: Structure) -> None:
+    pattern = Pattern.of(structure)
+    for scaled in (pattern.scaled(), pattern.T.scaled().T):
+        assert scaled == pattern
+        assert not isinstance(scaled.structure, Identity) and not getattr(scaled.structure, "selects", False)
 
 
 def test_published_sparsities() -> None:

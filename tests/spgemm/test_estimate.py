@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -58,6 +59,14 @@ def test_least_keys_of_a_structure_are_those_of_its_entries(name: str, transpose
     expected = np.full((pattern.shape[0], KEYS), np.inf, dtype=np.float32)
     np.minimum.at(expected, pattern.rows, keys[pattern.indices])
     assert np.array_equal(least(pattern, keys), expected)
+
+
+def test_a_convolution_with_few_pruned_weights_has_the_keys_of_an_unpruned_one() -> None:
+    unpruned = Convolution(4, 4, 1, (Sliding(9, 3),))
+    keys = fresh_keys(unpruned.shape[1], 3)
+    for pruned, alike in ((3, True), (6, False)):
+        masked = replace(unpruned, mask_bits=np.packbits(np.arange(48) % (48 // pruned) > 0).tobytes())
+        assert np.array_equal(least(Pattern.of(masked), keys), least(Pattern.of(unpruned), keys)) == alike
 
 
 def test_packed_rows_give_the_same_pattern() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -47,3 +49,27 @@ def test_copies_of_a_decomposed_call_have_its_elements() -> None:
         gradient = torch.randn_like(record.output)
         (expected,), _ = pull_back([record], gradient, [record], (), ())
         torch.testing.assert_close(pull_back_by_copies(record, gradient), expected, rtol=1e-12, atol=1e-12)
+
+
+class Mixed(nn.Module):
+    """Layers of several dtypes, with conversions between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 4, dtype=torch.float64), nn.Linear(4, 2, dtype=torch.float64)
+        self.between = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.between(self.first(x).relu().float()).tanh().double()).half()
+
+
+@pytest.mark.parametrize("pull", [pull_back_by_copies, lambda *arguments: pull_back_by_nodes(*arguments, ())[0]])
+def test_gradients_have_the_dtypes_of_what_they_belong_to(pull: Callable[..., torch.Tensor]) -> None:
+    module, x = Mixed(), torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    _, run = forward_pass(module, x.detach())
+    gradient = torch.randn_like(run.trace.output)
+    (expected,) = torch.autograd.grad(module(x), x, gradient)
+    for record in reversed(run.records):
+        assert gradient.dtype == record.output.dtype
+        gradient = pull(record, gradient)
+    assert torch.equal(gradient, expected)
