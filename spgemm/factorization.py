@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -131,12 +132,11 @@ class Factorization:
     """
 
     @uncompiled
-    def __init__(
-        self, pattern: Pattern, values: torch.Tensor, method: str | FactorPlan = "auto", solutions: int = _SOLUTIONS
-    ) -> None:
-        _check_solvable(pattern, values)
-        self.pattern, self.values = pattern, values
-        self._plan = method if isinstance(method, FactorPlan) else _planned(pattern, values.shape[1], method, solutions)
+    def __init__(self, pattern: Pattern, values: torch.Tensor, plan: FactorPlan) -> None:
+        check_outside_transforms("the Jacobian", values)
+        if values.device.type != "cpu":
+            raise ValueError(f'the Jacobian is on {values.device}; it is factored on the CPU: move it with J.to("cpu")')
+        self.pattern, self.values, self._plan = pattern, values, plan
         detached = values.detach().contiguous()
         # A sum tells in one pass that all are finite.
         if not detached.sum().isfinite() and not (finite := detached.isfinite().all(0)).all():
@@ -186,32 +186,32 @@ class Factorization:
         return f"<Factorization {size} × {size}, {self._plan}, batch {batch}, {self.values.dtype}>"
 
 
+def factorize(pattern: Pattern, values: torch.Tensor, method: str = "auto") -> Factorization:
+    """The factors for many solutions; the arguments are those of `SparseJacobian.factorize`."""
+    return Factorization(pattern, values, _planned(pattern, values, method, _SOLUTIONS))
+
+
 @uncompiled
 def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``x`` with ``J x = b``, as of `SparseJacobian.solve`; arguments are checked before factors are made."""
-    _check_solvable(pattern, values)
+    plan = _planned(pattern, values, "auto", 1)
     systems = _systems(b, pattern.shape[0], values)
-    return Factorization(pattern, values, solutions=1)._solved(systems, False).reshape(b.shape)
+    return Factorization(pattern, values, plan)._solved(systems, False).reshape(b.shape)
 
 
-def _check_solvable(pattern: Pattern, values: torch.Tensor) -> None:
+def _planned(pattern: Pattern, values: torch.Tensor, method: str, solutions: int) -> FactorPlan:
+    """The plan of a method for a pattern, found again where there was one."""
     rows, columns = pattern.shape
     if rows != columns:
         raise ValueError(
             f"the Jacobian is {rows} × {columns}; only a square one can be solved. For least squares, pass "
             "as_linear_operator() to scipy.sparse.linalg.lsqr"
         )
-    check_outside_transforms("the Jacobian", values)
-    if values.device.type != "cpu":
-        raise ValueError(f'the Jacobian is on {values.device}; it is factored on the CPU: move it with J.to("cpu")')
-
-
-def _planned(pattern: Pattern, samples: int, method: str, solutions: int) -> FactorPlan:
-    """The plan of a method for a pattern, found again where there was one."""
     if method not in (names := ("auto", *FACTORIZATIONS)):
         raise ValueError(f"method is {method!r}; expected one of {', '.join(names)}")
     ways = [way for way in FACTORIZATIONS.values() if method == way.name or (method == "auto" and way.automatic)]
-    plans = [PLAN_CACHE.get(("factors", pattern.digest, way.name), lambda way=way: way(pattern)) for way in ways]
+    plans = [PLAN_CACHE.get(("factors", pattern.digest, way.name), functools.partial(way, pattern)) for way in ways]
+    samples = values.shape[1]
     return min(plans, key=lambda plan: plan.cost(samples, solutions))
 
 

@@ -9,7 +9,7 @@ import torch
 from scipy.sparse.linalg import LinearOperator, spilu
 
 from ..patterns import Pattern
-from .factorization import Factorization
+from .factorization import factorize
 
 if TYPE_CHECKING:
     from .sparse_jacobian import SparseJacobian
@@ -50,7 +50,7 @@ def preconditioner(
     counts = np.bincount(rows[kept], minlength=len(matrix.indptr) - 1)
     blocks = Pattern(J.shape, np.concatenate([[0], counts.cumsum()]), columns[kept])
     try:
-        inverse = Factorization(blocks, torch.from_numpy(matrix.data[kept])[:, None], "block_diagonal")
+        inverse = factorize(blocks, torch.from_numpy(matrix.data[kept])[:, None], "block_diagonal")
     except ValueError as error:
         raise ValueError(f"blocks of {block_size} rows along the diagonal have no factors ({error})") from error
 

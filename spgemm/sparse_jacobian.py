@@ -17,7 +17,7 @@ import torch
 
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
 from ..runtime import a_type, cupy_stream, gpu_extra
-from .factorization import Factorization, solve
+from .factorization import Factorization, factorize, solve
 from .operands import by_sample, check_outside_transforms, same_batch
 from .plan import plan_product
 from .preconditioner import preconditioner
@@ -352,7 +352,7 @@ class SparseJacobian:
         ValueError
             As `solve`.
         """
-        return Factorization(self.pattern, self.values, method)
+        return factorize(self.pattern, self.values, method)
 
     def preconditioner(
         self, kind: str, sample: int | None = None, *, block_size: int | None = None, **options: Any
