@@ -25,8 +25,10 @@ class _DenseFactors(Factors):
         self.factor(matrices)
 
     def factor(self, matrices: torch.Tensor) -> None:
-        # LAPACK's matrices have columns one after the other: those of the transposed ones are in memory already.
-        self._lu, self._pivots, info = torch.linalg.lu_factor_ex(matrices.mT)
+        # LAPACK's columns lie one after the other, as rows do here: the transposed matrices are factored in place.
+        self._lu, self._pivots = matrices.mT, torch.empty(0, dtype=torch.int32)
+        info = torch.empty(0, dtype=torch.int32)
+        torch.linalg.lu_factor_ex(self._lu, out=(self._lu, self._pivots, info))
         if info.any():
             raise singular(int(info.flatten(1).any(1).nonzero()[0]))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,25 +11,23 @@ from scipy.sparse.linalg import LinearOperator, spilu
 from ..patterns import Pattern
 from .factorization import factorize
 
-if TYPE_CHECKING:
-    from .sparse_jacobian import SparseJacobian
-
 _KINDS = ("jacobi", "block_jacobi", "ilu")
 
 
 def preconditioner(
-    J: SparseJacobian, kind: str, sample: int | None, block_size: int | None, options: dict[str, Any]
+    pattern: Pattern, matrix: Any, kind: str, block_size: int | None, options: dict[str, Any]
 ) -> LinearOperator:
-    """An approximate inverse of one sample's Jacobian; the arguments are those of `SparseJacobian.preconditioner`."""
+    """An approximate inverse of one sample's matrix of SciPy's; the others are `SparseJacobian.preconditioner`'s."""
     if kind not in _KINDS:
         raise ValueError(f"kind is {kind!r}; expected one of {', '.join(_KINDS)}")
-    if J.shape[0] != J.shape[1]:
-        raise ValueError(f"the Jacobian is {J.shape[0]} × {J.shape[1]}; only a square one has a preconditioner")
+    if pattern.shape[0] != pattern.shape[1]:
+        raise ValueError(
+            f"the Jacobian is {' × '.join(map(str, pattern.shape))}; only a square one has a preconditioner"
+        )
     if (block_size is None) == (kind == "block_jacobi") or (block_size is not None and block_size < 1):
         raise ValueError(f"block_size is {block_size}; block_jacobi needs one of at least 1, and others take none")
     if options and kind != "ilu":
         raise TypeError(f"{kind} takes no {', '.join(options)}; options are those of scipy.sparse.linalg.spilu")
-    matrix = J.to_scipy(sample)
     if kind == "ilu":
         try:
             factors = spilu(matrix.tocsc(), **options)
@@ -45,10 +43,10 @@ def preconditioner(
                 f"element {int((diagonal == 0).argmax())} of the Jacobian's diagonal is zero, by which jacobi divides"
             )
         return _operator(matrix, *[lambda v: (v.T / diagonal).T] * 2)
-    rows, columns = J.pattern.rows, J.pattern.indices
+    rows, columns = pattern.rows, pattern.indices
     kept = rows // block_size == columns // block_size
     counts = np.bincount(rows[kept], minlength=len(matrix.indptr) - 1)
-    blocks = Pattern(J.shape, np.concatenate([[0], counts.cumsum()]), columns[kept])
+    blocks = Pattern(pattern.shape, np.concatenate([[0], counts.cumsum()]), columns[kept])
     try:
         inverse = factorize(blocks, torch.from_numpy(matrix.data[kept])[:, None], "block_diagonal")
     except ValueError as error:

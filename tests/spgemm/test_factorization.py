@@ -297,7 +297,7 @@ def test_preconditioners(options: dict[str, Any], dtype: torch.dtype) -> None:
 )
 def test_bad_preconditioners(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        zero_row("tridiagonal", "auto", 2).preconditioner(**options)
+        zero_row("tridiagonal", "auto", 2).preconditioner(**{"sample": 0, **options})
 
 
 def test_more_refused_preconditioners() -> None:
