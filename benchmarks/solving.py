@@ -145,5 +145,5 @@ def _iterative(points: int, is_factored: bool, context: Context) -> list[Row]:
     rows.in_turns(context, ways, role={_SUPERLU: "peer"}, note=notes)
     rows.compare("splu / GMRES", _SUPERLU, _GMRES)
     if not is_factored:
-        rows.missing(_SUPERLU, "its factors take minutes and gigabytes", role="peer")
+        rows.missing(_SUPERLU, "its factors take a minute and more than a gigabyte", role="peer")
     return rows.rows()

@@ -15,6 +15,8 @@ from .factors import FactorPlan, Factors, singular
 
 #: Rows of values that are transposed together: as many samples' lines stay in the caches.
 _ROWS = 512
+#: The largest size of blocks that one call of LAPACK's LU factorisation takes together.
+_TOGETHER = 64
 
 
 class _DenseFactors(Factors):
@@ -26,9 +28,15 @@ class _DenseFactors(Factors):
 
     def factor(self, matrices: torch.Tensor) -> None:
         # LAPACK's columns lie one after the other, as rows do here: the transposed matrices are factored in place.
-        self._lu, self._pivots = matrices.mT, torch.empty(0, dtype=torch.int32)
-        info = torch.empty(0, dtype=torch.int32)
-        torch.linalg.lu_factor_ex(self._lu, out=(self._lu, self._pivots, info))
+        self._lu = matrices.mT
+        self._pivots = torch.empty(matrices.shape[:3], dtype=torch.int32)
+        info = torch.empty(matrices.shape[:2], dtype=torch.int32)
+        # Large ones one by one: after torch.set_num_threads, MKL hangs where threads of PyTorch's factor several.
+        step = 1 if matrices.shape[-1] > _TOGETHER else max(info.numel(), 1)
+        parts = (each.flatten(0, 1).split(step) for each in (matrices, self._pivots, info))
+        for block, pivots, each in zip(*parts, strict=True):
+            lu = block.mT
+            torch.linalg.lu_factor_ex(lu, out=(lu, pivots, each))
         if info.any():
             raise singular(int(info.flatten(1).any(1).nonzero()[0]))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -208,6 +210,21 @@ def test_auto_chooses_sparse_factors_of_large_grids() -> None:
     values = torch.where(torch.from_numpy(pattern.rows == pattern.indices), 9.0, -1.0)[:, None]
     factors = SparseJacobian(pattern, values).factorize()
     assert repr(factors) == "<Factorization 8100 × 8100, superlu, batch 1, torch.float32>"
+
+
+def test_large_blocks_are_factored_by_several_threads() -> None:
+    """PyTorch's own batched factorisation hangs there: another process, which can be ended."""
+    code = """
+import torch
+from jacsparse import Pattern, SparseJacobian
+from jacsparse.patterns import Full
+torch.set_num_threads(2)
+values = torch.rand(200**2, 3, dtype=torch.float64)
+values[::201] += 100
+J, b = SparseJacobian(Pattern.of(Full(200, 200)), values), torch.ones(3, 200, dtype=torch.float64)
+assert torch.allclose(J.jvp(J.factorize("dense").solve(b)), b)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def zero_row(kind: str, method: str, batch: int) -> SparseJacobian:
