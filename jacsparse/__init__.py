@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from .recurrence import linear_recurrence
     from .scan import backward, vjp
     from .sparse import FrozenModel, SparseModel, densify, freeze, sparsify
-    from .spgemm import ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
+    from .spgemm import Factorization, ProductPlan, SparseJacobian, SumPlan, plan_product, plan_sum
     from .stages import Chain, Stage, chain
     from .training import leapfrog_backward
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Call",
     "Chain",
+    "Factorization",
     "FlopReport",
     "FrozenModel",
     "LayerFlop",
@@ -110,6 +111,7 @@ _HOMES = {
     "densify": "sparse",
     "freeze": "sparse",
     "sparsify": "sparse",
+    "Factorization": "spgemm",
     "ProductPlan": "spgemm",
     "SparseJacobian": "spgemm",
     "SumPlan": "spgemm",

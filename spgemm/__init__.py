@@ -1,7 +1,12 @@
 """Products of matrices with known patterns: planned once, after which only numbers move."""
 
+from .banded import Banded
 from .dense import Dense
+from .dense_factors import BlockDiagonal, Cholesky, DenseLU
 from .estimate import KEYS, counts, fresh_keys, spread
+from .factorization import Factorization
+from .factors import FACTORIZATIONS, FactorPlan
+from .lu import SparseLU
 from .merge import Merge
 from .methods import METHODS, Method, Product
 from .plan import ProductPlan, check_limit, plan_product, planned
@@ -17,10 +22,13 @@ from .symbolic import PACKED, meeting, multiply_adds, product_meeting, product_p
 from .vectors import matvec
 
 __all__ = [
+    "FACTORIZATIONS",
     "KEYS",
     "METHODS",
     "PACKED",
     "PLAN_CACHE",
+    "FactorPlan",
+    "Factorization",
     "Method",
     "Product",
     "ProductPlan",
@@ -47,3 +55,4 @@ __all__ = [
 
 # ``auto`` tries them in this order.
 METHODS.update({method.name: method for method in (Select, Scale, Dense, Slots, Rowwise, Merge)})
+FACTORIZATIONS.update({plan.name: plan for plan in (Banded, DenseLU, BlockDiagonal, SparseLU, Cholesky)})

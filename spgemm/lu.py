@@ -13,17 +13,14 @@ have. It is found from the pattern alone, so that all samples and later calls sh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import scipy.sparse
 import torch
 from scipy.sparse.linalg import SuperLU, splu
 
-from ..patterns import Pattern, gathered
-from ..runtime import a_type, frozen, uncompiled
-from .operands import by_sample, check_outside_transforms, same_device
+from ..patterns import Pattern
+from ..runtime import frozen
+from .factors import FactorPlan, Factors, singular
 from .plan_cache import PLAN_CACHE
 
 #: An element of the diagonal is a pivot where it is at least this share of the largest in its column.
@@ -97,8 +94,24 @@ def _scaled(pattern: Pattern, values: np.ndarray, scale: np.ndarray) -> np.ndarr
     return values * scale[pattern.rows] * scale[pattern.indices]
 
 
-class Factors:
-    """The LU factors of one sample's Jacobian; `diagonal` are the places of the diagonal in a symmetric pattern."""
+class _SparseFactors(Factors):
+    """The LU factors of each sample; `diagonal` are the places of the diagonal in a symmetric pattern."""
+
+    def __init__(self, pattern: Pattern, diagonal: np.ndarray | None, values: np.ndarray) -> None:
+        self._samples = [_Sample(pattern, diagonal, each, number) for number, each in enumerate(values)]
+
+    def solve(self, b: torch.Tensor, transposed: bool) -> torch.Tensor:
+        x = torch.empty_like(b)
+        for sample, each in enumerate(self._samples):
+            x[sample] = torch.from_numpy(each.solve(b[sample].numpy(), transposed))
+        return x
+
+    def logdet(self) -> torch.Tensor:
+        return torch.tensor([each.logdet() for each in self._samples])
+
+
+class _Sample:
+    """The LU factors of one sample."""
 
     def __init__(self, pattern: Pattern, diagonal: np.ndarray | None, values: np.ndarray, sample: int) -> None:
         self._scale = None if diagonal is None else _diagonal_scale(pattern, diagonal, values)
@@ -110,11 +123,7 @@ class Factors:
             ordering = PLAN_CACHE.get(key, lambda: Ordering(pattern, values, method, least_pivot))
             self._rows, self._factors = ordering.rows, ordering.factors(values)
         except RuntimeError as error:
-            problem = "singular" if np.isfinite(values).all() else "not finite"
-            raise ValueError(
-                f"sample {sample} of the Jacobian is {problem}, so that it has no LU factors ({error}); "
-                "J + a * SparseJacobian.identity(n) shifts a singular one"
-            ) from error
+            raise singular(sample, str(error)) from error
 
     def solve(self, b: np.ndarray, transposed: bool) -> np.ndarray:
         """``x`` with ``J x = b``, or ``Jᵀ x = b``, for each column of `b` ``(n, columns)``."""
@@ -130,62 +139,23 @@ class Factors:
         x[self._rows] = self._factors.solve(b)
         return x
 
-
-class _Solution(torch.autograd.Function):
-    """``x`` with ``J x = b``, or ``Jᵀ x = b``, for `b` of ``(n, samples, columns)``.
-
-    From ``J dx + dJ x = db`` follow, for a gradient g of x, that of b, which solves ``Jᵀ a = g``, and that of J, which
-    is ``-a xᵀ`` at its entries.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, pattern: Pattern, factors: Sequence[Factors], transposed: bool, values: torch.Tensor, b: torch.Tensor
-    ) -> torch.Tensor:
-        x = torch.empty_like(b)
-        for sample, each in enumerate(factors):
-            x[:, sample] = torch.from_numpy(each.solve(b[:, sample].detach().numpy(), transposed))
-        ctx.pattern, ctx.factors, ctx.transposed = pattern, factors, transposed
-        ctx.save_for_backward(values, x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        values, x = ctx.saved_tensors
-        adjoint = _Solution.apply(ctx.pattern, ctx.factors, not ctx.transposed, values, gradient)
-        if not ctx.needs_input_grad[3]:
-            return None, None, None, None, adjoint
-        left, right = (x, adjoint) if ctx.transposed else (adjoint, x)
-        slopes = gathered(left, ctx.pattern.rows) * gathered(right, ctx.pattern.indices)
-        return None, None, None, -slopes.sum(2), adjoint
+    def logdet(self) -> np.floating:
+        logs = np.log(np.abs(self._factors.U.diagonal())).sum()
+        return logs if self._scale is None else logs - 2 * np.log(self._scale).sum()  # type: ignore[no-any-return]
 
 
-@uncompiled
-def solve(pattern: Pattern, values: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """``x`` with ``J x = b`` in each sample; the arguments are those of `SparseJacobian.solve`."""
-    size, batch = pattern.shape[0], values.shape[1]
-    if pattern.shape[0] != pattern.shape[1]:
-        raise ValueError(
-            f"the Jacobian is {size} × {pattern.shape[1]}; only a square one can be solved. For least squares, pass "
-            "as_linear_operator() to scipy.sparse.linalg.lsqr"
-        )
-    if not isinstance(b, torch.Tensor):
-        raise TypeError(f"b is {a_type(b)}; expected a torch.Tensor")
-    check_outside_transforms("the Jacobian", values)
-    if values.device.type != "cpu":
-        raise ValueError(f'the Jacobian is on {values.device}; SuperLU runs on the CPU: move it with J.to("cpu")')
-    same_device("the Jacobian", values, "b", b)
-    if b.dtype != values.dtype:
-        raise TypeError(f"b is {b.dtype} and the Jacobian is {values.dtype}; convert one of them")
-    has_columns = b.ndim == 3 and b.shape[1] == size
-    sides = b if has_columns else by_sample("b", b, size, f", or (batch, {size}, columns)")[0][:, :, None]
-    if batch not in (1, len(sides)):
-        raise ValueError(f"b has a batch of {len(sides)}, the Jacobian one of {batch}")
-    rows_first = sides.movedim(1, 0)
-    # A matrix that all samples share is factored once, and their right-hand sides are columns of one system.
-    systems = rows_first.flatten(1)[:, None] if batch == 1 else rows_first
-    samples = np.ascontiguousarray(values.detach().numpy().T)
-    diagonal = _symmetric_diagonal(pattern)
-    factors = [Factors(pattern, diagonal, sample, number) for number, sample in enumerate(samples)]
-    x = _Solution.apply(pattern, factors, False, values, systems.contiguous())
-    return x.reshape(rows_first.shape).movedim(0, 1).reshape(b.shape)  # type: ignore[no-any-return]
+class SparseLU(FactorPlan):
+    """Sparse LU factors by SciPy's SuperLU, one sample after the other on one thread."""
+
+    name = "superlu"
+
+    def __init__(self, pattern: Pattern) -> None:
+        self.patterns, self._diagonal = (pattern,), _symmetric_diagonal(pattern)
+        self.nbytes = 0 if self._diagonal is None else self._diagonal.nbytes
+
+    def cost(self, samples: int, solutions: int) -> float:
+        # Measured on grids; factors of patterns that fill in take longer.
+        return 10 + samples * (30 + 3 * solutions + self.patterns[0].nnz * (0.19 + 0.0055 * solutions))
+
+    def factors(self, values: torch.Tensor) -> Factors:
+        return _SparseFactors(self.patterns[0], self._diagonal, np.ascontiguousarray(values.numpy().T))

@@ -13,18 +13,17 @@ import torch
 
 from ..patterns import Diagonal, Full, Identity, Pattern, gathered
 from ..runtime import a_type
-from .lu import solve
 from .operands import by_sample, check_outside_transforms, factor_of, same_batch
 from .plan import plan_product
 from .selection import diagonal, elements, places, submatrix
-from .sparse_matrix import SparseMatrix
+from .solvable import Solvable
 from .sums import plan_sum
 from .vectors import matvec
 
 
 # It prints itself in one line, as `SparseMatrix` does.
 @dataclass(frozen=True, eq=False, repr=False)
-class SparseJacobian(SparseMatrix):
+class SparseJacobian(Solvable):
     """The Jacobian of an operator at each sample of a batch: ``J[i, j] = ∂y_i/∂x_j``, flattened in C order.
 
     Attributes
@@ -308,50 +307,6 @@ class SparseJacobian(SparseMatrix):
             weights = self.values.new_ones(self.shape[1])
         # Row i of J D Jᵀ has the sum of J[i, k]² D[k] over k on the diagonal.
         return self._scaled(self.values.square()) @ _weights(weights, self).values
-
-    def solve(self, b: torch.Tensor) -> torch.Tensor:
-        """``x`` with ``J x = b`` in each sample, by sparse LU factors.
-
-        Parameters
-        ----------
-        b : Tensor, (batch, n), (batch, *shape), (batch, n, columns) or (n,)
-            The right-hand sides, one or several for each sample, with the dtype and device of the values; ``(n,)``, or
-            the shape of one sample, where the Jacobian has one.
-
-        Returns
-        -------
-        Tensor
-            The solutions, in the shape of `b`.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Where the Jacobian is not square or not on the CPU, `b` does not fit, or a sample is exactly singular or not
-            finite; the message names the sample. A matrix that is nearly singular raises nothing, and its solution is
-            as inaccurate as its condition number is large.
-
-        Notes
-        -----
-        Each sample costs a sparse LU factorisation with partial pivoting by SciPy's SuperLU, one after the other on one
-        thread; samples that share their values share one. The factors have more entries than the matrix, at worst n²;
-        an order of elimination limits them, and the cache of plans holds that order for later calls: the first call for
-        a pattern factors its first sample twice. The order is COLAMD's or, where the pattern is symmetric and no
-        element of the diagonal is small after scaling, that of minimum degree, with pivots on the diagonal unless
-        others are 10 times larger: implicit time steps and normal equations have far fewer entries so. Each right-hand
-        side costs two substitutions, a few operations for each entry of the factors.
-
-        Where the values or `b` require grad, the solution is part of autograd, to any order: the adjoint system is
-        solved with the same factors.
-
-        ``J.T.solve(b)`` solves with the transposed Jacobian.
-
-        Examples
-        --------
-        >>> J = SparseJacobian(Pattern((2, 2), [0, 1, 3], [0, 0, 1]), torch.tensor([[2.0], [1.0], [4.0]]))
-        >>> J.solve(torch.tensor([[2.0, 9.0], [4.0, 2.0]])).tolist()
-        [[1.0, 2.0], [2.0, 0.0]]
-        """
-        return solve(self.pattern, self.values, b)
 
     def jvp(self, v: torch.Tensor) -> torch.Tensor:
         """``J v`` of each sample, ``(batch, *out_shape)``, for `v` of ``(batch, *in_shape)`` or ``(batch, in_size)``.

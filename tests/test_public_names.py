@@ -39,9 +39,9 @@ INTERNAL = {
     "simulation": "AcrossRanks GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
-        KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit counts
-        fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern rows_alike spread sum_pattern
-        unchecked_jacobian""",
+        FACTORIZATIONS FactorPlan KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit
+        counts fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern rows_alike spread
+        sum_pattern unchecked_jacobian""",
     "training": "Leapfrogger check_threads in_eval_mode",
 }
 

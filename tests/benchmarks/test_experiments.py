@@ -52,6 +52,7 @@ from benchmarks.recurrent_convergence import RecurrentConvergence, Task
 from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
+from benchmarks.solving import Solving
 from benchmarks.sparse_convergence import SparseConvergence
 from benchmarks.sparse_jacobian import SparseJacobians
 from benchmarks.sparse_kernels import SparseKernels
@@ -108,6 +109,7 @@ SMALL: list[Experiment] = [
     SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
+    Solving(batches=((3, 5),), lines=((6, 20),), grids=(3,), fields=(4,)),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2, recurrent=((1, 3, 2), (2, 4, 3))),
     TriangularCosts(units=(2, 3), depths=(3, 5), samples=(1, 2, 3)),
     LeapfrogTimes(depths=(1, 5), widths=(2, 3), batch=2, most=2),
