@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from jacsparse.flop import estimate_count
-from jacsparse.schedule import blelloch
 from jacsparse.spgemm import multiply_adds
 
+from jacsparse.flop import estimate_count
+from jacsparse.schedule import blelloch
 from tests.helpers import random_pattern
 
 
