@@ -165,8 +165,9 @@ class Stage:
     @functools.cached_property
     def operator(self) -> Edge | None:
         """The edge of the stage's one operator besides those that only reshape; None where there are more."""
-        if self.couples or len({edge.source for edge in self.edges}) < len(self.edges):
+        if self.couples:
             return None
+        # Branches meet again, at several edges that all count as working.
         edges = working(self.edges) or self.edges[:1]
         return edges[0] if len(edges) == 1 else None
 

@@ -216,6 +216,22 @@ def test_takes_what_the_function_reads_now() -> None:
         assert_equal(compiled(x, step), dense(f, x, step))
 
 
+def test_fills_are_not_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def filled(x: torch.Tensor) -> torch.Tensor:
+        y = 2 * x
+        y[:, 0].fill_(2.5)
+        y[:, 2:4].zero_()
+        return y * x
+
+    def without_leaving(*args: Any, leaves: bool) -> calls_of_elements.CallsOfElements:
+        assert not leaves
+        return calls_of_elements.CallsOfElements(*args, leaves=leaves)
+
+    monkeypatch.setattr("jacsparse.jacobians.fused_values.CallsOfElements", without_leaving)
+    prepared, x = prepare_jacobian(filled, drawn(2, 5), batched=True), drawn(2, 5, seed=1)
+    assert_equal(prepared(x), dense(filled, x))
+
+
 def test_takes_any_memory() -> None:
     compiled = prepare_jacobian(lambda x: x.sin() * x.roll(1), drawn(6), batched=False, compile=True)
     x = drawn(12, seed=1)

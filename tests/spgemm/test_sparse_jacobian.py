@@ -116,6 +116,14 @@ def test_conversions_are_differentiable(kind: str, batch: int) -> None:
             assert torch.equal(gradient[:, sample], 3 * values[:, sample] ** 2)
 
 
+def test_indices_of_a_tensor_are_a_copy() -> None:
+    J = SparseJacobian(Pattern((2, 3), [0, 1, 3], [2, 0, 1]), torch.ones(3, 1))
+    matrix = J.to_torch()
+    for indices in (matrix.crow_indices(), matrix.col_indices()):
+        indices.zero_()
+    assert (J.pattern.indptr.tolist(), J.pattern.indices.tolist()) == ([0, 1, 3], [2, 0, 1])
+
+
 def test_from_scipy() -> None:
     rows, columns, values = [2, 0, 2, 1], [1, 0, 1, 3], [1.0, 2.0, 3.0, 0.0]
     for make in (scipy.sparse.coo_array, lambda *args, **shape: scipy.sparse.coo_matrix(*args, **shape).tocsc()):

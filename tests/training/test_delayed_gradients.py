@@ -456,11 +456,14 @@ class TestErrors:
         with pytest.raises(TypeError, match=r"optimizer returned a NoneType; expected a torch.optim.Optimizer"):
             DelayedGradients(model_of(), modules=2, optimizer=lambda _: None)
 
-    def test_hooks_of_parameters_and_optimisers_with_closures(self):
+    @pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+    def test_hooks_of_parameters(self, kind):
         model = model_of()
-        model[0].weight.register_hook(lambda g: g)
+        getattr(model[0].weight, kind)(lambda _: None)
         with pytest.raises(ValueError, match=r"parameter 0.weight of part 0 has hooks, .*register_step_pre_hook"):
             DelayedGradients(model, modules=2, optimizer=SGD)
+
+    def test_optimisers_with_closures(self):
         with pytest.raises(ValueError, match="the optimiser is LBFGS"):
             DelayedGradients(model_of(), modules=2, optimizer=torch.optim.LBFGS)
 
