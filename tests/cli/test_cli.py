@@ -355,7 +355,7 @@ def test_doctor_tries_cupy_where_there_is_a_device(jac, monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "cupy", None)
     cupy_for.cache_clear()
     status, out, _ = jac("doctor")
-    assert status == 0 and "a made-up one" in out and "pip install cupy-cuda13x" in out
+    assert status == 0 and "a made-up one" in out and "pip install 'jacsparse[gpu-cuda13]'" in out
 
 
 def test_checkpoints_are_taken(jac, tmp_path: Path) -> None:
