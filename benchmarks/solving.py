@@ -73,7 +73,7 @@ def _batch(n: int, samples: int, context: Context) -> list[Row]:
 
 
 def _lines(n: int, samples: int, context: Context) -> list[Row]:
-    rows = Group(f"tridiagonal, {n} × {n}, {samples:,} samples")
+    rows = Group(f"tridiagonal, {n} × {n}, " + (f"{samples:,} samples" if samples > 1 else "one sample"))
     J = _random(jacsparse.Pattern.from_scipy(_line(n)), samples, 3.0)
     matrices, b = [J.to_scipy(sample).tocsc() for sample in range(samples)], torch.ones(samples, n, dtype=torch.float64)
 
