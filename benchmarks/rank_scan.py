@@ -46,7 +46,7 @@ class _Messages(NamedTuple):
     interconnect: Interconnect
 
 
-class _Steps(NamedTuple):
+class _RankSteps(NamedTuple):
     """Seconds of training steps on two ranks, and the stages' costs in one process."""
 
     measured: list[float]
@@ -174,7 +174,7 @@ class ScansAcrossRanks(Experiment):
                 rows.timed(label, timing, note=note, comparisons=compared, data=data)
         return rows.rows()
 
-    def _steps(self, context: Context, label: str, task: Callable[..., _Steps | None]) -> Row:
+    def _steps(self, context: Context, label: str, task: Callable[..., _RankSteps | None]) -> Row:
         """Training steps on two ranks beside the simulated time."""
         (steps, _) = on_ranks(partial(task, experiment=self, rounds=context.rounds), 2, context.say)
         assert steps is not None
@@ -326,7 +326,7 @@ def _scans(say: Say, *, sizes: Sequence[int], rounds: int) -> _Messages:
     return _Messages(seconds, sent, wire.interconnect)
 
 
-def _chain_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Steps | None:
+def _chain_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _RankSteps | None:
     layers, module = experiment.layers, equal_layers(experiment.layers, experiment.width)
     x = torch.randn(experiment.batch, experiment.width)
     part = (module[:layers], module[layers:])[dist.get_rank()]
@@ -338,7 +338,7 @@ def _chain_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
     return _measured_steps(say, module, x, step, rounds, experiment.steps)
 
 
-def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Steps | None:
+def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _RankSteps | None:
     torch.manual_seed(0)
     time, size = experiment.time, (8, experiment.hidden)
     x = torch.randn(time, experiment.samples, size[0])
@@ -355,7 +355,7 @@ def _layer_steps(say: Say, *, experiment: ScansAcrossRanks, rounds: int) -> _Ste
 
 def _measured_steps(
     say: Say, module: nn.Module, x: torch.Tensor, step: Callable[[], None], rounds: int, steps: int
-) -> _Steps | None:
+) -> _RankSteps | None:
     """Steps on all ranks and, in turn with them, the stages' passes on the first rank alone."""
     ranks, loads, measured = ranks_of(None), list[Workload](), list[float]()
     wire = _Wire(ranks)
@@ -367,7 +367,7 @@ def _measured_steps(
         if not ranks.rank:
             loads.append(measured_workload(module, x, 0.05))
         wire.measure()
-    return _Steps(measured, _fastest(loads), wire.interconnect) if loads else None
+    return _RankSteps(measured, _fastest(loads), wire.interconnect) if loads else None
 
 
 def _fastest(loads: Sequence[Workload]) -> Workload:

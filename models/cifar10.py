@@ -15,7 +15,7 @@ _PIXELS = 3 * 32 * 32
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _RecordLayout:
     """The files of one data set, and the folder that its archive unpacks to."""
 
     archive: str
@@ -40,7 +40,7 @@ class _Layout:
 
 _BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _LAYOUTS = {
-    "cifar10": _Layout(
+    "cifar10": _RecordLayout(
         archive="cifar-10-binary.tar.gz",
         folder="cifar-10-batches-bin",
         train=_BATCHES,
@@ -48,7 +48,7 @@ _LAYOUTS = {
         records=dict.fromkeys((*_BATCHES, "test_batch.bin"), 10_000),
         labels=(("label", 10),),
     ),
-    "cifar100": _Layout(
+    "cifar100": _RecordLayout(
         archive="cifar-100-binary.tar.gz",
         folder="cifar-100-binary",
         train=("train.bin",),
@@ -81,7 +81,7 @@ def load_cifar(name: str, folder: Path) -> Dataset:
     )
 
 
-def _folder_of_files(name: str, layout: _Layout, folder: Path) -> Path:
+def _folder_of_files(name: str, layout: _RecordLayout, folder: Path) -> Path:
     """The folder itself, or the one in it that the archive unpacks to."""
     remedy = (
         f"download the binary version, {layout.archive}, from {_PAGE}, unpack it with tar -xzf {layout.archive} and "
@@ -97,7 +97,7 @@ def _folder_of_files(name: str, layout: _Layout, folder: Path) -> Path:
     raise FileNotFoundError(f"{folder} {what} {', '.join(layout.files)}; {remedy}")
 
 
-def _check_size(path: Path, layout: _Layout) -> None:
+def _check_size(path: Path, layout: _RecordLayout) -> None:
     size, expected = path.stat().st_size, layout.records[path.name] * layout.record_size
     if size != expected:
         raise ValueError(
@@ -106,14 +106,14 @@ def _check_size(path: Path, layout: _Layout) -> None:
         )
 
 
-def _read(folder: Path, files: tuple[str, ...], layout: _Layout) -> tuple[np.ndarray, np.ndarray]:
+def _read(folder: Path, files: tuple[str, ...], layout: _RecordLayout) -> tuple[np.ndarray, np.ndarray]:
     """Images, uint8, ``(n, 3, 32, 32)``, and their classes, int64."""
     records = np.concatenate([_records(folder / file, layout) for file in files])
     labels = len(layout.labels)
     return records[:, labels:].reshape(-1, 3, 32, 32), records[:, labels - 1].astype(np.int64)
 
 
-def _records(path: Path, layout: _Layout) -> np.ndarray:
+def _records(path: Path, layout: _RecordLayout) -> np.ndarray:
     """The records of a file, whose labels are checked: uint8, ``(n, record_size)``."""
     records = np.fromfile(path, dtype=np.uint8).reshape(-1, layout.record_size)
     for column, (what, classes) in enumerate(layout.labels):

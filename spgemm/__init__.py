@@ -1,7 +1,7 @@
 """Products of matrices with known patterns: planned once, after which only numbers move."""
 
 from .banded import Banded
-from .dense import Dense
+from .dense import DenseProduct
 from .dense_factors import BlockDiagonal, Cholesky, DenseLU
 from .estimate import KEYS, counts, fresh_keys, spread
 from .factorization import Factorization
@@ -54,5 +54,5 @@ __all__ = [
 ]
 
 # ``auto`` tries them in this order.
-METHODS.update({method.name: method for method in (Select, Scale, Dense, Slots, Rowwise, Merge)})
+METHODS.update({method.name: method for method in (Select, Scale, DenseProduct, Slots, Rowwise, Merge)})
 FACTORIZATIONS.update({plan.name: plan for plan in (Banded, DenseLU, BlockDiagonal, SparseLU, Cholesky)})

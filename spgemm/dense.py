@@ -119,7 +119,7 @@ def _full_sparse(first, last, inner, columns, indptr, place, a, a_batch, b, b_ba
             lane += width
 
 
-class Dense(Method):
+class DenseProduct(Method):
     """At least one factor is full."""
 
     name = "dense"

@@ -121,7 +121,7 @@ def _left_gradient(
     return out
 
 
-class _Derivative(torch.autograd.Function):
+class _ProductDerivative(torch.autograd.Function):
     """The derivative of a form with respect to one argument, as a function of the other two, which `names` lists."""
 
     @staticmethod
@@ -145,7 +145,7 @@ class _Derivative(torch.autograd.Function):
 
 def _differentiable(form: Form, wanted: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
     names = [name for name in form.names if name != wanted]
-    derivative: torch.Tensor = _Derivative.apply(form, wanted, names, *(values[name] for name in names))
+    derivative: torch.Tensor = _ProductDerivative.apply(form, wanted, names, *(values[name] for name in names))
     return derivative
 
 

@@ -7,7 +7,7 @@ multiply-add: every batch, and every method, rounds alike.
 
 from __future__ import annotations
 
-from ..codegen import WIDE, Value, Variable, emitted
+from ..codegen import WIDE, Register, Variable, emitted
 from ..runtime import inlined
 
 #: How many samples blocks have.
@@ -36,10 +36,10 @@ def write_row_times_vectors(e, y, row, values, indices, begin, end, x, batch, va
     one order.
     """
 
-    def write(lane: Value, lanes: int, shared: tuple[bool, bool]) -> None:
+    def write(lane: Register, lanes: int, shared: tuple[bool, bool]) -> None:
         sums = [Variable(e.value(0.0, y.element).spread(lanes)) for _ in range(4)]
 
-        def add(total: Variable, entry: Value) -> None:
+        def add(total: Variable, entry: Register) -> None:
             pairs = zip((values, x), (entry, indices.index(entry)), shared, strict=True)
             left, right = (
                 memory[at].spread(lanes) if alone else memory[at * batch + lane, lanes] for memory, at, alone in pairs

@@ -209,7 +209,7 @@ class RowGroups:
         ]
         factors = zip(self._columns[:-1], self._factors, self._products, elements, strict=True)
         lines = [
-            _Lines(before, after, *each)
+            _RowLines(before, after, *each)
             for (before, after), each in zip(itertools.pairwise(levels), factors, strict=True)
         ]
         return GroupedProduct(rows, self, levels, lines, batch)
@@ -243,7 +243,7 @@ class _Level:
         return self.widths[slice(*np.searchsorted(self.of_columns, (group, group + 1)))]
 
 
-class _Lines:
+class _RowLines:
     """The products of groups' matrices with a factor, by columns: sums of the matrices' columns with weights."""
 
     def __init__(
@@ -294,7 +294,7 @@ class GroupedProduct:
         rows: np.ndarray,
         groups: RowGroups,
         levels: Sequence[_Level],
-        lines: Sequence[_Lines],
+        lines: Sequence[_RowLines],
         batch: int,
     ) -> None:
         last, sizes, pattern, room = levels[-1].firsts, levels[-1].sizes, groups.pattern, groups.room

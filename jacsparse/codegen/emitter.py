@@ -20,7 +20,7 @@ from numba.core.types.containers import BaseTuple
 from numba.extending import intrinsic
 
 from ..runtime import compiled_module
-from .operand import RELATIONS, Operand
+from .operand import RELATIONS, ArithmeticOperand
 
 #: The dtypes that are computed in, and their types in memory and in registers.
 FLOATS = {torch.float32: ir.FloatType(), torch.float64: ir.DoubleType()}
@@ -37,7 +37,7 @@ _OF_INTEGERS = {"div": "udiv", "and": "and_", "or": "or_", "not": "not_"}
 _INTRINSICS = ("copysign", "cos", "exp", "fabs", "fmuladd", "log", "pow", "sin", "sqrt")
 
 
-class Value(Operand):
+class Register(ArithmeticOperand):
     """A number in registers, or a vector of them."""
 
     def __init__(self, emitter: Emitter, register: Any) -> None:
@@ -56,25 +56,27 @@ class Value(Operand):
     def lanes(self) -> int:
         return self.type.count if isinstance(self.type, ir.VectorType) else 1
 
-    def spread(self, lanes: int) -> Value:
+    def spread(self, lanes: int) -> Register:
         """A vector with this number in each lane."""
         if lanes == 1:
             return self
         builder, undefined = self.emitter.builder, ir.Constant(vector(self.type, lanes), ir.Undefined)
-        first = Value(self.emitter, builder.insert_element(undefined, self.register, INT32(0)))
+        first = Register(self.emitter, builder.insert_element(undefined, self.register, INT32(0)))
         return first.shuffled([0] * lanes)
 
-    def shuffled(self, places: Sequence[int]) -> Value:
+    def shuffled(self, places: Sequence[int]) -> Register:
         """The lanes at some places; of several, a vector."""
         if self.lanes == 1:
             return self
         builder = self.emitter.builder
         if len(places) == 1:
-            return Value(self.emitter, builder.extract_element(self.register, INT32(places[0])))
+            return Register(self.emitter, builder.extract_element(self.register, INT32(places[0])))
         order = ir.Constant(vector(INT32, len(places)), list(places))
-        return Value(self.emitter, builder.shuffle_vector(self.register, ir.Constant(self.type, ir.Undefined), order))
+        return Register(
+            self.emitter, builder.shuffle_vector(self.register, ir.Constant(self.type, ir.Undefined), order)
+        )
 
-    def sum(self) -> Value:
+    def sum(self) -> Register:
         """The sum of all lanes, half by half."""
         total = self
         while total.lanes > 1:
@@ -82,11 +84,11 @@ class Value(Operand):
             total = total.shuffled(range(half)) + total.shuffled(range(half, 2 * half))
         return total
 
-    def any(self) -> Value:
+    def any(self) -> Register:
         """Whether a truth value of any lane is so."""
         return self.bits_as(ir.IntType(self.lanes)).differs(0) if self.lanes > 1 else self  # type: ignore[no-any-return]
 
-    def to(self, element: Any, *, signed: bool = False) -> Value:
+    def to(self, element: Any, *, signed: bool = False) -> Register:
         """Converted to another type of lanes."""
         kind, builder, before = vector(element, self.lanes), self.emitter.builder, self.element
         if element == before:
@@ -100,42 +102,42 @@ class Value(Operand):
             convert = builder.uitofp
         else:
             convert = builder.fpext if element == DOUBLE else builder.fptrunc
-        return Value(self.emitter, convert(self.register, kind))
+        return Register(self.emitter, convert(self.register, kind))
 
-    def bits_as(self, kind: Any) -> Value:
+    def bits_as(self, kind: Any) -> Register:
         """The same bits as another type."""
-        return Value(self.emitter, self.emitter.builder.bitcast(self.register, kind))
+        return Register(self.emitter, self.emitter.builder.bitcast(self.register, kind))
 
 
 class Variable:
     """A value that changes: LLVM keeps it in registers."""
 
-    def __init__(self, value: Value) -> None:
+    def __init__(self, value: Register) -> None:
         self._emitter = value.emitter
         self._place = cgutils.alloca_once(self._emitter.builder, value.type)
         self.value = value
 
     @property
-    def value(self) -> Value:
-        return Value(self._emitter, self._emitter.builder.load(self._place))
+    def value(self) -> Register:
+        return Register(self._emitter, self._emitter.builder.load(self._place))
 
     @value.setter
-    def value(self, value: Value) -> None:
+    def value(self, value: Register) -> None:
         self._emitter.builder.store(value.register, self._place)
 
 
-class Memory:
+class Array:
     """Elements of one type one after the other: ``memory[place]`` is one, and ``memory[place, lanes]`` a vector."""
 
     def __init__(
-        self, emitter: Emitter, begin: Any, count: Value | None = None, stride: Any = None, *, signed: bool = True
+        self, emitter: Emitter, begin: Any, count: Register | None = None, stride: Any = None, *, signed: bool = True
     ) -> None:
         self.emitter, self._begin, self._stride, self._signed = emitter, begin, stride, signed
         self.element, self.count = begin.type.pointee, count
 
-    def pointer(self, place: Any) -> Value:
+    def pointer(self, place: Any) -> Register:
         """The pointer to a place."""
-        return Value(self.emitter, self._pointer(place, 1))
+        return Register(self.emitter, self._pointer(place, 1))
 
     def _pointer(self, place: Any, lanes: int) -> Any:
         builder, begin = self.emitter.builder, self._begin
@@ -146,15 +148,15 @@ class Memory:
             begin = builder.gep(begin, [place], inbounds=True)
         return builder.bitcast(begin, vector(self.element, lanes).as_pointer())
 
-    def __getitem__(self, where: Any) -> Value:
+    def __getitem__(self, where: Any) -> Register:
         place, lanes = where if isinstance(where, tuple) else (where, 1)
         return self.emitter.loaded(self._pointer(place, lanes))
 
-    def __setitem__(self, where: Any, value: Value) -> None:
+    def __setitem__(self, where: Any, value: Register) -> None:
         place = where[0] if isinstance(where, tuple) else where
         self.emitter.store(value, self._pointer(place, value.lanes))
 
-    def index(self, place: Any) -> Value:
+    def index(self, place: Any) -> Register:
         """An integer as one of 64 bits."""
         return self[place].to(INT64, signed=self._signed)
 
@@ -175,7 +177,7 @@ class Emitter:
 
     def constant(self, x: Any, type: Any) -> Any:
         """What holds an operand: a Python number becomes one of a type, in each lane."""
-        if isinstance(x, Value):
+        if isinstance(x, Register):
             return x.register
         element = _element(type)
         if isinstance(element, ir.IntType):
@@ -184,95 +186,95 @@ class Emitter:
             x = torch.tensor(x, dtype=torch.float32, device="cpu").item() if element == SINGLE else float(x)
         return ir.Constant(type, [x] * type.count if isinstance(type, ir.VectorType) else x)
 
-    def value(self, x: Any, type: Any = None) -> Value:
+    def value(self, x: Any, type: Any = None) -> Register:
         """An operand in registers."""
-        return x if isinstance(x, Value) else Value(self, self.constant(x, self.type if type is None else type))
+        return x if isinstance(x, Register) else Register(self, self.constant(x, self.type if type is None else type))
 
-    def apply(self, name: str, *operands: Any) -> Value:
+    def apply(self, name: str, *operands: Any) -> Register:
         """The result of an instruction, or of a function of LLVM's or the C library's."""
-        type = next((each.type for each in operands if isinstance(each, Value)), self.type)
+        type = next((each.type for each in operands if isinstance(each, Register)), self.type)
         registers = [self.constant(each, type) for each in operands]
         is_float = not isinstance(_element(type), ir.IntType)
         if name in RELATIONS:
             # No NaN is anything but different.
             compare = self.builder.fcmp_unordered if name == "!=" else self.builder.fcmp_ordered
-            return Value(self, (compare if is_float else self.builder.icmp_signed)(name, *registers))
+            return Register(self, (compare if is_float else self.builder.icmp_signed)(name, *registers))
         instruction = (_OF_FLOATS if is_float else _OF_INTEGERS).get(name, None if is_float else name)
         if instruction is not None:
-            return Value(self, getattr(self.builder, instruction)(*registers))
+            return Register(self, getattr(self.builder, instruction)(*registers))
         if name in _INTRINSICS:
             name = f"llvm.{name}.{_suffix(type)}"
         elif type == SINGLE:
             name += "f"
         return self._called(name, type, registers)
 
-    def _called(self, name: str, type: Any, registers: Sequence[Any]) -> Value:
+    def _called(self, name: str, type: Any, registers: Sequence[Any]) -> Register:
         kind = ir.FunctionType(type, [each.type for each in registers])
         function = cgutils.get_or_insert_function(self.builder.module, kind, name)
-        return Value(self, self.builder.call(function, registers))
+        return Register(self, self.builder.call(function, registers))
 
-    def select(self, condition: Value, x: Any, y: Any) -> Value:
-        type = next((each.type for each in (x, y) if isinstance(each, Value)), self.type)
-        return Value(self, self.builder.select(condition.register, self.constant(x, type), self.constant(y, type)))
+    def select(self, condition: Register, x: Any, y: Any) -> Register:
+        type = next((each.type for each in (x, y) if isinstance(each, Register)), self.type)
+        return Register(self, self.builder.select(condition.register, self.constant(x, type), self.constant(y, type)))
 
-    def multiply_add(self, a: Any, b: Any, total: Value) -> Value:
+    def multiply_add(self, a: Any, b: Any, total: Register) -> Register:
         """``a * b + total``, rounded once where the processor does so."""
         return self.apply("fmuladd", a, b, total)
 
-    def doubt(self, total: Value, value: Value) -> Value:
+    def doubt(self, total: Register, value: Register) -> Register:
         """``total + 0 * value``, a term of a sum in any order, which is no number where a value is not finite."""
         product = self.builder.fmul(value.register, self.constant(0.0, value.type), flags=_ANY_ORDER)
-        return Value(self, self.builder.fadd(total.register, product, flags=_ANY_ORDER))
+        return Register(self, self.builder.fadd(total.register, product, flags=_ANY_ORDER))
 
-    def loaded(self, pointer: Any) -> Value:
+    def loaded(self, pointer: Any) -> Register:
         loaded = self.builder.load(pointer)
         loaded.align = _alignment(loaded.type)
-        return Value(self, loaded)
+        return Register(self, loaded)
 
-    def store(self, value: Value, pointer: Any) -> None:
+    def store(self, value: Register, pointer: Any) -> None:
         self.builder.store(value.register, pointer).align = _alignment(value.type)
 
-    def lanes_of(self, numbers: Sequence[Any], element: Any) -> Value:
+    def lanes_of(self, numbers: Sequence[Any], element: Any) -> Register:
         """A vector of known numbers."""
         known = list(numbers) if len(numbers) > 1 else numbers[0]
-        return Value(self, ir.Constant(vector(element, len(numbers)), known))
+        return Register(self, ir.Constant(vector(element, len(numbers)), known))
 
-    def masked(self, pointer: Any, mask: Sequence[bool]) -> Value:
+    def masked(self, pointer: Any, mask: Sequence[bool]) -> Register:
         """The lanes in memory where a mask is true, and zeros; no others are read."""
         kind = pointer.type.pointee
         zeros, alignment = self.constant(0.0, kind), INT32(_alignment(kind))
         arguments = pointer, alignment, self.lanes_of(mask, TRUTH).register, zeros
         return self._called(f"llvm.masked.load.{_suffix(kind)}.p0", kind, arguments)
 
-    def allocated(self, nbytes: int, alignment: int) -> Value:
+    def allocated(self, nbytes: int, alignment: int) -> Register:
         """The address of memory on the stack of the thread."""
         memory = self.builder.alloca(BYTE, INT64(nbytes))
         memory.align = alignment
-        return Value(self, memory)
+        return Register(self, memory)
 
-    def call(self, function: Any, *arguments: Value) -> None:
+    def call(self, function: Any, *arguments: Register) -> None:
         """Call a function of the same module, which takes addresses as pointers of any kind."""
         pairs = zip(arguments, function.args, strict=True)
         self.builder.call(function, [self.builder.bitcast(each.register, argument.type) for each, argument in pairs])
 
     @contextmanager
-    def when(self, condition: Value, *, likely: bool | None = None) -> Iterator[None]:
+    def when(self, condition: Register, *, likely: bool | None = None) -> Iterator[None]:
         """The code's place where a condition is true."""
         with self.builder.if_then(condition.register, likely=likely):
             yield
 
-    def at(self, address: Value, type: Any) -> Any:
+    def at(self, address: Register, type: Any) -> Any:
         """The pointer to a type at an address."""
         return self.builder.inttoptr(address.register, type.as_pointer())
 
     @contextmanager
-    def each(self, first: Any, last: Any, step: int = 1) -> Iterator[Value]:
+    def each(self, first: Any, last: Any, step: int = 1) -> Iterator[Register]:
         """The code's place for each number from `first` to before `last`."""
         first, last = (self.constant(each, INT64) for each in (first, last))
         with cgutils.for_range_slice(self.builder, first, last, INT64(step)) as (index, _):
-            yield Value(self, index)
+            yield Register(self, index)
 
-    def blocks(self, count: Any, widths: Sequence[int]) -> Iterator[tuple[Value, int]]:
+    def blocks(self, count: Any, widths: Sequence[int]) -> Iterator[tuple[Register, int]]:
         """The code's places for blocks of a row: where each begins, and its width.
 
         Widths are powers of two, the widest first, and `count` is a multiple of the last one.
@@ -288,7 +290,7 @@ class Emitter:
                     yield place, width
             begin = end
 
-    def either(self, condition: Value | bool) -> Iterator[bool]:
+    def either(self, condition: Register | bool) -> Iterator[bool]:
         """The code's places where a condition is true, and where not; one where that is known."""
         if isinstance(condition, bool):
             yield condition
@@ -299,7 +301,7 @@ class Emitter:
             with otherwise:
                 yield False
 
-    def cases(self, number: Value, values: Iterable[int]) -> Iterator[int]:
+    def cases(self, number: Register, values: Iterable[int]) -> Iterator[int]:
         """The code's places for each value that a number may have, and no other."""
         builder = self.builder
         end, never = (builder.append_basic_block(name) for name in ("end", "never"))
@@ -341,7 +343,7 @@ def _alignment(type: Any) -> int:
 def emitted(returns: Any = types.void) -> Callable[[Callable[..., Any]], Any]:
     """Decorator: a function for kernels, whose instructions the decorated function writes wherever it is called.
 
-    That is given an emitter, and the arguments: vectors as `Memory`, numbers as `Value`, and tuples of these.
+    That is given an emitter, and the arguments: vectors as `Array`, numbers as `Register`, and tuples of these.
 
     Parameters
     ----------
@@ -384,12 +386,12 @@ def _argument(emitter: Emitter, context: Any, kind: Any, argument: Any) -> Any:
         values = cgutils.unpack_tuple(emitter.builder, argument)
         return tuple(_argument(emitter, context, *each) for each in zip(kind.types, values, strict=True))
     if not isinstance(kind, types.Array):
-        return Value(emitter, argument)
+        return Register(emitter, argument)
     array = context.make_array(kind)(context, emitter.builder, argument)
     # Equal elements may be one with a stride of 0.
     stride = None if kind.layout == "C" else emitter.builder.extract_value(array.strides, 0)
     signed = getattr(kind.dtype, "signed", False)
-    return Memory(emitter, array.data, Value(emitter, array.nitems), stride, signed=signed)
+    return Array(emitter, array.data, Register(emitter, array.nitems), stride, signed=signed)
 
 
 @intrinsic
@@ -421,7 +423,7 @@ class MachineModule:
     @contextmanager
     def function(
         self, name: str, kinds: Sequence[Any], *, internal: bool = False
-    ) -> Iterator[tuple[Any, Emitter, list[Value]]]:
+    ) -> Iterator[tuple[Any, Emitter, list[Register]]]:
         """The code's place of a function: the function, what writes it, and its arguments.
 
         The memories that an internal one takes lie apart.
@@ -434,7 +436,7 @@ class MachineModule:
                 if isinstance(argument.type, ir.PointerType):
                     argument.add_attribute("noalias")
         emitter = Emitter(ir.IRBuilder(function.append_basic_block()))
-        yield function, emitter, [Value(emitter, argument) for argument in function.args]
+        yield function, emitter, [Register(emitter, argument) for argument in function.args]
         emitter.builder.ret_void()
 
     def compiled(self, functions: Sequence[Any], *, vectorize: bool) -> tuple[object, list[int]]:

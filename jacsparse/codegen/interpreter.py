@@ -15,7 +15,7 @@ import torch
 from ..runtime import SIMD, row_starts, run_rows, within_rows
 from . import kernels
 from .loops import OUT, FusedLoop, Place
-from .operand import Operand, is_number
+from .operand import ArithmeticOperand, is_number
 from .tiles import Scratch
 
 #: Instructions that compute connectives of truth values.
@@ -128,7 +128,7 @@ def _blocks(length: np.ndarray, tiles: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True, eq=False)
-class _Instruction(Operand):
+class _Instruction(ArithmeticOperand):
     """What it does, the instructions whose results it reads, and numbers, as where it finds a memory."""
 
     emitter: _Code

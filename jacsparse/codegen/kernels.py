@@ -14,7 +14,7 @@ from numba.core import types
 from numba.extending import intrinsic
 
 from ..runtime import inlined, inlined_with_arrays, kernel
-from .emitter import BYTE, INT64, TRUTH, Emitter, Memory, Value, Variable, emitted
+from .emitter import BYTE, INT64, TRUTH, Array, Emitter, Register, Variable, emitted
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
@@ -38,7 +38,7 @@ def _pointer(typing_context: Any, address: Any, like: Any) -> Any:
 
 
 @emitted()
-def _compute(e: Emitter, op: Value, out: Memory, x: Memory, y: Memory, z: Memory) -> None:
+def _compute(e: Emitter, op: Register, out: Array, x: Array, y: Array, z: Array) -> None:
     """What an instruction on registers does to the points of a block."""
     for opcode in e.cases(op, OPCODES.values()):
         name = INSTRUCTIONS[opcode - FILL - 1]
@@ -59,9 +59,9 @@ def _at(address, like, count):
 
 
 def _points(
-    e: Emitter, n: Value, pieces: Value, counts: Memory, at_counts: Value, starts: Memory, at_starts: Value,
-    single: Value, stride: Value, distance: Value,
-) -> Iterator[tuple[Value, Value, int]]:  # fmt: skip
+    e: Emitter, n: Register, pieces: Register, counts: Array, at_counts: Register, starts: Array, at_starts: Register,
+    single: Register, stride: Register, distance: Register,
+) -> Iterator[tuple[Register, Register, int]]:  # fmt: skip
     """The code's places for the points of a block's pieces: their numbers, their places in a memory, and how many."""
     for is_single in e.either(single.differs(0)):
         if is_single:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..runtime import SIMD, run_rows
-from .emitter import BYTE, FLOATS, INT64, TABLE, TRUTH, Emitter, MachineModule, Memory, Value, Variable
+from .emitter import BYTE, FLOATS, INT64, TABLE, TRUTH, Array, Emitter, MachineModule, Register, Variable
 from .loops import OUT, FusedLoop, Place
 from .tiles import Scratch
 
@@ -80,9 +80,9 @@ class MachineCode:
     def _part(self, module: MachineModule, name: str, calls: Sequence[tuple[FusedLoop, Any, list[Any]]]) -> Any:
         """A function that runs some rows of one loop, or some tiles of all loops that have tiles."""
         with module.function(name, [INT64, INT64, TABLE]) as (function, e, (first, last, table)):
-            known, addresses = dict[Any, Value](), Memory(e, table.register)
+            known, addresses = dict[Any, Register](), Array(e, table.register)
 
-            def address(memory: Any) -> Value:
+            def address(memory: Any) -> Register:
                 if _is_of_tile(memory):
                     memory = replace(memory, writes=False)
                 if memory not in known:
@@ -99,7 +99,7 @@ class MachineCode:
             if tiles is None:
                 e.call(calls[0][1], first, last, *pointers[0])
             else:
-                bounds = Memory(e, address(BOUNDS).bits_as(INT64.as_pointer()).register)
+                bounds = Array(e, address(BOUNDS).bits_as(INT64.as_pointer()).register)
                 with e.each(first, last) as tile:
                     for number, (_, body, _) in enumerate(calls):
                         at = tile + number * len(tiles)
@@ -113,16 +113,16 @@ class MachineCode:
         kinds = [types.get(memory, INT64).as_pointer() for memory in memories]
         arguments = [INT64, INT64, *kinds, INT64.as_pointer()]
         with module.function(name, arguments, internal=True) as (function, e, (first, last, *pointers, answer)):
-            named = {memory: Memory(e, each.register) for memory, each in zip(memories, pointers, strict=True)}
+            named = {memory: Array(e, each.register) for memory, each in zip(memories, pointers, strict=True)}
             table = named[memories[-1]]
             doubt = Variable(e.value(0.0, FLOATS[self._dtype]))
             single, strides, width = loop.strides is None, loop.strides or [], loop.runs.shape[1]
 
-            def point(number: Value, starts: Sequence[Any], step: Value | None = None) -> None:
+            def point(number: Register, starts: Sequence[Any], step: Register | None = None) -> None:
                 """Compute a point: of its own places, or so many steps from those of a run."""
                 places = dict[int, Any]()
 
-                def at(place: Place) -> tuple[Memory, Any]:
+                def at(place: Place) -> tuple[Array, Any]:
                     n = place.sequence
                     if n not in places:
                         if step is None:
@@ -146,7 +146,7 @@ class MachineCode:
                     values.append(value)
                 for n, place in loop.stores:
                     value = _converted(e, values[n], place.dtype)
-                    if place.memory == OUT and isinstance(value, Value):
+                    if place.memory == OUT and isinstance(value, Register):
                         doubt.value = e.doubt(doubt.value, value)
                     memory, where = at(place)
                     memory[where] = e.value(value, _in_memory(place.dtype)).to(memory.element)
@@ -164,13 +164,13 @@ class MachineCode:
                         point(number, starts, step)
             if any(place.memory == OUT for _, place in loop.stores):
                 with e.when(doubt.value.differs(doubt.value), likely=False):
-                    Memory(e, answer.register)[0] = e.value(1, INT64)
+                    Array(e, answer.register)[0] = e.value(1, INT64)
         return function
 
 
 def _converted(e: Emitter, value: Any, dtype: torch.dtype) -> Any:
     """A value in registers in another dtype; a number as it is."""
-    if isinstance(value, Value):
+    if isinstance(value, Register):
         return value.to(TRUTH if dtype == torch.bool else FLOATS[dtype])
     return e.value(value, TRUTH) if dtype == torch.bool else value
 

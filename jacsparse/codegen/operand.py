@@ -16,7 +16,7 @@ def _reflected(name: str) -> Callable[..., Any]:
     return lambda self, other: self.emitter.apply(name, other, self)
 
 
-class Operand:
+class ArithmeticOperand:
     """What instructions compute with: a Python operator on it is an instruction of its emitter.
 
     The other operand may be a Python number. Equality remains that of objects; see `equals`.

@@ -25,7 +25,7 @@ COSTS = dict.fromkeys(("div", "sqrt", "rsqrt", "reciprocal"), 5) | dict.fromkeys
     ("cos", "exp", "log", "pow", "sigmoid", "silu_backward", "sin", "tan", "tanh"), 40
 )
 
-#: An `Operand` of an emitter.
+#: An `ArithmeticOperand` of an emitter.
 Value = Any
 
 

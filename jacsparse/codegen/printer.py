@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .operand import RELATIONS, Operand, is_number
+from .operand import RELATIONS, ArithmeticOperand, is_number
 from .operations import ElementOperation
 
 _PREFIXES = {"neg": "-", "not": "!"}
@@ -15,7 +15,7 @@ _INFIXES |= {relation: relation for relation in RELATIONS}
 
 
 @dataclass(frozen=True, eq=False)
-class _Text(Operand):
+class _Text(ArithmeticOperand):
     """A C++ expression."""
 
     emitter: Printer

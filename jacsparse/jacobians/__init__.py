@@ -49,8 +49,8 @@ an evaluator (`evaluator_of` says which one)
     `check_second_derivatives` refuses registered values that are others and, for Hessians, operators of `WRONG_THIRD`,
     as `_WeightedSum` does for gradients of gradients. Where they are wrong for one operator, so is PyTorch's second
     derivative, of which there is no table yet: `check_second_derivatives` would refuse it. Else look, where they are
-    wrong of a replay alone, at `_Connected` (`traced_function`); of a run alone, at ``_of_run`` (`unprepared`); of
-    single entries, at `_WeightedSum`.
+    wrong of a replay alone, at `_ConnectedValues` (`traced_function`); of a run alone, at ``_of_run`` (`unprepared`);
+    of single entries, at `_WeightedSum`.
 ``hessian(f, x)``, ``prepare_hessian(f, x)``
     `hessians`: the same of the function's `Gradient` (`gradients`), with a symmetric pattern; a prepared and compressed
     one has a star colouring. What backward passes call has rules, or parts of `jacsparse.decompositions`.

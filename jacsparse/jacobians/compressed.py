@@ -46,7 +46,7 @@ class Compressed(Evaluator):
         directions = [(torch.from_numpy(each).to(x), products, size) for each, products, size in ways if len(each)]
         most, together = seeds_at_once(function, colors, compile=compile)
         groups = [directions] if together else [[direction] for direction in directions]
-        self._passes = [_Pass(function, each, most) for each in groups if each]
+        self._passes = [_SeedPass(function, each, most) for each in groups if each]
         columns, rows = colors.counts
         in_place = f"in place of {min(self.pattern.shape):,} products with vectors"
         self.details = f" ({columns} colours of columns and {rows} of rows, {in_place})"
@@ -123,7 +123,7 @@ def seeds_at_once(function: TracedFunction, colors: Coloring, *, compile: bool) 
 SeedProducts = Callable[[TracedFunction, Values, torch.Tensor], torch.Tensor]
 
 
-class _Pass:
+class _SeedPass:
     """The products of a function's Jacobian with seeds, some of them at a time where all would take much memory."""
 
     def __init__(

@@ -25,7 +25,7 @@ from .terms import (
     TERMS_PER_ENTRY,
     Algebra,
     NotFoldableError,
-    Terms,
+    TermMatrix,
     WeightedSums,
     terms_at,
 )
@@ -94,7 +94,7 @@ class Folding:
         last = WeightedSums(algebra.variables, indptr, others.variable, None, others.coefficient)
         return Folded(terms.pattern, of_entries, self.computed, (*algebra.steps, last))
 
-    def _product(self, most: int | None) -> Terms:
+    def _product(self, most: int | None) -> TermMatrix:
         """The function's Jacobian as terms, of which all products may have so many."""
         chain, self.by_factors, self.algebra = self.function.chain, most is not None, Algebra()
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
@@ -117,7 +117,7 @@ class Folding:
         result = eliminate(self.algebra, edges, chain.stages[-1].stop, chain.stages[0].start)
         return terms_at(empty_pattern(rows, columns)) if result is None else result
 
-    def matrices(self) -> dict[Edge, Terms]:
+    def matrices(self) -> dict[Edge, TermMatrix]:
         """The local Jacobians of all edges; their variables come before those of products."""
         before, self.varying, self.selections = self.varying, [], {}
         constants = [(edge, self.constant(edge)) for edge in self.function.chain.edges]
@@ -172,7 +172,7 @@ class Folding:
             if type(each) in (Scalar, Value)
         )
 
-    def _terms_of(self, edge: Edge, first: int) -> Terms:
+    def _terms_of(self, edge: Edge, first: int) -> TermMatrix:
         """The local Jacobian of an edge, whose entries are variables from the first one on."""
         if edge in self.selections:
             return terms_at(edge.pattern, variable=transposed(edge, first + self.selections[edge][1]))
@@ -182,7 +182,7 @@ class Folding:
             places = np.flatnonzero(np.diff(edge.pattern.indptr))
         return terms_at(edge.pattern, variable=first + places)
 
-    def _varying_matrices(self) -> dict[Edge, Terms]:
+    def _varying_matrices(self) -> dict[Edge, TermMatrix]:
         """The local Jacobians of the edges that have derivatives."""
         if not self.varying:
             return {}

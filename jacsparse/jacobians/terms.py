@@ -28,7 +28,7 @@ TERMS_OF_FACTORS, FEW_TERMS = 8, 2**20
 
 
 @dataclass(frozen=True)
-class Terms:
+class TermMatrix:
     """A matrix as terms, in the order of their rows, columns and variables; an entry has each variable at most once."""
 
     shape: tuple[int, int]
@@ -41,12 +41,12 @@ class Terms:
     def __len__(self) -> int:
         return len(self.column)
 
-    def __getitem__(self, selected: np.ndarray) -> Terms:
+    def __getitem__(self, selected: np.ndarray) -> TermMatrix:
         """The matrix of the terms where a mask is true."""
         if selected.all():
             return self
         arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
-        return Terms(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays)
+        return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays)
 
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
@@ -71,20 +71,22 @@ class Terms:
         indices = self.column[begins[:-1]] if nnz < len(self) else self.column
         return Pattern.of(Csr(rows, columns, frozen(indptr.astype(dtype)), frozen(indices.astype(dtype))))
 
-    def at(self, pattern: Pattern) -> Terms:
+    def at(self, pattern: Pattern) -> TermMatrix:
         """The same matrix, whose pattern is known."""
         self.__dict__["pattern"] = pattern
         return self
 
 
-def terms_at(pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0) -> Terms:
+def terms_at(
+    pattern: Pattern, *, variable: int | np.ndarray = NONE, coefficient: float | np.ndarray = 1.0
+) -> TermMatrix:
     """A matrix of one term for each entry."""
     nnz, most = pattern.nnz, int(np.max(variable, initial=0))
     columns = np.full(nnz, pattern.indices, index_dtype(0, 0, pattern.shape[1]))
     variables = np.full(nnz, variable, index_dtype(most, 0, 0))
     coefficients = np.full(nnz, coefficient, np.float64)
     indptr = pattern.indptr.astype(np.int64)
-    return Terms(pattern.shape, indptr, columns, variables, coefficients).at(pattern)
+    return TermMatrix(pattern.shape, indptr, columns, variables, coefficients).at(pattern)
 
 
 @dataclass(frozen=True)
@@ -121,17 +123,17 @@ class Algebra:
     steps: list[WeightedSums] = field(default_factory=list)
     terms: int = 0
 
-    def pattern_of(self, matrix: Terms) -> Pattern:
+    def pattern_of(self, matrix: TermMatrix) -> Pattern:
         """The pattern of a matrix."""
         return matrix.pattern
 
-    def products(self, lefts: Sequence[Terms], rights: Sequence[Terms]) -> list[list[Terms]]:
+    def products(self, lefts: Sequence[TermMatrix], rights: Sequence[TermMatrix]) -> list[list[TermMatrix]]:
         """The products of each one of some matrices with each one of others."""
 
-        def uses_of_left(left: Terms) -> np.ndarray:
+        def uses_of_left(left: TermMatrix) -> np.ndarray:
             return np.sum([np.diff(right.indptr)[left.column] for right in rights], 0)
 
-        def uses_of_right(right: Terms) -> np.ndarray:
+        def uses_of_right(right: TermMatrix) -> np.ndarray:
             columns = np.concatenate([left.column for left in lefts])
             return np.repeat(np.bincount(columns, minlength=right.shape[0]), np.diff(right.indptr))
 
@@ -141,7 +143,9 @@ class Algebra:
         rights = [self._as_used(right, lefts, uses_of_right) for right in rights]
         return [[self._multiplied(left, right) for right in rights] for left in lefts]
 
-    def _as_used(self, terms: Terms, others: Sequence[Terms], uses: Callable[[Terms], np.ndarray]) -> Terms:
+    def _as_used(
+        self, terms: TermMatrix, others: Sequence[TermMatrix], uses: Callable[[TermMatrix], np.ndarray]
+    ) -> TermMatrix:
         """The same matrix as its products with others use it, each term so many times.
 
         Its variables are summed where a product with other variables needs their sums, or where products have fewer
@@ -155,7 +159,7 @@ class Algebra:
                 return terms
         return self._summed(terms)
 
-    def _multiplied(self, a: Terms, b: Terms) -> Terms:
+    def _multiplied(self, a: TermMatrix, b: TermMatrix) -> TermMatrix:
         for factor, other in ((a, b), (b, a)):
             if isinstance(factor.pattern.structure, Identity):
                 return other
@@ -163,7 +167,7 @@ class Algebra:
                 return self._product_of(a, b).at(other.pattern.scaled())
         return self._product_of(a, b)
 
-    def _product_of(self, a: Terms, b: Terms) -> Terms:
+    def _product_of(self, a: TermMatrix, b: TermMatrix) -> TermMatrix:
         varies, others_vary = a.varies, b.varies
         if not varies.any() or not others_vary.any():
             return self._product(a, b)[0]
@@ -172,12 +176,12 @@ class Algebra:
         parts = [self._product(*pair)[0] for pair in pairs if len(pair[0]) and len(pair[1])]
         return self._sum([*parts, self._step(products, right)])
 
-    def add(self, terms: Sequence[Terms]) -> Terms:
+    def add(self, terms: Sequence[TermMatrix]) -> TermMatrix:
         """The sum of matrices of one shape."""
         total, pattern = self._sum(terms), terms[0].pattern
         return total.at(pattern.scaled()) if all(pattern == each.pattern for each in terms) else total
 
-    def _sum(self, parts: Sequence[Terms]) -> Terms:
+    def _sum(self, parts: Sequence[TermMatrix]) -> TermMatrix:
         if len(parts) == 1:
             return parts[0]
         offsets = row_starts(np.array([len(part) for part in parts]), np.int64)[:-1, None]
@@ -188,9 +192,9 @@ class Algebra:
         starts = np.sum([part.indptr for part in parts], 0)
         results = [np.empty_like(each) for each in (columns, variables, coefficients)]
         run_rows(add_terms, starts, indptr, columns, variables, coefficients, starts, *results)
-        return Terms(parts[0].shape, starts, *results)[results[0] >= 0]
+        return TermMatrix(parts[0].shape, starts, *results)[results[0] >= 0]
 
-    def _product(self, a: Terms, b: Terms, *, of_variables: bool = False) -> tuple[Terms, np.ndarray]:
+    def _product(self, a: TermMatrix, b: TermMatrix, *, of_variables: bool = False) -> tuple[TermMatrix, np.ndarray]:
         """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
         starts = row_starts(np.diff(b.indptr)[a.column], np.int64)[a.indptr]
         total = int(starts[-1])
@@ -204,9 +208,9 @@ class Algebra:
         right = np.empty(total, b.variable.dtype) if of_variables else variable
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
         run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
-        return Terms((a.shape[0], b.shape[1]), starts, column, variable, coefficient)[column >= 0], right
+        return TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient)[column >= 0], right
 
-    def _summed(self, terms: Terms) -> Terms:
+    def _summed(self, terms: TermMatrix) -> TermMatrix:
         """The same matrix with one variable for each entry that has several."""
         varies = terms.varies
         variables = terms[varies]
@@ -216,7 +220,7 @@ class Algebra:
             return terms
         return self._sum([terms[~varies], variables[~several], self._step(variables[several], None)])
 
-    def _step(self, terms: Terms, right: np.ndarray | None) -> Terms:
+    def _step(self, terms: TermMatrix, right: np.ndarray | None) -> TermMatrix:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
         indptr, begins = terms.entries()
         count = len(begins) - 1
@@ -232,4 +236,4 @@ class Algebra:
         numbers = np.empty(count, index_dtype(self.variables + count, 0, 0))
         numbers[order] = np.arange(self.variables, self.variables + count)
         self.variables += count
-        return Terms(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))
+        return TermMatrix(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))

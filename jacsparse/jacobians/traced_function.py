@@ -136,7 +136,7 @@ class TracedFunction:
     ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
         """The output, and the values to keep, computed from `inputs` with the derivatives of the run."""
         output = self.graph.last
-        values = _Connected(self.graph, known, self.scalars(trace))
+        values = _ConnectedValues(self.graph, known, self.scalars(trace))
         y = values[output.value]
         return y if output.active else y.detach(), {value: values[value] for value in self.kept}
 
@@ -149,7 +149,7 @@ class TracedFunction:
             self.trace.module = nn.Module()
 
 
-class _Connected(Values):
+class _ConnectedValues(Values):
     """Values with the derivatives that autograd saw in the run, if captures had some."""
 
     def results(self, node: Node) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from ..codegen import INT32, INT64, SINGLE, Emitter, Value, Variable, copy_row, emitted
+from ..codegen import INT32, INT64, SINGLE, Emitter, Register, Variable, copy_row, emitted
 
 #: Rows are padded to a multiple of as many elements.
 LANES = 8
@@ -65,7 +65,7 @@ def multiply_rows(e, outs, w, w_shift, w_step, xs, depth, width, rows):
                     out[start + column] = total.value
 
 
-def _exponential(e: Emitter, y: Value) -> tuple[Value, Value]:
+def _exponential(e: Emitter, y: Register) -> tuple[Register, Register]:
     """``exp(y) - 1 = power * q + (power - 1)``, without the digits that a subtraction would lose near zero.
 
     ``exp(y) = 2^k (1 + q)`` with ``k = round(y / ln 2)``, and ``q = exp(r) - 1`` for the rest ``r`` of at most
@@ -86,7 +86,7 @@ def _exponential(e: Emitter, y: Value) -> tuple[Value, Value]:
 
 
 @emitted(returns="x")
-def tanh(e: Emitter, x: Value) -> Value:
+def tanh(e: Emitter, x: Register) -> Register:
     """Hyperbolic tangent within 2 units in the last place, of float32 or float64."""
     size, most = e.apply("fabs", x), 10.0 if x.element == SINGLE else 20.0
     # Written so that a NaN stays one.
@@ -97,7 +97,7 @@ def tanh(e: Emitter, x: Value) -> Value:
 
 
 @emitted(returns="x")
-def sigmoid(e: Emitter, x: Value) -> Value:
+def sigmoid(e: Emitter, x: Register) -> Register:
     """``1 / (1 + exp(-x))`` within 2 units in the last place, of float32 or float64."""
     size, most = e.apply("fabs", x), 87.0 if x.element == SINGLE else 708.0
     beyond = size > most

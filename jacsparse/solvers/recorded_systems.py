@@ -23,7 +23,7 @@ from .systems import BlockTriangular
 
 
 @dataclass(frozen=True)
-class Group:
+class StageGroup:
     """The stages of one block row: what multiplies, if anything, and the elementwise ones that follow it."""
 
     linear: Record | None
@@ -38,7 +38,7 @@ class Group:
         return product
 
 
-def groups_of(records: Sequence[Record]) -> list[Group]:
+def groups_of(records: Sequence[Record]) -> list[StageGroup]:
     """The block rows of a chain's records, the one next to the input first; its group has no matrix."""
     groups: list[tuple[Record | None, list[Record]]] = [(None, [])]
     for record in records:
@@ -46,7 +46,7 @@ def groups_of(records: Sequence[Record]) -> list[Group]:
             groups[-1][1].append(record)
         else:
             groups.append((record, []))
-    return [Group(linear, tuple(elementwise)) for linear, elementwise in groups]
+    return [StageGroup(linear, tuple(elementwise)) for linear, elementwise in groups]
 
 
 def _is_elementwise(record: Record) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..codegen import DOUBLE, INT64, Value, Variable, call
+from ..codegen import DOUBLE, INT64, Register, Variable, call
 from ..runtime import inlined, kernel
 from .vectors import TileWriter, on_tile
 
@@ -22,11 +22,11 @@ _SUMMED = 256
 
 
 @contextmanager
-def _two_sums(write: TileWriter, totals: Value) -> Iterator[Any]:
+def _two_sums(write: TileWriter, totals: Register) -> Iterator[Any]:
     """What adds vectors to two sums, in several chains; in the end all lanes are added to the float64 of `totals`."""
     sums = [[Variable(write.zero) for _ in range(write.tile.unrolled)] for _ in range(2)]
 
-    def add(side: int, value: Value, factor: Value) -> None:
+    def add(side: int, value: Register, factor: Register) -> None:
         """Add a value to the first sum, and its product with a factor to the second one."""
         sums[0][side].value += value
         sums[1][side].value = write.multiply_add(value, factor, sums[1][side].value)

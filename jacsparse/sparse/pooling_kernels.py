@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator
 from typing import Any
 
-from ..codegen import BYTE, Value, Variable, call
+from ..codegen import BYTE, Register, Variable, call
 from ..runtime import kernel
 from .vectors import TileWriter, on_tile
 
@@ -18,14 +18,16 @@ _ARGUMENTS = 11
 
 
 def _windows(
-    write: TileWriter, x: Value, y: Value, winner: Value, count: Value, step: Value
-) -> Iterator[tuple[Value, Value, Value]]:
+    write: TileWriter, x: Register, y: Register, winner: Register, count: Register, step: Register
+) -> Iterator[tuple[Register, Register, Register]]:
     """The code's place for each window: its first position, its output and its winner."""
     with write.each(0, count) as number:
         yield x + step * number, y + number * write.width, winner + number * write.tile.lanes
 
 
-def _positions(write: TileWriter, x: Value, steps: Any, counts: Any, numbers: Any) -> Iterator[tuple[Value, Value]]:
+def _positions(
+    write: TileWriter, x: Register, steps: Any, counts: Any, numbers: Any
+) -> Iterator[tuple[Register, Register]]:
     """The code's places for the positions of a window: their addresses, and their numbers in each lane.
 
     Windows of the tile's size have a place for each position, all others one for any.

@@ -9,7 +9,7 @@ Addresses and steps between them are in bytes.
 
 from __future__ import annotations
 
-from ..codegen import Value, Variable, call
+from ..codegen import Register, Variable, call
 from ..runtime import inlined, kernel
 from .vectors import TileWriter, on_tile
 
@@ -94,7 +94,7 @@ def add_products(
     rows = [x + x_row * row for row in range(tile.rows)]
     for bounds, first, last in write.weights(groups, count, starts):
         with write.each(first, last) as place:
-            products: list[Value] = []
+            products: list[Register] = []
             for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
                 write.add_product(products, factors[position], loaded)
             write.add_lanes(products, sums + place * tile.itemsize)
@@ -120,7 +120,7 @@ def correlate_and_multiply(
     for bounds, first, last in write.weights(groups, count, starts):
         for place, side in write.side_by_side(first, last):
             weight = write.load(values + write.load_index(order, place) * tile.itemsize, write.element)
-            weight, products = write.filled(weight), list[Value]()
+            weight, products = write.filled(weight), list[Register]()
             for position, loaded in write.inputs(rows, write.load_index(offsets, place), bounds):
                 result = results[side, position]
                 result.value = write.multiply_add(weight, loaded, result.value)

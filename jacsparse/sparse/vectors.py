@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from ..codegen import BYTE, DOUBLE, INT32, INT64, SINGLE, Emitter, MachineModule, Value, vector
+from ..codegen import BYTE, DOUBLE, INT32, INT64, SINGLE, Emitter, MachineModule, Register, vector
 from .windows import PlaneTiles
 
 #: Sums that run side by side, so that none waits for the one before.
@@ -74,33 +74,33 @@ class TileWriter(Emitter):
         self.spacing = tile.itemsize if tile.along else self.width
         self.zero = self.filled(0.0)
 
-    def load(self, address: Value, type: Any = None) -> Value:
+    def load(self, address: Register, type: Any = None) -> Register:
         return self.loaded(self.at(address, self.vector if type is None else type))
 
-    def load_index(self, address: Value, place: Any) -> Value:
+    def load_index(self, address: Register, place: Any) -> Register:
         """The int32 at ``address[place]``, as int64."""
         return self.load(address + place * 4, INT32).to(INT64, signed=True)
 
-    def put(self, value: Value, address: Value) -> None:
+    def put(self, value: Register, address: Register) -> None:
         self.store(value, self.at(address, value.type))
 
-    def filled(self, number: Any, element: Any = None) -> Value:
+    def filled(self, number: Any, element: Any = None) -> Register:
         """A number in each lane, of the tile's dtype or of another type."""
         element = self.element if element is None else element
-        if isinstance(number, Value):
+        if isinstance(number, Register):
             return number.to(element).spread(self.tile.lanes)
         return self.value(number, vector(element, self.tile.lanes))
 
-    def numbered(self, number: Any) -> Value:
+    def numbered(self, number: Any) -> Register:
         """The number of a position in each lane."""
         return self.filled(number, self.integer)
 
-    def add_lanes(self, vectors: list[Value], address: Value, element: Any = None) -> None:
+    def add_lanes(self, vectors: list[Register], address: Register, element: Any = None) -> None:
         """Add all lanes of some vectors to the number at an address, of the tile's dtype or of another one."""
         element = self.element if element is None else element
         self.put(self.load(address, element) + self.added(vectors).sum().to(element), address)
 
-    def winner(self, values: list[Value], floor: Value) -> tuple[Value, Value]:
+    def winner(self, values: list[Register], floor: Register) -> tuple[Register, Register]:
         """The maximum of some vectors and `floor`, and its number: the first of equals, or one that is no number."""
         best, number = values[0], self.numbered(0)
         for place, value in enumerate(values[1:], 1):
@@ -109,12 +109,12 @@ class TileWriter(Emitter):
         number = self.select(below, self.numbered(len(values)), number).to(BYTE)
         return self.select(below, floor, best), number
 
-    def larger(self, best: Value, number: Value, value: Value, place: Value) -> tuple[Value, Value]:
+    def larger(self, best: Register, number: Register, value: Register, place: Register) -> tuple[Register, Register]:
         """The larger of two vectors, and its number; a later value that is no number wins, as in PyTorch."""
         wins = (value > best) | value.differs(value)
         return self.select(wins, value, best), self.select(wins, place, number)
 
-    def added(self, vectors: list[Value]) -> Value:
+    def added(self, vectors: list[Register]) -> Register:
         """The sum of some vectors, two by two."""
         while len(vectors) > 1:
             odd = vectors[-1:] if len(vectors) % 2 else []
@@ -122,14 +122,14 @@ class TileWriter(Emitter):
             vectors = [left + right for left, right in pairs] + odd
         return vectors[0]
 
-    def add_product(self, totals: list[Value], a: Value, b: Value) -> None:
+    def add_product(self, totals: list[Register], a: Register, b: Register) -> None:
         """Put ``a * b`` among some totals, whose number grows up to `_PRODUCT_CHAINS`."""
         full = len(totals) == _PRODUCT_CHAINS
         totals.append(self.multiply_add(a, b, totals.pop(0)) if full else a * b)
 
     def weights(
-        self, groups: Value, count: Value, starts: Value
-    ) -> Iterator[tuple[tuple[int, int, int, int], Value, Value]]:
+        self, groups: Register, count: Register, starts: Register
+    ) -> Iterator[tuple[tuple[int, int, int, int], Register, Register]]:
         """For each rectangle, the code's place for the weights ``first`` to ``last`` of a group that has it."""
         with self.each(0, count) as number:
             group = groups + number * 12
@@ -137,7 +137,7 @@ class TileWriter(Emitter):
             for rectangle in self.cases(self.load(group + 8, INT32), range(len(self.tile.rectangles))):
                 yield self.tile.rectangles[rectangle], first, last
 
-    def side_by_side(self, first: Value, last: Value) -> Iterator[tuple[Value, int]]:
+    def side_by_side(self, first: Register, last: Register) -> Iterator[tuple[Register, int]]:
         """The code's place for each weight, and the number of its sum among those that are under way at once."""
         count = self.tile.unrolled
         if count > 1:
@@ -150,8 +150,8 @@ class TileWriter(Emitter):
             yield place, 0
 
     def inputs(
-        self, rows: list[Value], offset: Value, bounds: tuple[int, int, int, int]
-    ) -> Iterator[tuple[Any, Value]]:
+        self, rows: list[Register], offset: Register, bounds: tuple[int, int, int, int]
+    ) -> Iterator[tuple[Any, Register]]:
         """Each position of a rectangle, and the input that a weight with that offset meets there."""
         top, bottom, left, right = bounds
         distance, span = offset * self.spacing, self._span
@@ -167,21 +167,21 @@ class TileWriter(Emitter):
         """Columns of a vector."""
         return self.tile.lanes if self.tile.along else 1
 
-    def _part(self, address: Value, first: int, last: int) -> Value:
+    def _part(self, address: Register, first: int, last: int) -> Register:
         """The lanes from `first` to before `last` of a vector in memory, and zeros; no others are read."""
         mask = [first <= lane < last for lane in range(self.tile.lanes)]
         return self.masked(self.at(address, self.vector), mask)
 
-    def split(self, both: Value) -> list[Value]:
+    def split(self, both: Register) -> list[Register]:
         """Of a vector with twice the lanes, those with even numbers, and those with odd ones."""
         return [both.shuffled(range(first, both.lanes, 2)) for first in (0, 1)]
 
-    def before(self, column: int, count: Value) -> Value:
+    def before(self, column: int, count: Register) -> Register:
         """Which lanes of the vector at a column belong to the first `count` columns."""
         numbers = [column + (lane if self.tile.along else 0) for lane in range(self.tile.lanes)]
         return self.lanes_of(numbers, INT64) < self.filled(count, INT64)
 
-    def first_lanes(self, count: Value) -> Value:
+    def first_lanes(self, count: Register) -> Register:
         """Which lanes are the first ones."""
         return self.lanes_of(range(self.tile.lanes), INT64) < self.filled(count, INT64)
 

@@ -20,7 +20,7 @@ from ..patterns import Full, Identity, Pattern, gathered
 from ..spgemm import SparseJacobian, counts, fresh_keys, multiply_adds, product_pattern, spread, sum_pattern
 from .elimination import eliminate
 from .last_products import LastProducts, batch_of, sample_of
-from .matrices import Leaf, LeafValues, Matrix, Product, PullBack, Pulled, Sum
+from .matrices import Leaf, LeafValues, Matrix, MatrixProduct, PullBack, Pulled, Sum
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
@@ -64,7 +64,7 @@ class Accumulation:
         work = multiply_adds(*factors)
         self.multiply_adds += work
         if self.patterns_only:
-            return self._append(Product(pattern, pattern, (left, right), factors, work))
+            return self._append(MatrixProduct(pattern, pattern, (left, right), factors, work))
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
         fills = not full and pattern.nnz > FULL * rows * columns
@@ -74,7 +74,7 @@ class Accumulation:
             return self.multiply(left, self.add([right], full=True))
         # Where no factor is stored as a full matrix, each is stored on its pattern, and so is the product.
         stored = Pattern.of(Full(rows, columns)) if full else pattern
-        product = self._append(Product(pattern, stored, (left, right), factors, work))
+        product = self._append(MatrixProduct(pattern, stored, (left, right), factors, work))
         if fills and not isinstance(stored.structure, Full):
             return self.add([product], full=True)
         return product

@@ -153,7 +153,7 @@ def loop_regions(trace: Trace, stages: Sequence[Stage]) -> tuple[list[LoopRegion
     return merged, finder.refusals
 
 
-class _Run(NamedTuple):
+class _Repetition(NamedTuple):
     """Calls from `begin` to `stop` that repeat themselves."""
 
     begin: int
@@ -187,13 +187,13 @@ class _Finder:
         places = getattr(overload, "places", None)
         return literals, forms, node.differentiable, None if places is None else places.tobytes()
 
-    def repetition(self, begin: int, stop: int) -> _Run | None:
+    def repetition(self, begin: int, stop: int) -> _Repetition | None:
         """The longest run among some calls of at least `FEWEST` periods; None where there is none."""
         run = _repetition(self._keys[begin:stop])
         if run is None:
             self._explain(begin, stop)
             return None
-        return _Run(run.begin + begin, run.stop + begin, run.period)
+        return _Repetition(run.begin + begin, run.stop + begin, run.period)
 
     def _explain(self, begin: int, stop: int) -> None:
         """Note why calls that repeat themselves but for their shapes are no loop."""
@@ -217,7 +217,7 @@ class _Finder:
             f"step{one.source}"
         )
 
-    def loop(self, run: _Run) -> Loop | None:
+    def loop(self, run: _Repetition) -> Loop | None:
         """The loop that a run is; None where it has no state, or cannot be cut."""
         first = self._cut(run)
         while True:
@@ -249,7 +249,7 @@ class _Finder:
         others = (*self._calls[:first], *self._calls[stop:])
         return {value for node in others for value in _operands(node)} | {self._trace.graph.output}
 
-    def _cut(self, run: _Run) -> int:
+    def _cut(self, run: _Repetition) -> int:
         """The first call after which the fewest elements are live that the steps compute."""
         places = range(run.begin, run.stop)
         first = {value: at for at in places for value in self._calls[at].results}
@@ -274,7 +274,7 @@ def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def _repetition(keys: np.ndarray) -> _Run | None:
+def _repetition(keys: np.ndarray) -> _Repetition | None:
     """The longest run of keys that repeat themselves at least `FEWEST` times, by their shortest period."""
     last: dict[int, int] = {}
     gaps = Counter[int]()
@@ -282,7 +282,7 @@ def _repetition(keys: np.ndarray) -> _Run | None:
         gaps[place - last.get(key, place)] += 1
         last[key] = place
     del gaps[0]
-    best: _Run | None = None
+    best: _Repetition | None = None
     for period in sorted(period for period, _ in gaps.most_common(_CANDIDATES)):
         same = np.concatenate([[False], keys[period:] == keys[:-period], [False]])
         ends = np.flatnonzero(same[1:] != same[:-1]).reshape(-1, 2)
@@ -292,7 +292,7 @@ def _repetition(keys: np.ndarray) -> _Run | None:
         length = stop - begin + period
         # Steps of a longer loop may be loops themselves.
         if length >= FEWEST * period and (best is None or length > 1.5 * (best.stop - best.begin)):
-            best = _Run(int(begin), int(stop) + period, period)
+            best = _Repetition(int(begin), int(stop) + period, period)
     return best
 
 

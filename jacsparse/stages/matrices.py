@@ -63,7 +63,7 @@ class Leaf(Matrix):
 
 
 @dataclass
-class Product(Matrix):
+class MatrixProduct(Matrix):
     """The product of two matrices; `factors` are the positions that they are stored on."""
 
     factors: tuple[Pattern, Pattern]

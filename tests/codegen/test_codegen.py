@@ -15,7 +15,7 @@ from torch import nn
 
 from jacsparse import PreparedJacobian, SparseJacobian, prepare_hessian, prepare_jacobian
 from jacsparse.codegen import calls_of_elements, elements, kernels, operations
-from jacsparse.codegen.operand import Operand
+from jacsparse.codegen.operand import ArithmeticOperand
 from tests.helpers import FLOAT, assert_equal, dense, drawn
 from tests.jacobians.test_prepared import FUNCTIONS, brusselator, heat
 
@@ -155,7 +155,7 @@ def test_elementwise_operators_are_pytorch_s(name: str, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("name", operations._EMITTERS)
 def test_each_function_that_is_called_is_an_instruction(name: str) -> None:
-    applied, emitter, value = list[str](), Mock(), Operand()
+    applied, emitter, value = list[str](), Mock(), ArithmeticOperand()
     value.emitter = emitter
     emitter.value.return_value = emitter.select.return_value = value
     emitter.apply.side_effect = lambda name, *operands: applied.append(name) or value

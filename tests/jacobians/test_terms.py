@@ -9,23 +9,23 @@ import pytest
 from jacsparse.patterns import Identity, Pattern
 
 from jacsparse.jacobians import terms
-from jacsparse.jacobians.terms import NONE, Algebra, NotFoldableError, Terms, terms_at
+from jacsparse.jacobians.terms import NONE, Algebra, NotFoldableError, TermMatrix, terms_at
 from jacsparse.runtime import row_starts
 
 #: Variables of the matrices that are drawn.
 VARIABLES = 5
 
 
-def drawn(rng: np.random.Generator, rows: int, columns: int, share: float, dtype: Any = np.int32) -> Terms:
+def drawn(rng: np.random.Generator, rows: int, columns: int, share: float, dtype: Any = np.int32) -> TermMatrix:
     """A matrix that has so many of all possible terms."""
     present = rng.random((rows, columns, 1 + VARIABLES)) < share
     row, column, variable = np.nonzero(present)
     indptr = row_starts(np.bincount(row, minlength=rows), np.int64)
     coefficient = rng.integers(-3, 4, len(row)).astype(float)
-    return Terms((rows, columns), indptr, column.astype(dtype), (variable + NONE).astype(dtype), coefficient)
+    return TermMatrix((rows, columns), indptr, column.astype(dtype), (variable + NONE).astype(dtype), coefficient)
 
 
-def matrix(algebra: Algebra, of: Terms) -> np.ndarray:
+def matrix(algebra: Algebra, of: TermMatrix) -> np.ndarray:
     """What a matrix stands for at some values of the variables, small integers: all sums are exact."""
     values = np.zeros(algebra.variables + 1)
     values[:VARIABLES] = [2.0, -1.0, 3.0, 1.0, -2.0]
@@ -43,7 +43,7 @@ def matrix(algebra: Algebra, of: Terms) -> np.ndarray:
     return dense
 
 
-def check(algebra: Algebra, result: Terms, expected: np.ndarray) -> None:
+def check(algebra: Algebra, result: TermMatrix, expected: np.ndarray) -> None:
     """The result stands for what is expected, and its terms are in order, each once."""
     assert np.array_equal(matrix(algebra, result), expected)
     rows = np.repeat(np.arange(result.shape[0]), np.diff(result.indptr))

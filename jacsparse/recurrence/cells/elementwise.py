@@ -137,12 +137,12 @@ class _Derivation:
             places.append(others[0] if others else len(parts))
             parts += [] if others else [each]
         saved = self._saved([*parts, *of_states], names, after)
-        forward = _Body(self, {number: name for number, name in names.items() if not name.startswith("grad")})
+        forward = _StepBody(self, {number: name for number, name in names.items() if not name.startswith("grad")})
         forward.assign("after", after)
         forward.assign("saved", saved)
         known = {number: name for number, name in names.items() if name.startswith(("before", "grad"))}
         known |= {number: f"after[{at}]" for at, number in enumerate(after)}
-        backward = _Body(self, known | {number: f"saved[{at}]" for at, number in enumerate(saved)})
+        backward = _StepBody(self, known | {number: f"saved[{at}]" for at, number in enumerate(saved)})
         backward.assign("parts", parts)
         backward.assign("direct", of_states)
         counts = {"gates": self.gates, "states": self.states, "saved": len(saved), "parts": len(parts)}
@@ -224,7 +224,7 @@ class _Derivation:
         return [int(operand[number - node.first if len(operand) > 1 else 0]) for operand in node.operands]
 
 
-class _Body:
+class _StepBody:
     """The statements of a function: variables, each assigned once, and what is written to arrays."""
 
     def __init__(self, derivation: _Derivation, names: dict[int, str]) -> None:
