@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
 from ..spgemm import SparseJacobian, unchecked_jacobian
-from ..stages import Chain, chain_of_trace, refuse_hooks
+from ..stages import Chain, chain_of_trace, owner_of, refuse_hooks
 from ..tracing import Trace, check_module, saved_buffers, traced, undisturbed, without_autocast, without_saving_hooks
 from .arguments import Arguments
 from .choice import evaluator_of
@@ -190,9 +190,9 @@ def _of_run(
     f: Callable[..., Any], function: nn.Module, x: torch.Tensor, arguments: Arguments, options: Options
 ) -> tuple[SparseJacobian, Any, Any]:
     """The Jacobian of a run of the function's module at a batch, and what it returned."""
-    create_graph, trace = options.create_graph, traced(function, x, cached=True)
     # A gradient is made anew by each call, and reads the weights of its function.
-    owner = f.f if isinstance(f, Gradient) else f
+    create_graph, owner = options.create_graph, owner_of(f.f if isinstance(f, Gradient) else f)
+    trace = traced(function, x, cached=True, owner=owner)
     chained = functools.partial(chain_of_trace, trace, owner, arguments=arguments.others)
     chain = chained(pruned=options.pruned)
     if isinstance(f, Gradient):

@@ -35,7 +35,7 @@ from .balance import boundaries
 from .chains import Chain, chain, chain_for_all, chain_of, check_size, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
 from .elimination import eliminate
-from .forward_passes import Owner, Run, chain_of_trace, forward_pass, trace_of_call
+from .forward_passes import Owner, Run, chain_of_trace, forward_pass, owner_of, trace_of_call
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
 from .infinite_entries import all_finite, with_backward_passes
 from .local_jacobian import LocalJacobian
@@ -81,6 +81,7 @@ __all__ = [
     "is_fit",
     "is_light",
     "matrix_of",
+    "owner_of",
     "pull_back",
     "pull_back_all",
     "pulled_by_autograd",

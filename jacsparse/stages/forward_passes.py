@@ -7,6 +7,7 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -47,7 +48,7 @@ def chain_of_trace(
     was made of, which was one of the same module or function, or of the same other owner. Of factors among the other
     `arguments` of the call no zeros are omitted.
     """
-    owner, key = _owner_of(trace.module if owner is None else owner), (pruned, couples, trace.values_of(arguments))
+    owner, key = owner_of(trace.module if owner is None else owner), (pruned, couples, trace.values_of(arguments))
     with _LOCK:
         of_owner = _CHAINS.get(owner)
         chains = None if of_owner is None else of_owner.get(trace.graph)
@@ -62,24 +63,24 @@ def chain_of_trace(
         return chain
 
 
-def _owner_of(f: Any) -> Any:
-    """A module, the code of a function or method, or the class of another callable; another owner itself."""
+def owner_of(f: Any) -> Any:
+    """A module, the code of a function or method, or the class of another callable; an owner itself."""
     while isinstance(f, functools.partial):
         f = f.func
     f = getattr(f, "__func__", f)
-    return f if isinstance(f, (nn.Module, Owner)) else getattr(f, "__code__", type(f))
+    return f if isinstance(f, (nn.Module, Owner, CodeType, type)) else getattr(f, "__code__", type(f))
 
 
 class Owner:
     """Whose chains some are, where a module has several, as those of before and after a reset."""
 
 
-def trace_of_call(module: nn.Module, x: torch.Tensor, arguments: Sequence[Any] = ()) -> Trace:
+def trace_of_call(module: nn.Module, x: torch.Tensor, arguments: Sequence[Any] = (), owner: Any = None) -> Trace:
     """The trace of a module's run at a batch and other arguments, whose graph an earlier run may have made."""
     # A checkpoint around the call lets go of the whole run, and needs no part of it. It counts what is saved, which is
     # to be as much where the chain is found as where it is made.
     with without_saving_hooks() if saves_objects() else contextlib.nullcontext():
-        return traced(module, x, arguments=arguments, cached=True)
+        return traced(module, x, arguments=arguments, cached=True, owner=owner_of(module if owner is None else owner))
 
 
 def forward_pass(
@@ -100,7 +101,7 @@ def forward_pass(
     takes none.
     """
     check_shape(x.shape[1:])
-    trace = trace_of_call(module, x, arguments)
+    trace = trace_of_call(module, x, arguments, owner)
     with without_saving_hooks():
         chain = chain_of_trace(trace, owner, pruned=pruned, couples=couples)
         records = chain.records(trace)

@@ -61,9 +61,9 @@ def place() -> Place | None:
     return None
 
 
-def source_of(place: Place | None) -> str:
-    """A line as messages have it, as in `` at net.py, line 7``."""
-    return "" if place is None else f" at {place[0]}, line {place[1]}"
+def source_of(place: Place | str | None) -> str:
+    """A line as messages have it, as in `` at net.py, line 7``; a text is one already."""
+    return place if isinstance(place, str) else "" if place is None else f" at {place[0]}, line {place[1]}"
 
 
 #: How many hooks this file has registered.
@@ -109,6 +109,8 @@ class Callers:
         self.calls: Sized = ()
         self._outer: list[tuple[str, int]] = []
         self._thread = threading.get_ident()
+        #: By a module's id. No cached property, which slows down all attributes of an object.
+        self._paths: dict[int, str] | None = None
         self._handles: list[Any] = []
 
     def __enter__(self) -> Callers:
@@ -128,6 +130,10 @@ class Callers:
 
     def _begin(self, module: nn.Module, args: Any) -> None:
         if threading.get_ident() == self._thread:
+            if self._paths is None:
+                root = self.function
+                named = root.named_modules() if isinstance(root, nn.Module) else ()
+                self._paths = {id(part): name for name, part in named}
             self._outer.append((self.path, len(self.calls)))
             self.path, self.failed = self._paths.get(id(module)) or name_of(module), None
 
@@ -137,12 +143,6 @@ class Callers:
                 self.failed = self.path, module, args
             self.path, begin = self._outer.pop()
             self.spans.append((begin, len(self.calls)))
-
-    @functools.cached_property
-    def _paths(self) -> dict[int, str]:
-        root = self.function
-        named = root.named_modules() if isinstance(root, nn.Module) else ()
-        return {id(part): name for name, part in reversed(list(named))}
 
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the module or function that runs, and the line of its code."""

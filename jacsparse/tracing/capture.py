@@ -11,12 +11,11 @@ the same calls on tensors of the same forms have the same one. A number that onl
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator as operator_
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ..patterns import UnsupportedOperatorError, holds_numbers
@@ -34,13 +33,12 @@ from .autograd_nodes import (
 )
 from .callers import Callers, hooks_so_far, place
 from .functions import RecordedBackward, value_of_function
-from .graph import Scalar, form_of
+from .graph import Lines, Scalar, form_of
 from .masks import PUTS, Masks
-from .modules import name_of, without_autocast
+from .modules import name_of, tensors_of, without_autocast
 from .operators import (
     PROFILER,
     WITHOUT_MEMORY,
-    BackwardPass,
     Facts,
     facts_of,
     is_lazily_changed,
@@ -50,7 +48,7 @@ from .operators import (
     with_written,
     written_tensors,
 )
-from .storages import Storages, extent_of, memory_of, replaces
+from .storages import Storages, memory_of, replaces
 from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, exactly, free_numbers
 from .writes import begin_write, current, end_write, replaced, reshaped
 
@@ -64,17 +62,18 @@ def capture(
     callers: Callers | None = None,
     reads: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
     beside: Callable[[], Sequence[torch.Tensor]] = tuple,
+    lines: Lines = (),
 ) -> CapturedRun:
     """A run of a function at a copy of an input, and other arguments behind it.
 
     Errors name `callers`; where Python may not read what depends on the input, `reads` is a context that refuses it.
-    What the function has returned beside its output, `beside` tells.
+    What the function has returned beside its output, `beside` tells; `lines` are those of `Recorder`.
     """
     callers = Callers(function) if callers is None else callers
     with torch.set_grad_enabled(True):
         # No leaf, so that the function may write to it.
         copy = x.detach().requires_grad_().clone()
-        recorder = Recorder(callers, readable=reads is None)
+        recorder = Recorder(callers, readable=reads is None, lines=lines)
         recorder.begin(copy)
         with callers, DispatchMode(recorder.call), NO_CONTEXT if reads is None else reads(recorder):
             output = function(copy, *arguments)
@@ -92,10 +91,13 @@ class Recorder:
         Whether Python may read elements of what depends on the input, as for a branch.
     in_parts : bool
         Whether the calls are the parts of a call, below autograd: a derivative passes wherever one may.
+    lines : sequence of (OpOverload, str)
+        The operators that an earlier run of the function called, and the lines of its code that did, which are those of
+        this run, too: to look for one takes a tenth of the time of a call.
     """
 
-    def __init__(self, callers: Callers, *, readable: bool = True, in_parts: bool = False) -> None:
-        self.callers, self.readable, self.in_parts = callers, readable, in_parts
+    def __init__(self, callers: Callers, *, readable: bool = True, in_parts: bool = False, lines: Lines = ()) -> None:
+        self.callers, self.readable, self.in_parts, self._lines = callers, readable, in_parts, lines
         self.run = CapturedRun(hooks=hooks_so_far())
         callers.calls = self.run.calls
         #: Of tensors by their ids, which live as long as the run; and of tensors that are no values themselves.
@@ -116,6 +118,8 @@ class Recorder:
         self.functions: dict[tuple[Any, int], tuple[int, dict[int, int]]] = {}
         #: Values of views that no memory tells, as of what a Function returned.
         self._known_views: set[int] = set()
+        #: The ids of the function's parameters and buffers, whose memory no call of the run has made.
+        self._own: set[int] | None = None
         #: Tensors without a gradient, by their ids, whose values others have that may have one.
         self._detached: set[int] = set()
         #: Copies of lazy conjugates and negatives, by their ids: PyTorch makes some below autograd, for an operator.
@@ -293,7 +297,11 @@ class Recorder:
 
     def from_elsewhere(self, tensor: torch.Tensor) -> int:
         """The value of a tensor that no call has made."""
-        if memory_of(tensor) and any(value not in self.run.captures for value in self.storages.values_on(tensor)):
+        if self._own is None:
+            function = self.callers.function
+            self._own = set(map(id, tensors_of(function))) if isinstance(function, nn.Module) else set()
+        values = () if id(tensor) in self._own or not memory_of(tensor) else self.storages.values_on(tensor)
+        if any(value not in self.run.captures for value in values):
             # Another name of what a call has made, as ``.data`` gives.
             self.storages.look_at(tensor)
             return current(self, tensor, None)
@@ -390,33 +398,15 @@ class Recorder:
             bool(written),
             self._sequence,
         )
-        captured = tuple.__new__(CapturedCall, (*parts, path, place()))
-        self.run.calls.append(captured)
+        calls, lines = self.run.calls, self._lines
+        before, line = lines[len(calls)] if len(calls) < len(lines) else _NO_LINE
+        captured = tuple.__new__(CapturedCall, (*parts, path, line if before is overload else place()))
+        calls.append(captured)
         if selection is not None:
             self.masks.begin(captured, selection, None if self.readable else self.callers.read_error(overload))
         elif (self.masks.selected or facts.name in PUTS) and self.masks.follow(captured, facts) and not self.readable:
             self.problem = self.problem or self.callers.read_error(torch.ops.aten.nonzero.default)
         return result
-
-    def append(
-        self, operator: Any, operands: Sequence[int], result: torch.Tensor, passes: Sequence[bool] | None = None
-    ) -> int:
-        """Record a call that the run did not make; derivatives pass through all operands, or those that `passes` says.
-
-        It returns the value of its result.
-        """
-        flags_of = [self.flags[value] for value in operands]
-        through = [each if passes is None or passes[place] else each & DEPENDENT for place, each in enumerate(flags_of)]
-        number, path = self.bind(result, functools.reduce(operator_.or_, through, 0)), self.callers.path
-        kinds = tuple([Recorder if each & DIFFERENTIABLE else None for each in through])
-        args = [result] * len(operands)
-        call = CapturedCall(operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place())
-        self.run.calls.append(call)
-        if self.masks.selected:
-            self.masks.follow(call, facts_of(operator))
-        kind = operator if isinstance(operator, BackwardPass) else id(type(operator))
-        self.key += (kind, tuple(operands), kinds, path, extent_of(result))
-        return number
 
     def _key_of(self, value: Any) -> Hashable:
         """What a key has of a part of an argument; tensors are operands."""
@@ -442,6 +432,7 @@ class Recorder:
 
 
 _CLONE, _COPY, _DETACH, _ZEROS = aten.clone.default, aten.copy_.default, aten.detach.default, aten.zeros.default
+_NO_LINE = None, ""
 #: The class of a leaf's node.
 _NONE = type(None)
 #: What a key has in the place of a tensor.

@@ -21,7 +21,7 @@ from .callers import Unreadable
 from .graph import Graph, Node, Values
 from .operators import BackwardPass, FunctionCall, facts_of
 from .traces import ACTIVE, DEPENDENT
-from .writes import end_write
+from .writes import append_call, end_write
 
 if TYPE_CHECKING:
     from .capture import Recorder
@@ -52,7 +52,9 @@ def value_of_function(recorder: Recorder, tensor: torch.Tensor, node: Any, numbe
     derivative, known = recorder.functions[place]
     if number not in known:
         # Autograd may not have seen the last write of these elements.
-        value = recorder.append(FunctionCall(type(node)._forward_cls), (number, derivative), tensor, (False, True))
+        value = append_call(
+            recorder, FunctionCall(type(node)._forward_cls), (number, derivative), tensor, (False, True)
+        )
         known |= {number: value, value: value}
         if tensor._base is None:
             # Views of it are read from its storage, which the Function may have written to where autograd did not see.
@@ -76,7 +78,7 @@ def _derivative(recorder: Recorder, tensor: torch.Tensor, node: Any, number: int
     read = [number, *known.gradients, *known.results, *known.operands, *known.others]
     begin = len(read) - len(known.others) - len(known.operands)
     passes = [begin <= place < begin + len(known.operands) for place in range(len(read))]
-    return recorder.append(operator, read, tensor, passes)
+    return append_call(recorder, operator, read, tensor, passes)
 
 
 def _is_refused(recorder: Recorder, function: type) -> bool:

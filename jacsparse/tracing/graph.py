@@ -19,6 +19,9 @@ from torch.nn.parameter import is_lazy
 from ..patterns import is_pointwise
 from .operators import RUNNING, BackwardPass, Facts, Gather, Rewrite, is_written, operator_name, with_written
 
+#: Of consecutive calls the operator, and the line of the user's code, as `Node.source`.
+Lines = Sequence[tuple[Any, str]]
+
 
 @dataclass(frozen=True, slots=True)
 class Value:
@@ -191,6 +194,11 @@ class Graph:
         return (
             not self.spreads and len(self.numbers) == len(self.infos) and self.numbers == list(range(len(self.infos)))
         )
+
+    @functools.cached_property
+    def lines(self) -> Lines:
+        """PyTorch's operators that are called, or None in the place of another one, and the lines that call them."""
+        return [(n.overload if isinstance(n.overload, torch._ops.OpOverload) else None, n.source) for n in self.nodes]
 
     @functools.cached_property
     def differentiated(self) -> list[Node]:

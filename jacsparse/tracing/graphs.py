@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -21,11 +22,12 @@ from .callers import Callers, Unreadable, source_of
 from .capture import Recorder, capture
 from .derivatives import check_derivatives
 from .functions import is_linear, products
-from .graph import Graph, Info, Node, Operand, Value
+from .graph import Graph, Info, Lines, Node, Operand, Value
 from .masks import with_mask
 from .modules import check_outside_transforms, without_autocast
 from .operators import BackwardPass, Gather, Rewrite, draws, facts_of, operand_names, tensors_in
 from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, Trace
+from .writes import append_call
 
 _CROSS = torch.ops.aten.linalg_cross.default
 
@@ -40,12 +42,17 @@ def graphs_of(key: Hashable) -> list[Graph]:
     return []
 
 
+#: The lines of the last run of a function, by whose runs these are.
+_LINES: weakref.WeakKeyDictionary[Any, Lines] = weakref.WeakKeyDictionary()
+
+
 def traced(
     module: nn.Module,
     x: torch.Tensor,
     *,
     arguments: Sequence[Any] = (),
     cached: bool = False,
+    owner: Any = None,
     readable: bool = True,
     hidden: Sequence[torch.Tensor] = (),
     beside: Callable[[], Sequence[torch.Tensor]] = tuple,
@@ -62,6 +69,8 @@ def traced(
         What the module gets behind it, as it is.
     cached : bool
         Whether the graph may be that of an earlier run that made the same calls.
+    owner : object, optional
+        Whose runs make mostly the same calls, as a function's code: by weak reference.
     readable : bool
         Whether Python may read the elements of a tensor, as a branch does: the graph then holds for this input alone.
     hidden : sequence of Tensor
@@ -77,15 +86,19 @@ def traced(
         Where a derivative is not that of the operators, or where elements are read although `readable` is False.
     """
     callers, reads = Callers(module), None if readable else functools.partial(Unreadable, hidden=hidden)
+    lines = () if owner is None else _LINES.get(owner, ())
     try:
         with without_compiling:
-            run = capture(module, x, arguments, callers, reads, beside)
+            run = capture(module, x, arguments, callers, reads, beside, lines)
     except (UnsupportedOperatorError, torch.OutOfMemoryError):
         raise
     except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
         raise callers.in_users_words(x, error) from error
     check_outside_transforms(module, run.tensors)
-    return _known_trace(module, run) if cached else new_trace(module, run)
+    trace = _known_trace(module, run) if cached else new_trace(module, run)
+    if owner is not None and trace.graph.lines is not lines:
+        _LINES[owner] = trace.graph.lines
+    return trace
 
 
 def _known_trace(module: nn.Module, run: CapturedRun) -> Trace:
@@ -333,7 +346,7 @@ class _Analysis:
         if is_complex and type(node.overload) in (Gather, Rewrite):
             halves = results[::2], results[1::2]
             returned = [
-                recorder.append(node.overload, recorder.values_of(half), node.overload(*half)) for half in halves
+                append_call(recorder, node.overload, recorder.values_of(half), node.overload(*half)) for half in halves
             ]
         else:
             returned = recorder.values_of(results)

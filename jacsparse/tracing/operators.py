@@ -302,12 +302,14 @@ def written_tensors(facts: Facts, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 def number_types(facts: Facts, name: str, args: Sequence[Any]) -> tuple[type, ...]:
     """What a number among the arguments of a call may be in other runs; empty where it is none that may change."""
-    for each in args:
+    first = args[0]
+    is_float = isinstance(first, torch.Tensor) and first.is_floating_point()
+    for each in args[is_float:]:
         if type(each) is complex or (isinstance(each, torch.Tensor) and each.is_complex()):
             # Operators on the parts take the place of the call, with these numbers.
             return ()
     if facts.of_numbers and name == "other":
-        return _NUMBERS if isinstance(args[0], torch.Tensor) and args[0].is_floating_point() else _INTEGERS
+        return _NUMBERS if is_float else _INTEGERS
     return _FLOATS
 
 

@@ -46,7 +46,7 @@ class CapturedCall(NamedTuple):
     sequence: int
     #: The path of the module that made it, and the line of the user's code in it, for messages.
     path: str
-    place: Place | None
+    place: Place | str | None
 
     @property
     def results(self) -> range:

@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from operator import or_
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .autograd_nodes import is_of_function, node_of
 from .callers import place, source_of
-from .operators import Gather, Rewrite, operator_name
+from .operators import BackwardPass, Gather, Rewrite, facts_of, operator_name
 from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered, overlaps
-from .traces import ACTIVE, DIFFERENTIABLE, OutsideWrite
+from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, OutsideWrite
 
 if TYPE_CHECKING:
     from .capture import Recorder
+
+
+def append_call(
+    recorder: Recorder,
+    operator: Any,
+    operands: Sequence[int],
+    result: torch.Tensor,
+    passes: Sequence[bool] | None = None,
+) -> int:
+    """Record a call that the run did not make; derivatives pass through all operands, or those that `passes` says.
+
+    It returns the value of its result.
+    """
+    flags_of = [recorder.flags[value] for value in operands]
+    through = [each if passes is None or passes[place] else each & DEPENDENT for place, each in enumerate(flags_of)]
+    number, path = recorder.bind(result, functools.reduce(or_, through, 0)), recorder.callers.path
+    kinds = tuple([type(recorder) if each & DIFFERENTIABLE else None for each in through])
+    args = [result] * len(operands)
+    call = CapturedCall(operator, args, {}, operands, kinds, (), True, number, 1, False, -1, path, place())
+    recorder.run.calls.append(call)
+    if recorder.masks.selected:
+        recorder.masks.follow(call, facts_of(operator))
+    kind = operator if isinstance(operator, BackwardPass) else id(type(operator))
+    recorder.key += (kind, tuple(operands), kinds, path, extent_of(result))
+    return number
 
 
 def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int:
@@ -35,7 +63,7 @@ def current(recorder: Recorder, tensor: torch.Tensor, number: int | None) -> int
     if tensor.requires_grad and derivatives is not storage.contents and edge != (node_of(tensor), tensor.output_nr):
         derivative = _held(recorder, tensor, derivatives)
         if derivative != number:
-            number = recorder.append(Rewrite(), (number, derivative), tensor, (False, True))
+            number = append_call(recorder, Rewrite(), (number, derivative), tensor, (False, True))
     recorder.numbers[id(tensor)] = number
     recorder.storages.note(tensor)
     recorder.alive.append(tensor)
@@ -63,7 +91,7 @@ def _held(recorder: Recorder, tensor: torch.Tensor, contents: Contents) -> int:
         place = values.index(OUTSIDE)
         values[place] = recorder.captured(tensor.detach().clone())
         pieces.places[pieces.which == place] = numbered(tensor.shape)[pieces.which == place]
-    return recorder.append(Gather(pieces.which, pieces.places), values, tensor)
+    return append_call(recorder, Gather(pieces.which, pieces.places), values, tensor)
 
 
 def _is_whole(recorder: Recorder, pieces: Pieces, shape: torch.Size) -> bool:
@@ -122,7 +150,7 @@ def replaced(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor, *_: 
     flags = recorder.flags[value]
     if seen and (flags & ACTIVE if kind is type(None) else kind is None and flags & DIFFERENTIABLE):
         # It has the elements alone.
-        value = recorder.append(torch.ops.aten.alias.default, (value,), other, (False,))
+        value = append_call(recorder, torch.ops.aten.alias.default, (value,), other, (False,))
     begin_write(recorder, tensor, seen)
     torch.ops.aten.copy_.default(tensor, other)
     end_write(recorder, tensor, value, seen=seen)
