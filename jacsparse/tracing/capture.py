@@ -385,22 +385,12 @@ class Recorder:
         self.key += (id(overload), seen, *kwargs, *keys, *operands, *kinds, sizes, path)
         while self._sequence in self._nodes_of_views:
             self._sequence -= 1
-        parts = (
-            overload,
-            args,
-            kwargs,
-            operands,
-            tuple(kinds),
-            scalars,
-            seen,
-            first,
-            count,
-            bool(written),
-            self._sequence,
-        )
         calls, lines = self.run.calls, self._lines
         before, line = lines[len(calls)] if len(calls) < len(lines) else _NO_LINE
-        captured = tuple.__new__(CapturedCall, (*parts, path, line if before is overload else place()))
+        captured = tuple.__new__(CapturedCall, (
+            overload, args, kwargs, operands, tuple(kinds), scalars, seen, first, count, bool(written), self._sequence,
+            path, line if before is overload else place(),
+        ))  # fmt: skip
         calls.append(captured)
         if selection is not None:
             self.masks.begin(captured, selection, None if self.readable else self.callers.read_error(overload))

@@ -125,6 +125,17 @@ def test_weights_are_stashed() -> None:
     # Worker 0 of 4: gradients of weights; four batches' weights, results and inputs; a gradient that came, and its own.
     assert PipeDream().plan(load, FREE, 4)[0].memory == 3 + 4 * (3 + 10 + 10) + 10 + 10
     assert OneWorker().plan(load, FREE, 1)[0].memory == 4 * 2 * 3 + 5 * 10 + 10
+    # A rank holds its stages' weights and their gradients.
+    without = workload(4, samples=10)
+    for workers, stages in ((1, 4), (2, 2), (4, 1)):
+        memories = (AcrossRanks().plan(each, FREE, workers)[0].memory for each in (load, without))
+        assert next(memories) - next(memories) == stages * 2 * 3
+
+
+def test_the_slowest_stage_and_its_share() -> None:
+    load = uneven(5, 0)
+    times = [stage.forward + stage.errors + stage.gradients for stage in load.stages]
+    assert load.slowest == ("", pytest.approx(max(times) / sum(times)))
 
 
 @pytest.mark.parametrize("name", TRAINING_METHODS)

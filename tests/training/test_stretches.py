@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from jacsparse.training import DelayedGradients, partition
+from jacsparse.training.stretches import stretches_of
 from tests.helpers import FLOAT, drawn
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -100,6 +101,18 @@ def test_trained_as_the_same_layers_in_sequence(cuts: list[str], places: list[in
     expected = theirs.state_dict()
     for value, other in zip(as_sequential(ours).state_dict().values(), expected.values(), strict=True):
         assert torch.equal(value, other)
+
+
+def test_a_layer_that_is_called_again_has_stretches_of_numbered_names() -> None:
+    class Repeated(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(self.layer(self.layer(x)))
+
+    assert list(stretches_of(Repeated())) == ["layer", "layer:2", "layer:3"]
 
 
 def test_one_part_is_back_propagation() -> None:
