@@ -72,9 +72,10 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def adapted(self, trace: Trace) -> Chain:
+    def adapted(self, trace: Trace, *, by_masks: bool = False) -> Chain:
         """The same chain with patterns that omit only elements that are zero in a run's weights."""
-        others = {edge: other for edge in self._pruned if (other := edge.adapted(trace)) is not edge}
+        pairs = ((edge, edge.adapted(trace, by_masks=by_masks)) for edge in self._pruned)
+        others = {edge: other for edge, other in pairs if other is not edge}
         if not others:
             return self
         stages = [
@@ -352,7 +353,7 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
 def chain_of(
     trace: Trace,
     *,
-    pruned: bool = True,
+    pruned: bool | None = True,
     varying: Collection[torch.Tensor] = (),
     watched: Collection[torch.Tensor] = (),
     arguments: Collection[torch.Tensor] = (),
@@ -360,10 +361,11 @@ def chain_of(
 ) -> Chain:
     """The chain of a traced function; UnsupportedOperatorError where its output has no samples along its first axis.
 
-    Stages may couple samples where `couples`; these have products with vectors alone. No weight is pruned that is
-    among the `varying` tensors or was computed from one. Weights of the `watched` tensors may vary too: their zeros are
-    pruned, but the truth values of a selection that was computed from them are not. Zeros of factors are pruned where
-    they neither have a gradient nor depend on `arguments`: others may be zero at other places in each call.
+    Where `pruned` is None, masks alone decide which weights are pruned. Stages may couple samples where `couples`;
+    these have products with vectors alone. No weight is pruned that is among the `varying` tensors or was computed from
+    one. Weights of the `watched` tensors may vary too: their zeros are pruned, but the truth values of a selection that
+    was computed from them are not. Zeros of factors are pruned where they neither have a gradient nor depend on
+    `arguments`: others may be zero at other places in each call.
     """
     x, y, name = trace.input, trace.output, name_of(trace.module)
     in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
@@ -387,4 +389,5 @@ def chain_of(
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, ())
         return Chain(name, [stage], in_shape, out_shape)
     kinds = trace.values_of(varying), trace.values_of(watched), trace.values_of(arguments)
-    return Chain(name, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)
+    stages = stages_of(program, trace, None if pruned is False else kinds, by_masks=pruned is None)
+    return Chain(name, stages, in_shape, out_shape)
