@@ -37,7 +37,7 @@ from .checks import agree, check_batch, check_input, check_shape, check_tensor, 
 from .elimination import eliminate
 from .forward_passes import Owner, Run, chain_of_trace, forward_pass, trace_of_call
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
-from .infinite_entries import all_finite, with_backward_passes
+from .infinite_entries import all_finite, tell_of_infinite_values, with_backward_passes
 from .local_jacobian import LocalJacobian
 from .loops import Loop, LoopRegion
 from .order import DENSE, PASS, START
@@ -86,6 +86,7 @@ __all__ = [
     "pulled_by_autograd",
     "refuse_hooks",
     "refuse_other_derivatives",
+    "tell_of_infinite_values",
     "trace_of_call",
     "walk",
     "with_backward_passes",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -11,7 +12,7 @@ from jacsparse.models import prune_weights
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse import vjp
+from jacsparse import jacobian, vjp
 from jacsparse.nn import Scan
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.cuda.test_compiled_jacobians import no_waits
@@ -239,3 +240,46 @@ def test_memory_that_is_put_into_a_mask_is_looked_at() -> None:
         for mask in masks_of(model):
             mask.data = torch.ones_like(mask)
         check(scan, nothing)
+
+
+def test_jacobians_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are not prepared, of a network with masks, by their products and by colours."""
+    model, x = network(), drawn(2, 2, 8, 8).to(DEVICE)
+    first, expected = model[:6], {}
+    functions: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "products": first.forward,
+        "colours": lambda u: u.sin() * u.roll(1, -1).exp(),
+    }
+    for name, f in functions.items():
+        with emulated():
+            for _ in range(2):
+                expected[name] = jacobian(f, x, batched=True)
+            with no_waits(monkeypatch):
+                actual = jacobian(f, x, batched=True)
+        assert torch.equal(actual.values, expected[name].values)
+    x = x.cpu()
+    for name, f in {**functions, "products": network()[:6].cpu()}.items():
+        reference = jacobian(f, x, batched=True)
+        assert expected[name].pattern == reference.pattern
+        assert (expected[name].values.cpu() - reference.values).abs().max() <= BOUND
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("place", "number"), [(0, 0.0), (2999, 0.0), (7, torch.nan)])
+def test_values_that_are_not_finite_are_told_by_a_later_call(
+    place: int, number: float, dtype: torch.dtype, caplog: pytest.LogCaptureFixture
+) -> None:
+    x = torch.ones(3000, dtype=dtype).to(DEVICE)
+    f = lambda u: u.sqrt() * u.roll(1)  # noqa: E731
+    with emulated(), caplog.at_level(logging.WARNING, "jacsparse"):
+        jacobian(f, x)
+        x[place] = number
+        assert not jacobian(f, x).values.isfinite().all() and not caplog.records
+        if ON_GPU:
+            torch.cuda.synchronize()
+        x[place] = 1
+        assert jacobian(f, x).values.isfinite().all()
+        assert "values that are not finite as products" in caplog.text
+        caplog.clear()
+        jacobian(f, x)
+        assert not caplog.records
