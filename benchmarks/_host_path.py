@@ -23,11 +23,14 @@ from ._context import Context
 from ._empty_function import empty_passes
 from ._made_up_gpu import host_work, made_up_gpu
 from ._problems import PROBLEMS
+from ._workloads import whole_pruned_vgg11
 
 #: What is counted of a layer, and the layers beside that of one direction.
 FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
 PARTS = (FORWARD, BACKWARD, WITH_INPUT)
 LAYERS: dict[str, dict[str, Any]] = {"": {}, "two directions": {"bidirectional": True}, "two layers": {"num_layers": 2}}
+#: Networks with masks, and the shapes of their samples.
+NETWORKS = {"VGG-11": (whole_pruned_vgg11, (3, 32, 32))}
 #: The layer that computes nothing.
 EMPTY = "a Function that computes nothing"
 
@@ -37,7 +40,7 @@ def main() -> None:
 
     Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: a layer's kind,
     its inputs, steps, samples, and whether calls are timed; or a method of products, and samples; or an equation and
-    its size.
+    its size; or a network and a schedule.
     """
     hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -48,6 +51,9 @@ def main() -> None:
             case, answer = json.loads(line), dict[str, Any](counts=[], times={})
             if case[0] in PROBLEMS:
                 print(json.dumps(_jacobian(case[0], case[1], launched)), flush=True)
+                continue
+            if case[0] in NETWORKS:
+                print(json.dumps(_scan(*case, launched)), flush=True)
                 continue
             if len(case) == 2:
                 for part, call in _products(*case):
@@ -86,6 +92,19 @@ def _jacobian(equation: str, size: int, launched: Callable[[], int]) -> dict[str
     assert fused is not None
     work = host_work(lambda: prepared(*problem.args), launched)
     return {**asdict(work), "levels": fused.levels}
+
+
+def _scan(network: str, schedule: str, launched: Callable[[], int]) -> dict[str, Any]:
+    """What both passes of a scan cost, the second one of autograd too, and of how many products that one is."""
+    build, shape = NETWORKS[network]
+    model = build()
+    scan, x = nn.Scan(model, schedule=schedule), torch.randn(1, *shape).requires_grad_()
+    inputs = [x, *model.parameters()]
+    answer: dict[str, Any] = {FORWARD: asdict(host_work(lambda: scan(x), launched))}
+    for part, y in ((BACKWARD, scan(x)), ("autograd", model(x))):
+        answer[part] = asdict(host_work(_gradients(y, inputs, torch.ones_like(y)), launched))
+    (scanner,) = scan._scanners.values()
+    return {**answer, "products": len(scanner._executed.steps), "weights": len(inputs) - 1}
 
 
 def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:

@@ -1,6 +1,6 @@
 """The host's part of calls on a GPU, on one that is made up: nodes, functions called, and time.
 
-They are calls of recurrent layers, of products, and of compiled Jacobians.
+They are calls of recurrent layers, of products, of compiled Jacobians, and of scans.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
 #: The most functions of Python's of a call of a compiled Jacobian.
 _PYTHON_OF_JACOBIAN = 40
+#: The most nodes of a scan's backward pass for each of its products.
+_NODES_OF_SCAN = 1.2
 #: Turns of each function, many short ones: what else the machine does takes both alike.
 _ROUNDS = 25
 #: The parts that single layers have in each part of two layers: the second one's input has a gradient.
@@ -64,6 +66,8 @@ class HostPath(Experiment):
         *(("gray_scott", 64), ("cahn_hilliard", 64), ("kuramoto_sivashinsky", 4096), ("upwind_advection", 16)),
         *(("shallow_water", 4096), ("power_flow", 1000), ("oregonator", 4096)),
     )
+    #: Networks with masks, and schedules of their scans.
+    scans: tuple[tuple[str, str], ...] = (("VGG-11", "blelloch:2"),)
 
     name = "host_path"
     title = "What a call costs the host, beside a made-up GPU"
@@ -97,6 +101,11 @@ class HostPath(Experiment):
             for equation, size in self.equations:
                 context.say(f"{equation}, {size}")
                 _add_jacobian(group, equation, size, program.answer(json.dumps([equation, size])))
+            rows += group.rows()
+            group = Group("scans of pruned networks, batch 1")
+            for network, schedule in self.scans:
+                context.say(f"{network} by {schedule}")
+                _add_scan(group, network, schedule, program.answer(json.dumps([network, schedule])))
         return rows + group.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
@@ -179,6 +188,27 @@ def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]
     row = group.value(f"{equation}, {size}", nodes, "nodes", note=note, data=data)
     levels = Comparison("nodes / levels", nodes / counts["levels"], at_most=1.0)
     group.add(row.beside(levels, Comparison("functions of Python's", python, at_most=_PYTHON_OF_JACOBIAN)))
+
+
+def _add_scan(group: Group, network: str, schedule: str, answer: dict[str, Any]) -> None:
+    """Rows of both passes of a scan: their nodes, beside the products of the second one, and how often they wait."""
+    weights, products = answer["weights"], answer["products"] + answer["weights"]
+    autograd = answer["autograd"]["launches"] + answer["autograd"]["kernels"]
+    for part in (FORWARD, BACKWARD):
+        counts = answer[part]
+        nodes, waits = counts["launches"] + counts["kernels"], Comparison("waits", counts["waits"], at_most=0)
+        note = (
+            f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's; {counts['python']} functions of Python's"
+        )
+        data = {"network": network, "schedule": schedule, "part": part, "nodes": nodes, "waits": counts["waits"]}
+        limits = [waits]
+        if part == BACKWARD:
+            note += (
+                f"; {products} products, {weights} of them gradients of weights; autograd's pass has {autograd} nodes"
+            )
+            limits.append(Comparison("nodes / products", nodes / products, at_most=_NODES_OF_SCAN))
+        label = f"{network} by {schedule}, {part}"
+        group.add(group.value(label, nodes, "nodes", note=note, data=data).beside(*limits))
 
 
 def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:
