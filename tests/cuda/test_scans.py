@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections.abc import Callable, Iterator
 
@@ -14,9 +15,10 @@ from torch.nn.utils import prune
 
 from jacsparse import jacobian, vjp
 from jacsparse.nn import Scan
+from jacsparse.stages import COSTS, forward_pass
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.cuda.test_compiled_jacobians import no_waits
-from tests.helpers import FLOAT, drawn
+from tests.helpers import FLOAT, autograd_jacobian, by_products, drawn
 
 #: Roundings of some hundred operations.
 BOUND = 300 * torch.finfo(FLOAT).eps
@@ -283,3 +285,20 @@ def test_values_that_are_not_finite_are_told_by_a_later_call(
         caplog.clear()
         jacobian(f, x)
         assert not caplog.records
+
+
+def test_costs_are_those_of_the_device() -> None:
+    """A GPU takes fewer steps and, of seeds and matrices, what calls less of PyTorch."""
+    x, model = drawn(2, 2, 8, 8), nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1, dtype=FLOAT) for _ in range(4)))
+    here = forward_pass(model, x)[0]
+    model, x = copy.deepcopy(model).to(DEVICE), x.to(DEVICE)
+    with emulated():
+        there = forward_pass(model, x)[0]
+        values = by_products(model, x)
+    assert here.costs is COSTS["cpu"] and there.costs is COSTS["cuda"]
+    assert len(there.order.parts) <= len(here.order.parts)
+    for order in (here.order, there.order):
+        assert str(order).count("J") == 4
+    for sample in range(2):
+        expected = autograd_jacobian(model.cpu(), x[sample].cpu())
+        assert (values.todense(sample if values.batch > 1 else 0).cpu() - expected).abs().max() <= BOUND
