@@ -13,7 +13,7 @@ from unittest import mock
 import scipy.sparse
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.spgemm import plan_product
+from jacsparse.spgemm import matvec, plan_product
 from torch.nn import MaxPool2d
 
 from jacsparse import PreparedJacobian, chain, nn, prepare_jacobian
@@ -29,6 +29,8 @@ from ._workloads import whole_pruned_vgg11
 FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
 PARTS = (FORWARD, BACKWARD, WITH_INPUT)
 LAYERS: dict[str, dict[str, Any]] = {"": {}, "two directions": {"bidirectional": True}, "two layers": {"num_layers": 2}}
+#: What stands for products with vectors among methods.
+VECTORS = "vectors"
 #: Networks with masks, and the shapes of their samples.
 NETWORKS = {"VGG-11": (whole_pruned_vgg11, (3, 32, 32))}
 #: The layer that computes nothing.
@@ -53,7 +55,7 @@ def main() -> None:
                 print(json.dumps(_jacobian(case[0], case[1], launched)), flush=True)
                 continue
             if case[0] in NETWORKS:
-                print(json.dumps(_scan(*case, launched)), flush=True)
+                print(json.dumps(_scan(case[0], case[1], launched)), flush=True)
                 continue
             if len(case) == 2:
                 for part, call in _products(*case):
@@ -123,6 +125,10 @@ def _products(method: str, batch: int) -> Iterator[tuple[str, Call]]:
     def sparse(rows: int, columns: int) -> Pattern:
         return Pattern.from_scipy(scipy.sparse.random(rows, columns, 0.3, "csr", random_state=0))
 
+    if method == VECTORS:
+        a = sparse(7, 9)
+        yield "", functools.partial(matvec, a, torch.randn(a.nnz, batch), torch.randn(9, batch))
+        return
     pooling = chain(MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
     factors = {
         "scale": {"rows": (Pattern.of(Diagonal(9)), sparse(9, 7)), "columns": (sparse(7, 9), Pattern.of(Diagonal(9)))},

@@ -18,15 +18,15 @@ from jacsparse.figures import BLUE, GREEN, ORANGE
 from ._context import Context, Timing
 from ._experiment import Experiment
 from ._figures import Bars, Line, Panel, Picture
-from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, WITH_INPUT
+from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, VECTORS, WITH_INPUT
 from ._programs import JsonProgram
 from ._rows import Comparison, Group, Row, reason, values_of, where
 
 #: The most steps of a pass in one launch, and the most nodes of each part up to there and beyond.
 _ONE_LAUNCH = 2000
 _NODES = {FORWARD: (2, 2), BACKWARD: (3, 6), WITH_INPUT: (4, 6)}
-#: The most functions of Python's that a product takes, and its nodes.
-_PRODUCT, _PRODUCT_NODES = 20, 1
+#: The most functions of Python's that a product takes, and one with vectors; and its nodes.
+_PRODUCT, _PRODUCT_WITH_VECTORS, _PRODUCT_NODES = 20, 25, 1
 #: The most functions of Python's of a layer's parts, and the longest time over that of a Function without work.
 _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
@@ -59,8 +59,8 @@ class HostPath(Experiment):
     times: tuple[int, ...] = (10, 1000, 30_000)
     batches: tuple[int, ...] = (1, 16)
     hidden: int = 20
-    #: Methods of products.
-    methods: tuple[str, ...] = ("merge", "slots", "rowwise", "scale", "dense", "select")
+    #: Methods of products, and products with vectors.
+    methods: tuple[str, ...] = ("merge", "slots", "rowwise", "scale", "dense", "select", VECTORS)
     #: Discretised equations, and their sizes.
     equations: tuple[tuple[str, int], ...] = (
         *(("gray_scott", 64), ("cahn_hilliard", 64), ("kuramoto_sivashinsky", 4096), ("upwind_advection", 16)),
@@ -93,7 +93,7 @@ class HostPath(Experiment):
                         _add_times(group, answer["times"], {"kind": kind, "time": time, "batch": batch})
                     rows += group.rows()
             for method in self.methods:
-                group = Group(f"Products by {method}")
+                group = Group("Products with vectors" if method == VECTORS else f"Products by {method}")
                 for batch in self.batches:
                     _add_products(group, program.answer(json.dumps([method, batch]))["counts"], method, batch)
                 rows += group.rows()
@@ -177,7 +177,8 @@ def _add_products(group: Group, counts: Iterable[dict[str, Any]], method: str, b
         data = {"method": method, "batch": batch, "nodes": nodes, "python": each["python"]}
         row = group.value(label, nodes, "nodes", note=note, data=data)
         limits = Comparison("nodes", nodes, at_most=_PRODUCT_NODES)
-        group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PRODUCT)))
+        most = _PRODUCT_WITH_VECTORS if method == VECTORS else _PRODUCT
+        group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=most)))
 
 
 def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]) -> None:

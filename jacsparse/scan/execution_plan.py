@@ -170,7 +170,7 @@ class ExecutionPlan:
             for value in multiplied.union(applied, (step.out for step, _ in products)) - through
         ]
         formed = frozenset(lefts | rights | applied - through)
-        matrices = used.intersection(step.out for step, _ in products)
+        matrices = frozenset(step.out for step, _ in products if step.out in used)
         return Slices(tuple(steps), plans, formed, kept, matrices, sum(pattern.nnz for pattern in patterns))
 
     def _passes(self, steps: Sequence[Step], used: set[int]) -> tuple[AutogradPass, ...]:

@@ -241,7 +241,7 @@ def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
 
 def test_a_product_s_call_is_one_node(context: Context) -> None:
     rows = HostPath(kinds=(), equations=(), scans=()).run(context)
-    assert {row.data["method"] for row in rows} == set(METHODS) and len(rows) == 20
+    assert {row.data["method"] for row in rows} == {*METHODS, "vectors"} and len(rows) == 22
     for row in rows:
         assert row.data["nodes"] == 1 and all(each.met for each in row.comparisons), (row.group, row.label, row.note)
 
