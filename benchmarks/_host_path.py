@@ -13,7 +13,7 @@ from unittest import mock
 import scipy.sparse
 import torch
 from jacsparse.patterns import Diagonal, Full, Pattern
-from jacsparse.spgemm import plan_product
+from jacsparse.spgemm import matvec, plan_product
 from torch.nn import MaxPool2d
 
 from jacsparse import PreparedJacobian, chain, nn, prepare_jacobian
@@ -23,11 +23,16 @@ from ._context import Context
 from ._empty_function import empty_passes
 from ._made_up_gpu import host_work, made_up_gpu
 from ._problems import PROBLEMS
+from ._workloads import whole_pruned_vgg11
 
 #: What is counted of a layer, and the layers beside that of one direction.
 FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
 PARTS = (FORWARD, BACKWARD, WITH_INPUT)
 LAYERS: dict[str, dict[str, Any]] = {"": {}, "two directions": {"bidirectional": True}, "two layers": {"num_layers": 2}}
+#: What stands for products with vectors among methods.
+VECTORS = "vectors"
+#: Networks with masks, and the shapes of their samples.
+NETWORKS = {"VGG-11": (whole_pruned_vgg11, (3, 32, 32))}
 #: The layer that computes nothing.
 EMPTY = "a Function that computes nothing"
 
@@ -37,7 +42,7 @@ def main() -> None:
 
     Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: a layer's kind,
     its inputs, steps, samples, and whether calls are timed; or a method of products, and samples; or an equation and
-    its size.
+    its size; or a network and a schedule.
     """
     hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
@@ -48,6 +53,9 @@ def main() -> None:
             case, answer = json.loads(line), dict[str, Any](counts=[], times={})
             if case[0] in PROBLEMS:
                 print(json.dumps(_jacobian(case[0], case[1], launched)), flush=True)
+                continue
+            if case[0] in NETWORKS:
+                print(json.dumps(_scan(case[0], case[1], launched)), flush=True)
                 continue
             if len(case) == 2:
                 for part, call in _products(*case):
@@ -88,6 +96,19 @@ def _jacobian(equation: str, size: int, launched: Callable[[], int]) -> dict[str
     return {**asdict(work), "levels": fused.levels}
 
 
+def _scan(network: str, schedule: str, launched: Callable[[], int]) -> dict[str, Any]:
+    """What both passes of a scan cost, the second one of autograd too, and of how many products that one is."""
+    build, shape = NETWORKS[network]
+    model = build()
+    scan, x = nn.Scan(model, schedule=schedule), torch.randn(1, *shape).requires_grad_()
+    inputs = [x, *model.parameters()]
+    answer: dict[str, Any] = {FORWARD: asdict(host_work(lambda: scan(x), launched))}
+    for part, y in ((BACKWARD, scan(x)), ("autograd", model(x))):
+        answer[part] = asdict(host_work(_gradients(y, inputs, torch.ones_like(y)), launched))
+    (scanner,) = scan._scanners.values()
+    return {**answer, "products": len(scanner._executed.steps), "weights": len(inputs) - 1}
+
+
 def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:
     """The calls of each part; backward passes start from a gradient of the last state, over a graph that stays."""
     weights = list(layer.parameters())
@@ -104,6 +125,10 @@ def _products(method: str, batch: int) -> Iterator[tuple[str, Call]]:
     def sparse(rows: int, columns: int) -> Pattern:
         return Pattern.from_scipy(scipy.sparse.random(rows, columns, 0.3, "csr", random_state=0))
 
+    if method == VECTORS:
+        a = sparse(7, 9)
+        yield "", functools.partial(matvec, a, torch.randn(a.nnz, batch), torch.randn(9, batch))
+        return
     pooling = chain(MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
     factors = {
         "scale": {"rows": (Pattern.of(Diagonal(9)), sparse(9, 7)), "columns": (sparse(7, 9), Pattern.of(Diagonal(9)))},

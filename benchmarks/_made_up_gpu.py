@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,6 +42,9 @@ _NO_KERNELS = frozenset((
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view", "_reshape_alias",
     "_unsafe_view",
 ))  # fmt: skip
+#: Operators and methods of tensors that wait for a device: they tell Python what it holds.
+_WAITING_OPERATORS = ("_local_scalar_dense", "equal", "is_nonzero", "nonzero", "_unique2", "unique_dim")
+_WAITING_METHODS = ("cpu", "item", "numpy", "tolist", "__bool__", "__float__", "__int__")
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ class HostWork:
     c: int
     #: Operators that PyTorch dispatches.
     operators: int
+    #: How often it waits for the device.
+    waits: int
 
     @property
     def nodes(self) -> int:
@@ -155,6 +161,24 @@ class _Operators(TorchDispatchMode):
         return function(*arguments, **(options or {}))
 
 
+@contextlib.contextmanager
+def _counted_waits() -> Iterator[Counter[str]]:
+    """A context that counts the calls of methods that wait for a device."""
+    waits: Counter[str] = Counter()
+
+    def counted(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            waits[method.__name__] += 1
+            return method(*arguments, **options)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in _WAITING_METHODS:
+            stack.enter_context(mock.patch.object(torch.Tensor, name, counted(getattr(torch.Tensor, name))))
+        yield waits
+
+
 def host_work(call: Callable[[], object], launched: Callable[[], int]) -> HostWork:
     """Count what a call costs the host, which was made before."""
     for _ in range(3):
@@ -162,8 +186,9 @@ def host_work(call: Callable[[], object], launched: Callable[[], int]) -> HostWo
     before = launched()
     call()
     launches = launched() - before
-    with _Operators() as operators:
+    with _Operators() as operators, _counted_waits() as methods:
         call()
+    waits = max(methods.total(), sum(operators.counts[name] for name in _WAITING_OPERATORS))
     kernels = sum(count for name, count in operators.counts.items() if name not in _NO_KERNELS)
     functions: Counter[str] = Counter()
     sys.setprofile(lambda frame, event, argument: functions.update([event]))
@@ -172,4 +197,5 @@ def host_work(call: Callable[[], object], launched: Callable[[], int]) -> HostWo
     finally:
         sys.setprofile(None)
     # The end of profiling is a call of C's.
-    return HostWork(launches, kernels, functions["call"], functions["c_call"] - 1, sum(operators.counts.values()))
+    operator_count = sum(operators.counts.values())
+    return HostWork(launches, kernels, functions["call"], functions["c_call"] - 1, operator_count, waits)

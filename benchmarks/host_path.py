@@ -1,6 +1,6 @@
 """The host's part of calls on a GPU, on one that is made up: nodes, functions called, and time.
 
-They are calls of recurrent layers, of products, and of compiled Jacobians.
+They are calls of recurrent layers, of products, of compiled Jacobians, and of scans.
 """
 
 from __future__ import annotations
@@ -18,20 +18,22 @@ from jacsparse.figures import BLUE, GREEN, ORANGE
 from ._context import Context, Timing
 from ._experiment import Experiment
 from ._figures import Bars, Line, Panel, Picture
-from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, WITH_INPUT
+from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, VECTORS, WITH_INPUT
 from ._programs import JsonProgram
 from ._rows import Comparison, Group, Row, reason, values_of, where
 
 #: The most steps of a pass in one launch, and the most nodes of each part up to there and beyond.
 _ONE_LAUNCH = 2000
 _NODES = {FORWARD: (2, 2), BACKWARD: (3, 6), WITH_INPUT: (4, 6)}
-#: The most functions of Python's that a product takes, and its nodes.
-_PRODUCT, _PRODUCT_NODES = 20, 1
+#: The most functions of Python's that a product takes, and one with vectors; and its nodes.
+_PRODUCT, _PRODUCT_WITH_VECTORS, _PRODUCT_NODES = 20, 25, 1
 #: The most functions of Python's of a layer's parts, and the longest time over that of a Function without work.
 _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
 #: The most functions of Python's of a call of a compiled Jacobian.
 _PYTHON_OF_JACOBIAN = 40
+#: The most nodes of a scan's backward pass for each of its products.
+_NODES_OF_SCAN = 1.2
 #: Turns of each function, many short ones: what else the machine does takes both alike.
 _ROUNDS = 25
 #: The parts that single layers have in each part of two layers: the second one's input has a gradient.
@@ -57,13 +59,15 @@ class HostPath(Experiment):
     times: tuple[int, ...] = (10, 1000, 30_000)
     batches: tuple[int, ...] = (1, 16)
     hidden: int = 20
-    #: Methods of products.
-    methods: tuple[str, ...] = ("merge", "slots", "rowwise", "scale", "dense", "select")
+    #: Methods of products, and products with vectors.
+    methods: tuple[str, ...] = ("merge", "slots", "rowwise", "scale", "dense", "select", VECTORS)
     #: Discretised equations, and their sizes.
     equations: tuple[tuple[str, int], ...] = (
         *(("gray_scott", 64), ("cahn_hilliard", 64), ("kuramoto_sivashinsky", 4096), ("upwind_advection", 16)),
         *(("shallow_water", 4096), ("power_flow", 1000), ("oregonator", 4096)),
     )
+    #: Networks with masks, and schedules of their scans.
+    scans: tuple[tuple[str, str], ...] = (("VGG-11", "blelloch:2"),)
 
     name = "host_path"
     title = "What a call costs the host, beside a made-up GPU"
@@ -89,7 +93,7 @@ class HostPath(Experiment):
                         _add_times(group, answer["times"], {"kind": kind, "time": time, "batch": batch})
                     rows += group.rows()
             for method in self.methods:
-                group = Group(f"Products by {method}")
+                group = Group("Products with vectors" if method == VECTORS else f"Products by {method}")
                 for batch in self.batches:
                     _add_products(group, program.answer(json.dumps([method, batch]))["counts"], method, batch)
                 rows += group.rows()
@@ -97,6 +101,11 @@ class HostPath(Experiment):
             for equation, size in self.equations:
                 context.say(f"{equation}, {size}")
                 _add_jacobian(group, equation, size, program.answer(json.dumps([equation, size])))
+            rows += group.rows()
+            group = Group("scans of pruned networks, batch 1")
+            for network, schedule in self.scans:
+                context.say(f"{network} by {schedule}")
+                _add_scan(group, network, schedule, program.answer(json.dumps([network, schedule])))
         return rows + group.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
@@ -168,7 +177,8 @@ def _add_products(group: Group, counts: Iterable[dict[str, Any]], method: str, b
         data = {"method": method, "batch": batch, "nodes": nodes, "python": each["python"]}
         row = group.value(label, nodes, "nodes", note=note, data=data)
         limits = Comparison("nodes", nodes, at_most=_PRODUCT_NODES)
-        group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PRODUCT)))
+        most = _PRODUCT_WITH_VECTORS if method == VECTORS else _PRODUCT
+        group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=most)))
 
 
 def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]) -> None:
@@ -179,6 +189,27 @@ def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]
     row = group.value(f"{equation}, {size}", nodes, "nodes", note=note, data=data)
     levels = Comparison("nodes / levels", nodes / counts["levels"], at_most=1.0)
     group.add(row.beside(levels, Comparison("functions of Python's", python, at_most=_PYTHON_OF_JACOBIAN)))
+
+
+def _add_scan(group: Group, network: str, schedule: str, answer: dict[str, Any]) -> None:
+    """Rows of both passes of a scan: their nodes, beside the products of the second one, and how often they wait."""
+    weights, products = answer["weights"], answer["products"] + answer["weights"]
+    autograd = answer["autograd"]["launches"] + answer["autograd"]["kernels"]
+    for part in (FORWARD, BACKWARD):
+        counts = answer[part]
+        nodes, waits = counts["launches"] + counts["kernels"], Comparison("waits", counts["waits"], at_most=0)
+        note = (
+            f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's; {counts['python']} functions of Python's"
+        )
+        data = {"network": network, "schedule": schedule, "part": part, "nodes": nodes, "waits": counts["waits"]}
+        limits = [waits]
+        if part == BACKWARD:
+            note += (
+                f"; {products} products, {weights} of them gradients of weights; autograd's pass has {autograd} nodes"
+            )
+            limits.append(Comparison("nodes / products", nodes / products, at_most=_NODES_OF_SCAN))
+        label = f"{network} by {schedule}, {part}"
+        group.add(group.value(label, nodes, "nodes", note=note, data=data).beside(*limits))
 
 
 def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:

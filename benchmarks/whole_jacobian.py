@@ -75,14 +75,15 @@ class WholeJacobian(Grid):
     name = "whole_jacobian"
     title = "Jacobians of whole networks"
     source = "thesis, section 3.4; torch.func.jacrev"
+    devices = ("cpu", "cuda")
 
     def cases(self, context: Context) -> Iterable[Network]:
         return self.networks
 
     def measure(self, case: Network, context: Context) -> list[Row]:
-        module = seeded(case.build).to(case.dtype)
+        module = seeded(case.build).to(context.place, case.dtype)
         shape, generator = (case.batch, *case.input_shape), torch.Generator().manual_seed(0)
-        x = torch.randn(shape, generator=generator, dtype=case.dtype)
+        x = torch.randn(shape, generator=generator, dtype=case.dtype).to(context.place)
         prepared = jacsparse.prepare_jacobian(module, x)
 
         def ours() -> torch.Tensor:
@@ -97,9 +98,9 @@ class WholeJacobian(Grid):
         for chunk in self.chunks:
             context.say(f"{case.label}: {PEER}, chunks of {chunk}")
             begin = time.perf_counter()
-            expected = autograd(chunk)()
+            expected = autograd(chunk)().cpu()
             seconds[chunk] = time.perf_counter() - begin
-        _check(jacsparse.jacobian(module, x), expected)
+        _check(jacsparse.jacobian(module, x).to("cpu"), expected)
         chunk = min(seconds, key=seconds.__getitem__)
         label = f"{PEER}, chunks of {chunk}"
         rounds = context.rounds if seconds[chunk] < _LONG else 1
@@ -120,6 +121,8 @@ class WholeJacobian(Grid):
         _first_calls(rows, case, x)
         rows.compare(f"{PEER}, the fastest / ours", label, _LATER, at_least=case.at_least)
         rows.compare(f"{_PREPARED} / {_LATER}", _PREPARED, _LATER, at=_PREPARED, at_most=1.0)
+        if context.device != "cpu":
+            return rows.rows()
         memory = Group(f"{case.label}: memory")
         memory.memory(_LATER, ours, runs=rounds)
         memory.memory(label, autograd(chunk), runs=rounds, role="peer")
@@ -131,10 +134,11 @@ def _first_calls(rows: Group, network: Network, x: torch.Tensor) -> None:
     """Add the first two calls for a new module, whose kernels are compiled and products planned."""
     seconds: dict[str, list[float]] = {_FIRST: [], _SECOND: []}
     for _ in range(5):
-        fresh = seeded(network.build).to(network.dtype)
+        fresh = seeded(network.build).to(x)
         for times in seconds.values():
             begin = time.perf_counter()
-            jacsparse.jacobian(fresh, x)
+            # A copy waits for a GPU.
+            jacsparse.jacobian(fresh, x).values.cpu()
             times.append(time.perf_counter() - begin)
     for label, times in seconds.items():
         rows.value(label, statistics.median(times), "time", "s")

@@ -37,7 +37,7 @@ class _OfChain(nn.Module):
 
     _owner: Owner
 
-    def __init__(self, module: nn.Module, pruned: bool) -> None:
+    def __init__(self, module: nn.Module, pruned: bool | None) -> None:
         super().__init__()
         self.module = check_module(module)
         self.pruned = pruned
@@ -103,8 +103,10 @@ class Scan(_OfChain):
         The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
         Algorithm 1 of the thesis. ``auto`` is autograd's own pass, because no other order is faster on one device:
         nothing is captured then. Loops over at least eight steps are chains of their steps.
-    pruned : bool
-        Whether the Jacobians omit pruned weights.
+    pruned : bool, optional
+        Whether the Jacobians omit pruned weights: those that a mask of ``torch.nn.utils.prune`` holds at zero and,
+        without a mask, those that are zero. By default the latter on the CPU alone: each call has to look at them,
+        which waits for a GPU, and at a mask only once for each of its versions.
     memory_limit : int, optional
         Bytes of Jacobians' values to hold at once; larger batches run in slices. 1 GiB by default.
     process_group : ProcessGroup, optional
@@ -173,7 +175,7 @@ class Scan(_OfChain):
         module: nn.Module,
         *,
         schedule: Schedule | str = "auto",
-        pruned: bool = True,
+        pruned: bool | None = None,
         memory_limit: int | None = None,
         process_group: ProcessGroup | None = None,
         exchange: str = "auto",
@@ -210,7 +212,7 @@ class Scan(_OfChain):
 
     def scanner(self, input_shape: tuple[int, ...]) -> Scanner:
         """The chain, schedule and plans for inputs of a shape, without the batch axis."""
-        return self._scanner(chain(self.module, input_shape, pruned=self.pruned, couples=True))
+        return self._scanner(chain(self.module, input_shape, pruned=self.pruned is not False, couples=True))
 
     def _puller(self, chain: Chain, run: Run) -> Scanner:
         return self._scanner(chain)

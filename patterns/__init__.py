@@ -36,6 +36,7 @@ from .rules import (
 from .sliding import Sliding
 from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
 from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
+from .value_kernels_cuda import note_infinite
 
 __all__ = [
     "CONSTANT",
@@ -72,6 +73,7 @@ __all__ = [
     "holds_numbers",
     "input_gradients",
     "is_pointwise",
+    "note_infinite",
     "pattern_figure",
     "picture",
     "plot_pattern",

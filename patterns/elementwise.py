@@ -122,7 +122,13 @@ class PointwiseRule(_DiagonalRule):
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         if self._is_one(call):
             return call.input.new_ones((pattern.nnz, 1))
-        if self.shared(call):
+        shared = self.shared(call)
+        factor = call.arguments.get(_FACTORS.get((call.operator, call.argument), "")) if shared else None
+        if isinstance(factor, torch.Tensor):
+            # The other factor of a product is the derivative itself.
+            factor = factor.detach().to(call.input.dtype).resolve_neg()
+            values = batch_last(factor.expand(1, *call.out_shape))
+        elif shared:
             values = batch_last(self._derivative(call, call.input.new_zeros((1, *call.in_shape))))
         elif call.in_shape == call.out_shape:
             values = super().values(call, pattern)

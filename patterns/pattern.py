@@ -96,6 +96,11 @@ class Pattern:
         return self._csr[1]
 
     @functools.cached_property
+    def _launches(self) -> dict[Any, Any]:
+        """Launches on devices that read its arrays, by what decides them; `jacsparse.spgemm` makes them."""
+        return {}
+
+    @functools.cached_property
     def T(self) -> Pattern:
         """The pattern of the transpose."""
         transpose = Pattern.of(self.structure.T)

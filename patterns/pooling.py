@@ -19,13 +19,13 @@ import scipy.sparse
 import torch
 from torch.nn import functional
 
-from ..runtime import frozen, index_dtype, on_device, row_starts
+from ..runtime import frozen, index_dtype, on_device, row_starts, uploaded
 from .layout import Labels
 from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
 from .sliding import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
 from .structure import Arrays, Structure, axes_table, byte_array, check_size, csr_of_transpose, flag, natural
-from .value_kernels import batch_last, placed, selected, take
+from .value_kernels import placed, selected, take
 
 
 @dataclass(frozen=True)
@@ -224,6 +224,12 @@ def _channels(call: Call) -> int:
     return math.prod(call.in_shape[: -count_of_windowed_axes(call.operator)])
 
 
+@functools.lru_cache(maxsize=64)
+def _firsts(channels: int, positions: int) -> np.ndarray:
+    """The number of each channel's first position, ``(channels, 1)``."""
+    return frozen(positions * np.arange(channels)[:, None])
+
+
 class _WindowRule(Rule):
     """Windows that slide over the last axes, at each place of the others."""
 
@@ -304,14 +310,17 @@ class _MaxPoolRule(_WindowRule):
             return super().pull_back(call, pattern, gradients)
         winners = self.winners(call).flatten(0, 1).flatten(1)
         channels, positions = len(winners), math.prod(_sizes(call))
-        places = winners + positions * torch.arange(channels, device=winners.device)[:, None]
+        places = winners + uploaded(_firsts(channels, positions), winners.device)
         sums = gradients.new_zeros(len(gradients), channels * positions)
         return sums.index_add_(1, places.flatten(), gradients.flatten(1))
 
     def selection(self, call: Call) -> torch.Tensor:
         winners = self.winners(call).flatten(2)
-        channel = torch.arange(_channels(call), device=winners.device)[:, None]
-        return batch_last((winners + channel * math.prod(_sizes(call))).to(torch.int32))
+        batch, channels, windows = winners.shape
+        firsts = uploaded(_firsts(channels, math.prod(_sizes(call))), winners.device)
+        rows = torch.empty((channels * windows, batch), dtype=torch.int32, device=winners.device)
+        torch.add(winners, firsts, out=rows.view(channels, windows, batch).permute(2, 0, 1))
+        return rows
 
 
 @add_rule("aten.avg_pool2d", "aten.avg_pool3d", "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d")

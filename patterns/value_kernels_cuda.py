@@ -8,7 +8,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ..runtime import INDEX, REAL, THREADS, KernelFile, allocated, blocks, c_type, index_type, instances, uploaded
+from ..runtime import (
+    INDEX,
+    REAL,
+    THREADS,
+    KernelFile,
+    allocated,
+    blocks,
+    c_type,
+    host_flag,
+    index_type,
+    instances,
+    multiprocessors,
+    uploaded,
+)
 
 _FILE = KernelFile(
     Path(__file__).parent / "kernels" / "values.cu",
@@ -17,6 +30,7 @@ _FILE = KernelFile(
         *instances("repeat_rows", REAL, INDEX),
         *instances("positive", REAL),
         *instances("selected", REAL, INDEX),
+        *instances("note_infinite", REAL),
     ),
 )
 
@@ -91,3 +105,11 @@ def selected(winner: torch.Tensor, window: np.ndarray, position: np.ndarray, dty
         device=winner.device,
     )
     return out
+
+
+def note_infinite(values: torch.Tensor) -> None:
+    """Set the `host_flag` of the values' device where one of them is not finite, without waiting for that."""
+    device, count = values.device, values.numel()
+    grid = [min(blocks(count), 8 * multiprocessors(device))]
+    kernel = f"note_infinite<{c_type(values.dtype)}>"
+    _FILE.launch(kernel, grid, [THREADS], values.contiguous(), count, host_flag(device), device=device)

@@ -6,7 +6,7 @@ element type and the batches of both factors.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,18 @@ import numpy as np
 import torch
 
 from ..patterns import Pattern
-from ..runtime import INDEX, REAL, THREADS, KernelFile, blocks, c_type, index_type, instances, uploaded
+from ..runtime import (
+    INDEX,
+    REAL,
+    THREADS,
+    KernelFile,
+    active_backend,
+    blocks,
+    c_type,
+    index_type,
+    instances,
+    uploaded,
+)
 
 if TYPE_CHECKING:
     from .merge import Lists
@@ -46,6 +57,8 @@ _WARPS = THREADS // 32
 _LANES = 32
 #: Samples of a tile of entries that a block takes at once, and sums of each of its threads.
 _WIDTH, _SUMS = 16, 4
+#: Launches that a pattern keeps, for devices, dtypes and batches.
+_MOST_LAUNCHES = 16
 #: Pairs per entry from which on a warp sums each entry's list.
 _LONG = 32
 
@@ -58,13 +71,6 @@ def _index(*patterns: Pattern) -> torch.dtype:
 def _arrays(device: torch.device, dtype: torch.dtype, *patterns: Pattern) -> list[torch.Tensor]:
     """``indptr`` and ``indices`` of each pattern, on a device."""
     return [uploaded(array, device, dtype) for pattern in patterns for array in (pattern.indptr, pattern.indices)]
-
-
-def _launch(kernel: str, types: Sequence[torch.dtype], grid: list[int], block: list[int], *arguments: Any) -> None:
-    """Run a kernel's instance for index `types`; the last argument is the result, on whose device it runs."""
-    result = arguments[-1]
-    instance = f"{kernel}<{', '.join(map(c_type, (result.dtype, *types)))}>"
-    _FILE.launch(instance, grid, block, *arguments, device=result.device)
 
 
 def _record(
@@ -173,16 +179,38 @@ def full_sparse(
 
 def at_entries(a: Pattern, b: Pattern, c: Pattern, g: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor) -> None:
     """``G Bᵀ`` at A's entries, with G on C's pattern."""
-    dtype = _index(a, b, c)
-    arguments = (*_arrays(out.device, dtype, a, b, c), g, g.shape[1], b_values, b_values.shape[1], out.shape[1], out)
-    _launch("at_entries", [dtype], [a.shape[0]], [THREADS], *arguments)
+    _kept(a, _at_entries, out.device, out.dtype, (g.shape[1], b_values.shape[1]), b, c)(g, b_values, out)
+
+
+def _at_entries(
+    a: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int], b: Pattern, c: Pattern
+) -> BoundProduct:
+    types, names = [real, _index(a, b, c)], ("a", "b", "g")
+    parameters = (f"{name}_{array}" for name in names for array in ("indptr", "indices"))
+    constants = dict(zip(parameters, _arrays(device, types[1], a, b, c), strict=True))
+    return _record("at_entries", types, a.shape[0], [THREADS], device, batches, **constants)
 
 
 def matvec(pattern: Pattern, values: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
     """A sparse matrix times vectors."""
-    dtype, (rows, batch) = _index(pattern), y.shape
-    arguments = (*_arrays(y.device, dtype, pattern), values, values.shape[1], x, x.shape[1], rows, batch, y)
-    if batch >= _LANES:
-        _launch("matvec_lanes", [dtype], [blocks(y.numel())], [THREADS], *arguments)
-    else:
-        _launch("matvec", [dtype], [blocks(y.numel(), _WARPS)], [32, _WARPS], *arguments)
+    _kept(pattern, _matvec, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
+
+
+def _matvec(pattern: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+    types, rows = [real, _index(pattern)], pattern.shape[0]
+    indptr, indices = _arrays(device, types[1], pattern)
+    count, constants = rows * max(batches), {"indptr": indptr, "indices": indices, "rows": rows}
+    if max(batches) >= _LANES:
+        return _record("matvec_lanes", types, blocks(count), [THREADS], device, batches, **constants)
+    return _record("matvec", types, blocks(count, _WARPS), [32, _WARPS], device, batches, **constants)
+
+
+def _kept(pattern: Pattern, make: Callable[..., BoundProduct], *key: Any) -> BoundProduct:
+    """The launch that `make` makes of a pattern and a key, which the pattern keeps."""
+    launches, key_of_all = pattern._launches, (active_backend(), make, *key)
+    launch = launches.get(key_of_all)
+    if launch is None:
+        if len(launches) >= _MOST_LAUNCHES:
+            launches.clear()
+        launch = launches[key_of_all] = make(pattern, *key)
+    return launch

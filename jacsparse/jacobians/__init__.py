@@ -95,16 +95,17 @@ take within a call, seeds, a backward pass's weights of all colours, patterns wh
 of itself, compiled kernels on disk, and copies on devices.
 
 **What differs on a GPU.** Nothing is grouped or interpreted: with ``compile`` `FoldedProducts` and `Compressed` are
-kernels (`DeviceCode` of `codegen`), which set a flag where values are not finite, for a later call to tell; without, a
-prepared call is a replay, by `ChainProducts` or `Compressed`. Costs are those of CPUs. Patterns, colourings, orders and
-plans are made on the CPU. Arrays of patterns and plans are copied at their first use (`uploaded`), which the capture of
-a CUDA graph refuses; those of a `Compressed` or a `FusedValues` when it is made; those of entries that are mended, of
-writes and of rules without kernels of their own in each call; those of `differentiable` in each backward pass. Products
-are launches that `Method.bind` makes once, all samples at once and without strips; `merge`, where its lists fit, takes
-the place of slots there (`device_substitute`). Values of rules mostly have kernels of their own (`value_kernels_cuda`
-in `patterns`). `on_device` is true of a device's tensors and of those that a test's backend emulates,
-``Tensor.is_cuda`` of the former alone. Where nothing is compiled, each call waits for the device to look whether all
-values are finite. Each one waits where it looks at pruned weights, and once for each version of an index or a mask.
+kernels (`DeviceCode` of `codegen`); without, a prepared call is a replay, by `ChainProducts` or `Compressed`. Costs
+have a record of their own (`COSTS` in `jacsparse.stages`). Patterns, colourings, orders and plans are made on the CPU.
+Arrays of patterns and plans are copied at their first use (`uploaded`), which the capture of a CUDA graph refuses;
+those of a `Compressed` or a `FusedValues` when it is made; those of writes and of rules without kernels of their own in
+each call; those of `differentiable` in each backward pass. Products are launches that `Method.bind` makes once, all
+samples at once and without strips; `merge`, where its lists fit, takes the place of slots there (`device_substitute`).
+Values of rules mostly have kernels of their own (`value_kernels_cuda` in `patterns`). `on_device` is true of a device's
+tensors and of those that a test's backend emulates, ``Tensor.is_cuda`` of the former alone. No call waits for the
+device to look whether values are finite: a kernel sets a flag, of which a later call tells (`note_infinite`). Each
+version of an index or a mask, pruning masks among them, is looked at once (`Comparisons` of `tracing`); weights that
+are zero without a mask are at each call, which waits.
 """
 
 from .hessians import PreparedHessian, hessian, prepare_hessian

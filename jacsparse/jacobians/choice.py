@@ -1,6 +1,6 @@
 """The choice of the way to a Jacobian's values: of the least predicted cost.
 
-Costs are in multiply-adds of sparse products, half a nanosecond each on CPUs; GPUs take the same ones.
+Costs are those of the function's device, by the table in `jacsparse.stages`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ..codegen import may_be_loops
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..runtime import on_device
-from ..stages import DENSE, PASS, START, check_size
+from ..stages import check_size
 from .colorings import Coloring, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed, seeds_at_once
@@ -26,18 +26,6 @@ from .terms import NotFoldableError
 from .traced_function import TracedFunction
 
 _LOGGER = logging.getLogger("jacsparse")
-
-#: A value of 8 bytes that a product or sum reads or writes, or that a call computes: about 3 ns.
-VALUE = 6
-#: A term of a folded entry: about 2 ns.
-TERM = 4
-#: Fixed cost of a PyTorch call on tangents: about 15 µs.
-CALL = 30_000
-#: How much less both are in machine code; and how much more where PyTorch's calls between it take all seeds at once,
-#: which do not fit in caches.
-COMPILED, APART = 4, 1.25
-#: What a call of machine code saves beside: about 100 µs.
-REPLAY = 200_000
 
 
 def evaluator_of(
@@ -75,7 +63,7 @@ def evaluator_of(
 
 def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Callable[[Pattern], Coloring]) -> Evaluator:
     """The way of `evaluator_of`."""
-    folding = Folding(function)
+    folding, costs = Folding(function), function.chain.costs
     check_size(function.chain, function.x)
 
     def compressed(colors: Coloring, compile: bool = compile) -> Compressed:
@@ -90,12 +78,12 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
             return None
         most, samples = None, 1 if function.shared else function.batch
         if cost is not None:
-            most = int(cost / (TERM * samples))
+            most = int(cost / (costs.term * samples))
         try:
             folded = folding.folded(most=most)
         except NotFoldableError:
             return None
-        if cost is not None and TERM * samples * folding.algebra.terms + _cost_of_passes(folding) > cost:
+        if cost is not None and costs.term * samples * folding.algebra.terms + _cost_of_passes(folding) > cost:
             return None
         return FoldedProducts(function, folded, compile=compile)
 
@@ -139,7 +127,7 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
     cost_of_colors, pays = _cost_of_colors(function, colors, compile=False), False
     if compile:
         compiled = _cost_of_colors(function, colors, compile=True)
-        pays = compiled - REPLAY < cost_of_colors
+        pays = compiled - costs.replay < cost_of_colors
         cost_of_colors = compiled if pays else cost_of_colors
     counts = sum(colors.counts)
     _LOGGER.debug("costs: products%s %.2g, %d colours %.2g", products.details, cost, counts, cost_of_colors)
@@ -155,45 +143,45 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
 
 def _cost_of_passes(folding: Folding) -> float:
     """The cost of the operators' backward passes that make local derivatives for folded products."""
-    function, cost = folding.function, 0.0
+    function, costs, cost = folding.function, folding.function.chain.costs, 0.0
     for edge in folding.by_passes:
         passes = passes_of(edge)
         values = passes * (edge.call.in_size + edge.call.out_size) + edge.pattern.nnz
-        cost += passes * CALL + VALUE * function.x.element_size() / 8 * function.batch * values
+        cost += passes * costs.call + costs.value * function.x.element_size() / 8 * function.batch * values
     return cost
 
 
 def _cost_of_products(function: TracedFunction) -> float:
     """The cost of the products and sums of the operators' matrices."""
-    chain = function.chain
+    chain, costs = function.chain, function.chain.costs
     if not len(chain):
         return 0.0
     accumulation, batch = chain.accumulation, 1 if function.shared else function.batch
     values, multiply_adds = accumulation.work(batch, lambda key: key[1].shared)
-    cost: float = START * len(accumulation.matrices) + multiply_adds
+    cost: float = costs.start * len(accumulation.matrices) + multiply_adds
     for span, columns in accumulation.passes:
         stages = chain.stages[span]
         # Gradients are written and read.
         values += 2 * batch * columns * sum(math.prod(stage.in_shape) for stage in stages)
-        cost += PASS + DENSE * batch * columns * sum(stage.backward_work for stage in stages)
-    return cost + VALUE * function.x.element_size() / 8 * values
+        cost += costs.backward_pass + costs.dense * batch * columns * sum(stage.backward_work for stage in stages)
+    return cost + costs.value * function.x.element_size() / 8 * values
 
 
 def _cost_of_colors(function: TracedFunction, colors: Coloring, *, compile: bool) -> float:
     """The cost of products of the whole function with a seed for each colour; infinite where they do not compile."""
-    left = 1.0
+    costs, left = function.chain.costs, 1.0
     if compile:
         if not seeds_at_once(function, colors, compile=True)[1]:
             return math.inf
-        left = 1.0 if seeds_at_once(function, colors, compile=False)[1] else APART
+        left = 1.0 if seeds_at_once(function, colors, compile=False)[1] else costs.apart
     calls, values, read_by_pytorch = 0.0, 0.0, set[int]()
     for node in reversed(function.nodes):
         # What PyTorch computes of a call, it reads from memory: no loop computes that.
         is_loop = compile and may_be_loops(node.name) and read_by_pytorch.isdisjoint(node.results)
-        share = 1 / COMPILED if is_loop else left
-        calls, values = calls + share * CALL, values + share * function.element_count(node)
+        share = 1 / costs.compiled if is_loop else left
+        calls, values = calls + share * costs.call, values + share * function.element_count(node)
         if not is_loop:
             read_by_pytorch.update(value for _, value in node.tensors)
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
-    dense = left * DENSE / 3 * sum(stage.backward_work for stage in function.chain)
-    return calls + colors.cost * (VALUE * function.x.element_size() / 8 * values + function.batch * dense)
+    dense = left * costs.dense / 3 * sum(stage.backward_work for stage in function.chain)
+    return calls + colors.cost * (costs.value * function.x.element_size() / 8 * values + function.batch * dense)

@@ -41,6 +41,7 @@ from ..runtime import (
     thread_count,
     uploaded,
 )
+from ..stages import tell_of_infinite_values
 from ..tracing import Trace, is_recording, without_autocast
 from .traced_function import TracedFunction
 from .value_functions import ValueFunction
@@ -54,10 +55,6 @@ ELEMENT = 10
 ALIGNMENT = 64
 #: The most bytes of scratch memory that are kept between calls.
 MOST_SCRATCH = 2**20
-_NOT_FINITE = (
-    "%s: an earlier call of a compiled Jacobian had values that are not finite as products of local derivatives; "
-    "autograd may have numbers there: compare by `check`, or leave compile=True out"
-)
 
 
 #: The numbers of the elements that are wanted, ``(nnz, batch)``, from those of the results of a graph's calls.
@@ -261,8 +258,7 @@ class FusedValues:
             table[self._out] = out
             extend_lives([self._uploaded])
             if self._infinite[0]:
-                self._infinite[0] = 0
-                _LOGGER.warning(_NOT_FINITE, self._device)
+                tell_of_infinite_values(self._device)
             self._code.run(table)
             return out, True
         table[self._out], table[-1] = out.data_ptr(), 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -15,10 +14,20 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree
 
 from ..patterns import Pattern, requiring_gradient
-from ..runtime import a_type, on_device
+from ..runtime import a_type
 from ..spgemm import SparseJacobian
 from ..stages import Edge, chain_of
-from ..tracing import Form, PrunedWeight, Trace, Value, check_outside_transforms, form_of, name_of, without_autocast
+from ..tracing import (
+    Comparisons,
+    Form,
+    PrunedWeight,
+    Trace,
+    Value,
+    check_outside_transforms,
+    form_of,
+    name_of,
+    without_autocast,
+)
 from .arguments import Arguments
 from .differentiable import connected_to, with_gradients
 from .evaluator import Evaluator
@@ -54,8 +63,8 @@ class PreparedProgram:
     watched: Sequence[tuple[Edge, PrunedWeight]]
     #: All entries, those of pruned weights too, where values are to have gradients.
     unpruned_pattern: Pattern | None
-    #: By values, the index or mask on a GPU that had the elements of then, and its version.
-    compared: dict[int, tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=dict)
+    #: Those of indices and masks on a GPU, by values.
+    comparisons: Comparisons = field(default_factory=Comparisons)
 
     @classmethod
     def of(cls, traced: TracedProgram, evaluator: Evaluator, create_graph: bool) -> PreparedProgram:
@@ -171,26 +180,17 @@ class PreparedProgram:
                 )
             captures[value] = tensor
         for value, contents in self.traced.contents.items():
-            if not self._has_contents(value, captures[value], contents):
+            tensor = captures[value]
+            compare = partial(_has_contents, tensor, contents)
+            if not self.comparisons.outcome(value, tensor, compare):
                 what = _name_of_source(self.traced.captures[value], "an index, a mask or other tensor")
                 raise ValueError(
-                    f"{what} of {captures[value].dtype} {tuple(captures[value].shape)} holds other elements than when "
+                    f"{what} of {tensor.dtype} {tuple(tensor.shape)} holds other elements than when "
                     "this Jacobian was prepared, which took them for constants, since patterns may depend on them: "
                     "prepare one for these"
                 )
         check_outside_transforms(self.traced.function.trace.module, captures.values())
         return captures
-
-    def _has_contents(self, value: int, tensor: torch.Tensor, contents: torch.Tensor) -> bool:
-        """Whether an index or a mask has the elements of then; a GPU, which that waits for, compares a version once."""
-        if not on_device(tensor) or tensor.is_inference():
-            return torch.equal(contents_of(tensor), contents)
-        compared = self.compared.get(value)
-        if compared is None or compared[0]() is not tensor or compared[1] != tensor._version:
-            if not torch.equal(contents_of(tensor), contents):
-                return False
-            self.compared[value] = weakref.ref(tensor), tensor._version
-        return True
 
     def _returned(self, trace: Trace, values: torch.Tensor, connected: bool) -> Evaluated:
         """The values with what the function returned, whose tensors may have gradients where values may."""
@@ -215,7 +215,7 @@ class PreparedProgram:
     def _check_weights(self, trace: Trace) -> None:
         """Raise where an element that the pattern leaves out is not zero in a call."""
         for edge, weight in self.watched:
-            if weight.holds(edge.weight(weight.name, trace)):
+            if edge.omits_zeros(weight, trace):
                 continue
             # The parameters and buffers that the weight is computed from, or the shapes of other tensors.
             module, graph, value = trace.module, trace.graph, edge.number_of(weight.name)
@@ -235,6 +235,10 @@ class PreparedProgram:
         watched = {edge.number_of(weight.name) for edge, weight in self.watched}
         looks = watched - self.traced.captures.keys() or function.chain.registered_values
         return None if fused is None or looks or fused.reads - {0, *self.traced.captures} else fused
+
+
+def _has_contents(tensor: torch.Tensor, contents: torch.Tensor) -> bool:
+    return torch.equal(contents_of(tensor), contents)
 
 
 def _name_of_source(source: Any, otherwise: str = "a tensor that the function reads") -> str:

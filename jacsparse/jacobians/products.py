@@ -20,7 +20,7 @@ from ..codegen import ElementGraph, sums
 from ..patterns import Diagonal, Full, Identity
 from ..runtime import MEMORY_POOL, on_device
 from ..spgemm import RowGroups, rows_alike
-from ..stages import START, Edge, LocalJacobian
+from ..stages import Edge, LocalJacobian
 from ..tracing import Trace, Value
 from .evaluator import Evaluator
 from .folding import Folded, derivative_of, is_elementwise, selection_of, transposed
@@ -155,7 +155,7 @@ class GroupedProducts(Evaluator):
         scales = [begin if size else None for begin, size in zip(begins, sizes, strict=False)]
         self._product = groups.plan(elements, scales, self._batch)
         #: The cost of a call, in multiply-adds of sparse products.
-        self.cost = START + self._product.cost
+        self.cost = function.chain.costs.start + self._product.cost
         self.details = f" ({groups.count} groups of rows with the same entries)"
         self.flop = 2 * groups.multiply_adds
         self.nbytes = self.pattern.index_nbytes + self._product.nbytes
@@ -195,7 +195,7 @@ class GroupedProducts(Evaluator):
             groups = RowGroups([edge.pattern for edge in factors], most=MOST_PLAN_TERMS)
         except ValueError:
             return None
-        least = START + groups.least_cost(1 if function.shared else function.batch)
+        least = function.chain.costs.start + groups.least_cost(1 if function.shared else function.batch)
         if least >= most or not groups.fit_in_caches or groups.pattern != function.pattern:
             return None
         grouped = cls(function, factors, diagonals, groups)

@@ -19,7 +19,7 @@ from .cuda import (
     on_device,
 )
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
-from .device_memory import allocated, extend_lives, host_flag, memory_for, multiprocessors, uploaded
+from .device_memory import allocated, before_captures, extend_lives, host_flag, memory_for, multiprocessors, uploaded
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import uncompiled
 from .files import check_writable, replacing
@@ -62,6 +62,7 @@ __all__ = [
     "announced_where_long",
     "array_in",
     "backend",
+    "before_captures",
     "blocks",
     "c_type",
     "cache_directory",

@@ -54,7 +54,7 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
-    chain, run = forward_pass(check_module(module), x, couples=True)
+    chain, run = forward_pass(check_module(module), x, pruned=None, couples=True)
     scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
@@ -148,7 +148,7 @@ def _backward(
 
 
 def _deterministic_run(module: nn.Module, x: torch.Tensor) -> tuple[Chain, Run]:
-    chain, run = forward_pass(module, x, couples=True)
+    chain, run = forward_pass(module, x, pruned=None, couples=True)
     drawing = run.trace.graph.drawing
     if drawing is not None:
         raise ValueError(f"{drawing}: backward runs the forward again, which would draw other numbers; call .eval()")

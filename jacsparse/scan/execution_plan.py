@@ -61,7 +61,7 @@ class AutogradPass:
 
 @dataclass(frozen=True)
 class Slices:
-    """Products that are computed for some samples at a time.
+    """Products that are computed for some samples at a time, or for all.
 
     Attributes
     ----------
@@ -74,6 +74,8 @@ class Slices:
         which elements they select.
     kept : dict of int to int
         The vectors that leave the slices, by value, and their numbers of elements.
+    matrices : frozenset of int
+        The products of matrices that later phases read, by value.
     entries : int
         Entries of all matrices of a sample.
     """
@@ -82,6 +84,7 @@ class Slices:
     plans: Mapping[int, ProductPlan]
     formed: frozenset[int]
     kept: Mapping[int, int]
+    matrices: frozenset[int]
     entries: int
 
 
@@ -91,6 +94,9 @@ class ExecutionPlan:
     Steps before all products of matrices, or after them, run on the whole batch: autograd goes through all their stages
     in one pass, which computes the gradients of weights as well. The other steps run in slices of samples, because only
     they need matrices. Stages that couple samples are steps on the whole batch, between such products.
+
+    Where all matrices of the whole batch fit into memory, `at_once`, products are taken for all samples, and only those
+    with matrices that are products themselves: autograd goes through every other stage.
 
     Parameters
     ----------
@@ -102,11 +108,15 @@ class ExecutionPlan:
         Gives the plan of each product of two matrices, by the product's value, where matrices are multiplied.
     wanted : WantedGradients
         The gradients.
+    at_once : bool
+        Whether products are for the whole batch.
 
     Attributes
     ----------
     phases : tuple of (tuple of AutogradPass) or Slices
         What is done, in order.
+    entries : int
+        Entries of all matrices of a sample, of those slices that have the most.
     apart : frozenset of int
         Externals that several passes read: each pass leaves out the others' gradients.
     """
@@ -117,11 +127,13 @@ class ExecutionPlan:
         schedule: Schedule,
         products: Callable[[], Mapping[int, ProductPlan]],
         wanted: WantedGradients,
+        *,
+        at_once: bool,
     ) -> None:
         self._chain, self._wanted = chain, wanted
         self._asked = {schedule.gradients[len(chain) - 1 - number] for number in wanted.stages}
         steps = schedule.live_steps(self._asked)
-        parts = _parts(steps, {len(chain) - number for number in chain.coupling})
+        parts = _layers(steps) if at_once else _parts(steps, {len(chain) - number for number in chain.coupling})
         self._matrices, self._multiplied = _operands(step for part in parts[1::2] for step in part), _operands(steps)
         plans = products() if len(parts) > 1 else {}
         phases = list[tuple[AutogradPass, ...] | Slices]()
@@ -129,6 +141,8 @@ class ExecutionPlan:
             # What later parts multiply, or what is asked for.
             used = self._asked.union(*map(_operands, parts[place + 1 :]))
             phases.append(self._slices(part, plans, used) if place % 2 else self._passes(part, used))
+        entries = [phase.entries for phase in phases if isinstance(phase, Slices)]
+        self.entries = sum(entries) if at_once else max(entries, default=0)
         passes = [each for phase in phases[::2] if isinstance(phase, tuple) for each in phase]
         remaining = sorted(wanted.stages - {number for each in passes for number in each.stages})
         alone = [self._pass(schedule.gradients[len(chain) - 1 - at], [at], {}, self._asked) for at in remaining]
@@ -156,7 +170,8 @@ class ExecutionPlan:
             for value in multiplied.union(applied, (step.out for step, _ in products)) - through
         ]
         formed = frozenset(lefts | rights | applied - through)
-        return Slices(tuple(steps), plans, formed, kept, sum(pattern.nnz for pattern in patterns))
+        matrices = frozenset(step.out for step, _ in products if step.out in used)
+        return Slices(tuple(steps), plans, formed, kept, matrices, sum(pattern.nnz for pattern in patterns))
 
     def _passes(self, steps: Sequence[Step], used: set[int]) -> tuple[AutogradPass, ...]:
         """Products of a stage's matrix and a vector, as passes of autograd through successive stages."""
@@ -194,6 +209,21 @@ class ExecutionPlan:
 def _operands(steps: Iterable[Step]) -> set[int]:
     """The values that steps multiply."""
     return {value for step in steps for value in (step.left, step.right)}
+
+
+def _layers(steps: Sequence[Step]) -> list[list[Step]]:
+    """Steps by stages' own passes, steps with matrices that are products, and so on, each as early as may be."""
+    products = {step.out for step in steps if step.kind == "mm"}
+
+    def layer(step: Step, left: int, right: int) -> int:
+        after = max(left, right)
+        return after + (after % 2 != (step.kind == "mm" or step.left in products))
+
+    layers = run(steps, layer, element=lambda _: 0)
+    parts: list[list[Step]] = [[] for _ in range(1 + max(layers.values(), default=0))]
+    for step in steps:
+        parts[layers[step.out]].append(step)
+    return parts
 
 
 def _parts(steps: Sequence[Step], coupling: Collection[int]) -> list[list[Step]]:

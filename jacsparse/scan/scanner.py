@@ -61,7 +61,7 @@ class Scanner:
         light = {len(chain) - number for number, stage in enumerate(chain.stages) if stage.light}
         self._executed, _ = self.schedule.deferred(light)
         self._multiplies = any(step.kind == "mm" for step in self._executed.steps)
-        self._executions: dict[WantedGradients, ExecutionPlan] = {}
+        self._executions: dict[tuple[WantedGradients, bool], ExecutionPlan] = {}
         self.reports = [] if reports is None else reports
         self._looped: LoopedChain | None = None
 
@@ -128,7 +128,10 @@ class Scanner:
                 )
                 self.reports[:] = reports
                 return x_gradient, of_externals
-            plan = self._plan(records, externals_of, for_input=for_input)
+            wanted = self._wanted(records, externals_of, for_input=for_input)
+            plan = self._plan(wanted, at_once=True)
+            if self.slice_size(plan.entries, gradient) < len(gradient):
+                plan = self._plan(wanted, at_once=False)
             execution = _Execution(self, plan, records, gradient, plan.apart.union(apart))
             execution.run()
         self.reports[:] = self._reports_on(records)
@@ -161,24 +164,33 @@ class Scanner:
         loops = [loop for each in regions for loop in each.loops]
         return reports + [Report("backward", each.count, each.path, ["sequential"], reason=reason) for each in loops]
 
-    def _plan(
+    def slice_size(self, entries: int, like: torch.Tensor) -> int:
+        """The number of samples, among those of a tensor, whose matrices fit the memory limit together."""
+        size = max(1, min(len(like), self.memory_limit // max(1, entries * like.element_size())))
+        # Multiples of 16 or 4 samples fill the kernels' vectors.
+        return size if size == len(like) else size // 16 * 16 or size // 4 * 4 or 1
+
+    def _wanted(
         self, records: Sequence[Record], externals: tuple[tuple[int, ...], ...], *, for_input: bool
-    ) -> ExecutionPlan:
-        """The plan for the gradients that are wanted, made at their first backward pass."""
+    ) -> WantedGradients:
+        """What a backward pass is asked for."""
         # Hooks of nodes matter only where matrices are multiplied: elsewhere autograd calls them itself.
         stages = [
             number
             for number, record in enumerate(records)
             if externals[number] or (for_input and number == 0) or has_hooks(record, of_nodes=self._multiplies)
         ]
-        wanted = WantedGradients(externals, frozenset(stages), for_input)
-        plan = self._executions.get(wanted)
+        return WantedGradients(externals, frozenset(stages), for_input)
+
+    def _plan(self, wanted: WantedGradients, *, at_once: bool) -> ExecutionPlan:
+        """The plan for the gradients that are wanted, made at their first backward pass."""
+        plan = self._executions.get((wanted, at_once))
         if plan is None:
-            plan = ExecutionPlan(self.chain, self._executed, lambda: self.plans, wanted)
+            plan = ExecutionPlan(self.chain, self._executed, lambda: self.plans, wanted, at_once=at_once)
             # Weights that are frozen and trained again want others.
             if len(self._executions) >= _MOST_PLANS:
                 self._executions.clear()
-            self._executions[wanted] = plan
+            self._executions[wanted, at_once] = plan
         return plan
 
 
@@ -199,6 +211,8 @@ class _Execution:
         # Products have the input's dtype, although operators may have others.
         self.like = records[0].trace.input.detach()
         self._memory: dict[int, torch.Tensor] = {}
+        # The products that later phases read.
+        self._matrices: dict[int, SparseJacobian | None] = {}
         self.external_gradients: dict[int, torch.Tensor] = {}
         self.input_gradient: torch.Tensor | None = None
 
@@ -209,9 +223,9 @@ class _Execution:
                 for autograd_pass in phase:
                     self._go_back(autograd_pass)
                 continue
-            for value, rows in phase.kept.items():
-                self.vectors[value] = self.like.new_empty((self.batch, rows))
-            shared, size = dict[int, SparseJacobian](), self._slice_size(phase)
+            shared, size = dict[int, SparseJacobian](), self.scanner.slice_size(phase.entries, self.like)
+            if size < self.batch:
+                self.vectors |= {value: self.like.new_empty((self.batch, n)) for value, n in phase.kept.items()}
             for begin in range(0, self.batch, size):
                 self._run_slice(phase, slice(begin, min(begin + size, self.batch)), shared)
 
@@ -264,11 +278,14 @@ class _Execution:
                 vectors = _through(self.records[-step.left], right, samples)
             else:
                 vectors = matvec(left.pattern, left.values, right)
-            if step.out in slices.kept:
+            if step.out in slices.kept and whole:
+                self.vectors[step.out] = vectors.T
+            elif step.out in slices.kept:
                 self.vectors[step.out][samples] = vectors.T
             return vectors
 
-        run(slices.steps, multiply, apply, element, kept=())
+        values = self._matrices if whole else None
+        run(slices.steps, multiply, apply, element, values=values, kept=slices.matrices)
 
     def _memory_for(self, value: int, pattern: Pattern, batch: int) -> torch.Tensor:
         """Memory for a product's values, which several slices use: fresh pages would cost as much as the product."""
@@ -278,13 +295,6 @@ class _Execution:
             what = f"values of a {m:,} × {n:,} product"
             self._memory[value] = allocated(what, shape, like.dtype, like.device, batch).view(-1)
         return self._memory[value][: math.prod(shape)].view(shape)
-
-    def _slice_size(self, slices: Slices) -> int:
-        """The number of samples whose matrices fit the memory limit together."""
-        nbytes = slices.entries * self.like.element_size()
-        size = max(1, min(self.batch, self.scanner.memory_limit // max(1, nbytes)))
-        # Multiples of 16 or 4 samples fill the kernels' vectors.
-        return size if size == self.batch else size // 16 * 16 or size // 4 * 4 or 1
 
 
 def _through(record: Record, vectors: torch.Tensor, samples: slice) -> torch.Tensor:

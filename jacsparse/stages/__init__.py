@@ -10,10 +10,10 @@ inputs.
 the input again. `loop_regions` (`loops`) cuts it at the values that a step takes over from the one before it; these,
 what it reads besides and what later calls read of it are the edges of a step. `jacsparse.scan` goes back through it.
 
-**In which order they are multiplied.** `best_order` (`order`) compares the parenthesisations of the stages by the costs
-at the head of that file and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the cheapest
-one. `accumulated` makes it an `Accumulation` of products and sums. Where a stage of several operators becomes one
-matrix, `eliminate` takes the vertex of the fewest operations next; beside an interval they go in turn. Folded
+**In which order they are multiplied.** `best_order` (`order`) compares the parenthesisations of the stages by the
+device's costs (`COSTS` in `costs`) and by estimated numbers of entries, `Estimates`; ``print(chain.order)`` shows the
+cheapest one. `accumulated` makes it an `Accumulation` of products and sums. Where a stage of several operators becomes
+one matrix, `eliminate` takes the vertex of the fewest operations next; beside an interval they go in turn. Folded
 entries of `jacsparse.jacobians` take `eliminate` for all edges, and no order. Chains of more than `MOST_STAGES` are
 multiplied stage by stage. The chain's pattern is that of the accumulation.
 
@@ -34,23 +34,22 @@ from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_
 from .balance import boundaries
 from .chains import Chain, chain, chain_for_all, chain_of, check_size, refuse_hooks, refuse_other_derivatives
 from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
+from .costs import COSTS, Costs
 from .elimination import eliminate
 from .forward_passes import Owner, Run, chain_of_trace, forward_pass, owner_of, trace_of_call
 from .graph_gradients import add_gradients, has_hooks, pull_back, pulled_by_autograd, walk
-from .infinite_entries import all_finite, with_backward_passes
+from .infinite_entries import all_finite, tell_of_infinite_values, with_backward_passes
 from .local_jacobian import LocalJacobian
 from .loops import Loop, LoopRegion
-from .order import DENSE, PASS, START
 from .record import GRADIENT_BYTES, Record, pull_back_all
 from .stage import Edge, Stage, edge_of
 
 __all__ = [
-    "DENSE",
+    "COSTS",
     "GRADIENT_BYTES",
-    "PASS",
-    "START",
     "Accumulation",
     "Chain",
+    "Costs",
     "Edge",
     "LocalJacobian",
     "Loop",
@@ -87,6 +86,7 @@ __all__ = [
     "pulled_by_autograd",
     "refuse_hooks",
     "refuse_other_derivatives",
+    "tell_of_infinite_values",
     "trace_of_call",
     "walk",
     "with_backward_passes",

@@ -18,14 +18,13 @@ import torch
 
 from ..patterns import Full, Identity, Pattern, gathered
 from ..spgemm import SparseJacobian, counts, fresh_keys, multiply_adds, product_pattern, spread, sum_pattern
+from .costs import COSTS, Costs
 from .elimination import eliminate
 from .last_products import LastProducts, batch_of, sample_of
 from .matrices import Leaf, LeafValues, Matrix, MatrixProduct, PullBack, Pulled, Sum
 
 #: A product with a larger share of possible nonzeros is stored as a full matrix.
 FULL = 0.3
-#: How many multiply-adds with a full matrix take the time of one of two sparse matrices: less than was measured.
-FASTER = 12
 
 
 @dataclass
@@ -42,6 +41,8 @@ class Accumulation:
     multiply_adds: int = 0
     #: Whether `run` is never called.
     patterns_only: bool = False
+    #: Those of the device.
+    costs: Costs = field(default_factory=lambda: COSTS["cpu"])
 
     @property
     def pattern(self) -> Pattern:
@@ -68,7 +69,7 @@ class Accumulation:
         rows, columns = pattern.shape
         full = any(isinstance(factor.structure, Full) for factor in factors)
         fills = not full and pattern.nnz > FULL * rows * columns
-        if fills and factors[1].shape[0] <= rows and factors[0].nnz * columns <= FASTER * work:
+        if fills and factors[1].shape[0] <= rows and factors[0].nnz * columns <= self.costs.full * work:
             # The product is to be full in any case.
             self.multiply_adds -= work
             return self.multiply(left, self.add([right], full=True))

@@ -30,6 +30,7 @@ from .accumulation import Accumulation, Region
 from .balance import boundaries
 from .chain_figure import chain_figure
 from .checks import agree, check_input, check_shape
+from .costs import COSTS, Costs, costs_for
 from .graph_gradients import has_hooks
 from .loops import LoopRegion, loop_regions
 from .order import Estimates, Order, accumulated, best_order
@@ -55,14 +56,21 @@ class Chain:
         The stages; the first one is next to the input.
     in_shape, out_shape : tuple of int
         Shapes of one sample of the input and of the output.
+    costs : Costs
+        Those of the device, by which orders are chosen.
     """
 
     module: nn.Module
 
     def __init__(
-        self, name: str, stages: Sequence[Stage], in_shape: tuple[int, ...], out_shape: tuple[int, ...]
+        self,
+        name: str,
+        stages: Sequence[Stage],
+        in_shape: tuple[int, ...],
+        out_shape: tuple[int, ...],
+        costs: Costs | None = None,
     ) -> None:
-        self.name, self.stages = name, tuple(stages)
+        self.name, self.stages, self.costs = name, tuple(stages), costs or COSTS["cpu"]
         self.in_shape, self.out_shape = in_shape, out_shape
         self._loops: tuple[list[LoopRegion], list[str]] | None = None
 
@@ -72,9 +80,10 @@ class Chain:
     def __iter__(self) -> Iterator[Stage]:
         return iter(self.stages)
 
-    def adapted(self, trace: Trace) -> Chain:
+    def adapted(self, trace: Trace, *, by_masks: bool = False) -> Chain:
         """The same chain with patterns that omit only elements that are zero in a run's weights."""
-        others = {edge: other for edge in self._pruned if (other := edge.adapted(trace)) is not edge}
+        pairs = ((edge, edge.adapted(trace, by_masks=by_masks)) for edge in self._pruned)
+        others = {edge: other for edge, other in pairs if other is not edge}
         if not others:
             return self
         stages = [
@@ -83,7 +92,7 @@ class Chain:
             else replace(stage, edges=tuple(others.get(edge, edge) for edge in stage.edges))
             for stage in self.stages
         ]
-        return Chain(self.name, stages, self.in_shape, self.out_shape)
+        return Chain(self.name, stages, self.in_shape, self.out_shape, self.costs)
 
     def records(self, trace: Trace) -> list[Record]:
         """The record of each stage in a run in which all that the patterns omit is zero."""
@@ -98,7 +107,7 @@ class Chain:
     def part(self, first: int, stop: int) -> Chain:
         """The chain of the stages from `first` to `stop`, of which there is one and none is a loop."""
         stages = self.stages[first:stop]
-        part = Chain(self.name, stages, stages[0].in_shape, stages[-1].out_shape)
+        part = Chain(self.name, stages, stages[0].in_shape, stages[-1].out_shape, self.costs)
         part._loops = [], []
         return part
 
@@ -172,7 +181,7 @@ class Chain:
         """
         for number in self.coupling:
             self.stages[number].check_matrix()
-        return best_order(self.stages)
+        return best_order(self.stages, self.costs)
 
     @functools.cached_property
     def estimated_entries(self) -> float:
@@ -186,7 +195,7 @@ class Chain:
     def accumulation(self) -> Accumulation:
         """The products and sums of `jacobian`; the chain has at least one stage."""
         with announced_where_long(f"planning the Jacobian of {self.name}, for calls that run alike"):
-            return accumulated(self.stages, self.order)
+            return accumulated(self.stages, self.order, self.costs)
 
     @property
     def pattern(self) -> Pattern:
@@ -352,7 +361,7 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
 def chain_of(
     trace: Trace,
     *,
-    pruned: bool = True,
+    pruned: bool | None = True,
     varying: Collection[torch.Tensor] = (),
     watched: Collection[torch.Tensor] = (),
     arguments: Collection[torch.Tensor] = (),
@@ -360,10 +369,11 @@ def chain_of(
 ) -> Chain:
     """The chain of a traced function; UnsupportedOperatorError where its output has no samples along its first axis.
 
-    Stages may couple samples where `couples`; these have products with vectors alone. No weight is pruned that is
-    among the `varying` tensors or was computed from one. Weights of the `watched` tensors may vary too: their zeros are
-    pruned, but the truth values of a selection that was computed from them are not. Zeros of factors are pruned where
-    they neither have a gradient nor depend on `arguments`: others may be zero at other places in each call.
+    Where `pruned` is None, masks alone decide which weights are pruned. Stages may couple samples where `couples`;
+    these have products with vectors alone. No weight is pruned that is among the `varying` tensors or was computed from
+    one. Weights of the `watched` tensors may vary too: their zeros are pruned, but the truth values of a selection that
+    was computed from them are not. Zeros of factors are pruned where they neither have a gradient nor depend on
+    `arguments`: others may be zero at other places in each call.
     """
     x, y, name = trace.input, trace.output, name_of(trace.module)
     in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
@@ -385,6 +395,7 @@ def chain_of(
     if program.output and not program.operations:
         # No derivative passes.
         stage = Stage(name, in_shape, out_shape, (), 0, program.output, ())
-        return Chain(name, [stage], in_shape, out_shape)
+        return Chain(name, [stage], in_shape, out_shape, costs_for(x))
     kinds = trace.values_of(varying), trace.values_of(watched), trace.values_of(arguments)
-    return Chain(name, stages_of(program, trace, kinds if pruned else None), in_shape, out_shape)
+    stages = stages_of(program, trace, None if pruned is False else kinds, by_masks=pruned is None)
+    return Chain(name, stages, in_shape, out_shape, costs_for(x))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ..runtime import on_device
 from ..tracing import Graph, Trace, saves_objects, traced, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
@@ -28,7 +29,7 @@ class Run(NamedTuple):
 
 #: The chains of graphs, by whether pruned weights are left out, whether stages may couple samples, and which values are
 #: arguments of the call.
-_Chains = weakref.WeakKeyDictionary[Graph, dict[tuple[bool, bool, frozenset[int]], Chain]]
+_Chains = weakref.WeakKeyDictionary[Graph, dict[tuple[bool | None, bool, frozenset[int]], Chain]]
 #: By whose weights they are: a module's, or those that a function reads, by its code.
 _CHAINS: weakref.WeakKeyDictionary[Any, _Chains] = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
@@ -38,7 +39,7 @@ def chain_of_trace(
     trace: Trace,
     owner: Callable[..., Any] | Owner | None = None,
     *,
-    pruned: bool = True,
+    pruned: bool | None = True,
     couples: bool = False,
     arguments: Collection[torch.Tensor] = (),
 ) -> Chain:
@@ -46,8 +47,11 @@ def chain_of_trace(
 
     Its patterns omit elements that are zero in the weights of this run. Some more may be zero than in the run that it
     was made of, which was one of the same module or function, or of the same other owner. Of factors among the other
-    `arguments` of the call no zeros are omitted.
+    `arguments` of the call no zeros are omitted. Where `pruned` is None, a device's weights are not looked at: that
+    waits for it. Masks alone decide there, which are looked at once for each version.
     """
+    if pruned is None and not on_device(trace.input):
+        pruned = True
     owner, key = owner_of(trace.module if owner is None else owner), (pruned, couples, trace.values_of(arguments))
     with _LOCK:
         of_owner = _CHAINS.get(owner)
@@ -59,7 +63,7 @@ def chain_of_trace(
             with without_autocast(trace.input.device):
                 chain = chain or chain_of(trace, pruned=pruned, couples=couples, arguments=arguments)
                 # Weights that were zero when the patterns were made may have changed since.
-                chain = chains[key] = chain.adapted(trace)
+                chain = chains[key] = chain.adapted(trace, by_masks=pruned is None)
         return chain
 
 
@@ -88,7 +92,7 @@ def forward_pass(
     x: torch.Tensor,
     owner: Callable[..., Any] | Owner | None = None,
     *,
-    pruned: bool = True,
+    pruned: bool | None = True,
     couples: bool = False,
     by_autograd: bool = True,
     arguments: Sequence[Any] = (),

@@ -20,16 +20,9 @@ import numpy as np
 
 from ..spgemm import KEYS, counts, fresh_keys, spread
 from .accumulation import Accumulation
+from .costs import Costs
 from .elimination import eliminate
 from .stage import Edge, Stage
-
-#: Cost of a multiply-add of an operator's own dense backward, relative to one of sparse products: measured on CPUs,
-#: where convolutions of PyTorch reach 10 to 90 billion a second and sparse products 2 to 15.
-DENSE = 1 / 8
-#: Fixed cost of each operator's values, product, sum or backward, in multiply-adds: about 100 µs.
-START = 200_000
-#: Fixed cost of a backward pass: about 500 µs.
-PASS = 1_000_000
 
 #: Bytes of one tensor's keys that are passed through the stages at once, and of counts that are kept for all stages.
 KEY_BYTES = 2**27
@@ -173,14 +166,14 @@ def _sample(size: int, most: int) -> tuple[Any, float]:
     return np.sort(np.random.default_rng(size).choice(size, most, replace=False)), size / most
 
 
-def best_order(stages: Sequence[Stage]) -> Order:
+def best_order(stages: Sequence[Stage], costs: Costs) -> Order:
     """The cheapest order of the products of a chain of at least one stage."""
     n = len(stages)
     if n == 1:
         return Order("stage", 0)
     at_ends = n > MOST_STAGES
     estimates = Estimates(stages, at_ends=at_ends)
-    best = {(number, number): _alone(stage, number, estimates) for number, stage in enumerate(stages)}
+    best = {(number, number): _alone(stage, number, estimates, costs) for number, stage in enumerate(stages)}
     # The cheapest order that begins with an own backward.
     passing: dict[tuple[int, int], Order] = {}
     for length in range(1, n):
@@ -189,17 +182,17 @@ def best_order(stages: Sequence[Stage]) -> Order:
             middles: Iterable[int] = range(first, last)
             if at_ends:
                 middles = [m for m in {first, last - 1} if (first, m) in best and (m + 1, last) in best]
-            candidates = _candidates(stages, first, last, middles, best, passing, estimates)
+            candidates = _candidates(stages, first, last, middles, best, passing, estimates, costs)
             orders = [replace(order, cost=float(order.cost + entries)) for order in candidates]
             best[first, last] = min(orders, key=lambda order: order.cost)
             passing.update(((first, last), order) for order in orders if order.how == "backward")
     return best[0, n - 1]
 
 
-def _alone(stage: Stage, number: int, estimates: Estimates) -> Order:
+def _alone(stage: Stage, number: int, estimates: Estimates, costs: Costs) -> Order:
     """The matrix of a stage."""
-    costs = estimates.entries if stage.operator else estimates.through
-    return Order("stage", number, cost=START * len(stage.edges) + float(costs[number, number]))
+    work = estimates.entries if stage.operator else estimates.through
+    return Order("stage", number, cost=costs.start * len(stage.edges) + float(work[number, number]))
 
 
 def _candidates(
@@ -210,6 +203,7 @@ def _candidates(
     best: dict[tuple[int, int], Order],
     passing: dict[tuple[int, int], Order],
     estimates: Estimates,
+    costs: Costs,
 ) -> Iterator[Order]:
     """Orders of an interval from the best ones of its parts, with predicted costs but for those of its entries."""
     meets = estimates.meets
@@ -218,27 +212,27 @@ def _candidates(
         for middle in middles
     ]
     cost, middle = min(ways)
-    yield Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost + START)
-    right, stage, start = best.get((first + 1, last)), stages[first], START * len(stages[first].edges)
+    yield Order("product", left=best[first, middle], right=best[middle + 1, last], cost=cost + costs.start)
+    right, stage, start = best.get((first + 1, last)), stages[first], costs.start * len(stages[first].edges)
     if right is not None and stage.operator is None:
         yield Order("through", first, right=right, cost=right.cost + start + estimates.through[first, last])
     if right is not None and not stage.hooked:
         # Another own backward before one joins its pass.
         joined = passing.get((first + 1, last))
-        behind, cost = right, right.cost + PASS
+        behind, cost = right, right.cost + costs.backward_pass
         if joined is not None and joined.cost < cost:
             behind, cost = joined, joined.cost
-        cost += start + math.prod(stages[last].out_shape) * DENSE * stage.backward_work
+        cost += start + math.prod(stages[last].out_shape) * costs.dense * stage.backward_work
         yield Order("backward", first, right=behind, cost=cost)
     left, stage = best.get((first, last - 1)), stages[last]
     if left is not None and stage.operator is None:
-        cost = left.cost + START * len(stage.edges) + estimates.onward[last, first]
+        cost = left.cost + costs.start * len(stage.edges) + estimates.onward[last, first]
         yield Order("from", last, left=left, cost=cost)
 
 
-def accumulated(stages: Sequence[Stage], order: Order) -> Accumulation:
+def accumulated(stages: Sequence[Stage], order: Order, costs: Costs) -> Accumulation:
     """The products and sums of a chain's transposed Jacobian; keys of leaves are (number of the stage, edge)."""
-    accumulation = Accumulation((math.prod(stages[0].in_shape), math.prod(stages[-1].out_shape)))
+    accumulation = Accumulation((math.prod(stages[0].in_shape), math.prod(stages[-1].out_shape)), costs=costs)
 
     def leaf(number: int, edge: Edge) -> int:
         return accumulation.leaf((number, edge), edge.transposed_pattern)

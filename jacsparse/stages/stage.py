@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ..patterns import Call, Full, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
+from ..runtime import on_device
 from ..tracing import Operation, Program, PrunedWeight, Trace, excluded_by, mask_of
 from .accumulation import Accumulation, Region, empty_pattern, is_light
 from .elimination import eliminate
@@ -99,23 +100,50 @@ class Edge:
         of_sample = constant if name == self.call.argument else self.operation.of_sample(name, constant)
         return self.rule.as_weight(self.call, name, of_sample)
 
-    def without(self, weights: Sequence[PrunedWeight]) -> Edge:
-        """The same edge with a pattern that omits the pruned elements of these weights, where that pays."""
+    def without(self, names: Sequence[str], trace: Trace, *, by_masks: bool) -> Edge:
+        """The same edge with a pattern that omits zeros of these arguments in a run, where that pays.
+
+        With `by_masks`, only tensors from elsewhere that are no weights decide it, as pruning masks.
+        """
+        weights = (self._pruned_weight(name, trace) for name in names)
+        weights = (weight for weight in weights if weight.source is not None or not by_masks)
         pruned = tuple(w for w in weights if w.omits and self.rule.prunes(self.call, w.mask))
         if not pruned and not self.omissions:
             return self
         call = replace(self.call, masks={weight.name: weight.mask for weight in pruned})
         return replace(self, call=call, omissions=pruned)
 
-    def adapted(self, trace: Trace) -> Edge:
+    def _pruned_weight(self, name: str, trace: Trace) -> PrunedWeight:
+        """Which elements of an argument are zero in a run, and what decides that."""
+        weight, value = self.weight(name, trace), self.number_of(name)
+        source, mask = mask_of(trace, value) or (value, None)
+        mask = None if mask is None else self.operation.of_sample(name, mask)
+        is_constant = source in trace.graph.captures and trace.is_intact(source)
+        pruned = PrunedWeight(name, weight, mask, source if is_constant else None)
+        if pruned.source is not None:
+            pruned.comparisons.outcome(source, trace.tensor(source), lambda: True)
+        return pruned
+
+    def omits_zeros(self, weight: PrunedWeight, trace: Trace) -> bool:
+        """Whether what the pattern omits of a weight is zero in a run; on a device, its mask tells, by its version."""
+        source = weight.source
+        if source is None or not on_device(trace.input) or not trace.is_intact(source):
+            return weight.holds(self.weight(weight.name, trace))
+
+        def compare() -> bool:
+            return weight.is_within(self._pruned_weight(weight.name, trace))
+
+        return weight.comparisons.outcome(source, trace.tensor(source), compare)
+
+    def adapted(self, trace: Trace, *, by_masks: bool = False) -> Edge:
         """The same edge with a pattern that omits only elements that are zero in a run's weights."""
         # A tensor that was overwritten after the run does not tell which elements were zero.
         stale = {w.name for w in self.omissions if trace.is_stale(self.number_of(w.name))}
-        if not stale and all(weight.holds(self.weight(weight.name, trace)) for weight in self.omissions):
+        if not stale and all(self.omits_zeros(weight, trace) for weight in self.omissions):
             return self
-        # Elements had been zero by chance, not by a mask: the zeros of this forward decide.
+        # Elements had been zero by chance, or by another mask: the zeros of this forward decide.
         names = [weight.name for weight in self.omissions if weight.name not in stale]
-        return self.without([PrunedWeight(name, self.weight(name, trace), None) for name in names])
+        return self.without(names, trace, by_masks=by_masks)
 
     def __repr__(self) -> str:
         return f"<Edge {self.call.path}: {self.call.operator}, {self.call.argument}>"
@@ -264,10 +292,11 @@ Varying = tuple[frozenset[int], frozenset[int], frozenset[int]]
 NONE_VARIES: Varying = (frozenset(), frozenset(), frozenset())
 
 
-def stages_of(program: Program, trace: Trace, varying: Varying | None) -> list[Stage]:
+def stages_of(program: Program, trace: Trace, varying: Varying | None, *, by_masks: bool = False) -> list[Stage]:
     """The stages between the values that alone carry everything from a program's input to its output.
 
-    Patterns omit zeros of weights, but for those that vary; none where that is None.
+    Patterns omit zeros of weights, but for those that vary; none where that is None; with `by_masks`, as in
+    `Edge.without`.
     """
     stages: list[Stage] = []
     start, *cuts = program.cuts()
@@ -275,7 +304,7 @@ def stages_of(program: Program, trace: Trace, varying: Varying | None) -> list[S
         operations = program.between(start, stop)
         couples = any(operation.couples for operation in operations)
         pairs = [(operation, name) for operation in operations for name in operation.operands]
-        edges = () if couples else tuple(edge_of(trace, *pair, varying) for pair in pairs)
+        edges = () if couples else tuple(edge_of(trace, *pair, varying, by_masks=by_masks) for pair in pairs)
         # A sum of two identities is no identity.
         meet = len({edge.target for edge in edges}) < len(edges)
         if not meet and not couples and all(isinstance(edge.transposed_pattern.structure, Identity) for edge in edges):
@@ -310,11 +339,18 @@ def _path(operations: Sequence[Operation], taken: set[str]) -> str:
     return next(candidate for candidate in candidates if candidate not in taken)
 
 
-def edge_of(trace: Trace, operation: Operation, argument: str, varying: Varying | None = NONE_VARIES) -> Edge:
+def edge_of(
+    trace: Trace,
+    operation: Operation,
+    argument: str,
+    varying: Varying | None = NONE_VARIES,
+    *,
+    by_masks: bool = False,
+) -> Edge:
     """The edge of an operator that works on each sample by itself; its pattern omits pruned weights."""
     edge = Edge(operation, operation.calls[argument])
     edge.rule.check(edge.call)
-    return edge if varying is None else _pruned(edge, trace, varying)
+    return edge if varying is None else _pruned(edge, trace, varying, by_masks=by_masks)
 
 
 def _excluded(edge: Edge, trace: Trace) -> tuple[int, Any] | None:
@@ -327,9 +363,9 @@ def _excluded(edge: Edge, trace: Trace) -> tuple[int, Any] | None:
     return excluded if layout.axis < 0 or shape[layout.axis] == 1 else None
 
 
-def _pruned(edge: Edge, trace: Trace, varying: Varying) -> Edge:
+def _pruned(edge: Edge, trace: Trace, varying: Varying, *, by_masks: bool) -> Edge:
     """The edge with a pattern that omits the zeros of weights, but for those that vary."""
-    call, graph, weights = edge.call, trace.graph, list[PrunedWeight]()
+    call, graph, names = edge.call, trace.graph, list[str]()
     for name in edge.rule.pruned_arguments(call):
         if name == call.argument:
             edge = replace(edge, excluded=_excluded(edge, trace))
@@ -346,7 +382,5 @@ def _pruned(edge: Edge, trace: Trace, varying: Varying) -> Edge:
                 continue
         if values and graph.made_of(value, values):
             continue
-        mask = mask_of(trace, value)
-        mask = None if mask is None else edge.operation.of_sample(name, mask)
-        weights.append(PrunedWeight(name, edge.weight(name, trace), mask))
-    return edge.without(weights) if weights else edge
+        names.append(name)
+    return edge.without(names, trace, by_masks=by_masks) if names else edge

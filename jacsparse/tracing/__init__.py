@@ -40,6 +40,7 @@ from .autograd_nodes import (
 )
 from .callers import is_recording
 from .calls import calls_of, key_of
+from .comparisons import Comparisons
 from .functions import function_error
 from .graph import Form, Graph, Node, Operand, Scalar, Value, Values, form_of, referred
 from .graphs import graphs_of, traced
@@ -71,6 +72,7 @@ from .traces import OutsideWrite, StaleError, Trace
 __all__ = [
     "SAMPLES",
     "BackwardPass",
+    "Comparisons",
     "Form",
     "FunctionCall",
     "Graph",

@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..patterns import is_pointwise
+from .comparisons import Comparisons
 from .operators import RUNNING, BackwardPass, Facts, Gather, Rewrite, is_written, operator_name, with_written
 
 #: Of consecutive calls the operator, and the line of the user's code, as `Node.source`.
@@ -183,6 +184,8 @@ class Graph:
     spreads: bool = False
     #: If there are backward hooks of modules: the calls within each module, from one to another.
     hooked_spans: list[tuple[int, int]] = field(default_factory=list)
+    #: Those of the elements of indices and masks on a device, by value.
+    comparisons: Comparisons = field(default_factory=Comparisons)
     #: The output as an operand.
     last: Operand = field(default_factory=lambda: Operand("", -1, False))
     #: The value of the output.

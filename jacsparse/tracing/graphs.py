@@ -107,14 +107,21 @@ def _known_trace(module: nn.Module, run: CapturedRun) -> Trace:
     known = graphs_of((run.key, len(REGISTERED)))
     for graph in tuple(known):
         trace = Trace.of_run(module, graph, run)
-        if all(torch.equal(trace.elements(value), each) for value, each in graph.contents.items()):
+        if all(_has_contents(trace, value, contents) for value, contents in graph.contents.items()):
             break
     else:
         trace = new_trace(module, run)
+        for value in trace.graph.contents:
+            trace.graph.comparisons.outcome(value, trace.elements(value), lambda: True)
     if not known or known[0] is not trace.graph:
         # Other threads may go through the list meanwhile.
         known[:] = [trace.graph, *(each for each in known if each is not trace.graph)][:MOST_GRAPHS]
     return trace
+
+
+def _has_contents(trace: Trace, value: int, contents: torch.Tensor) -> bool:
+    elements = trace.elements(value)
+    return trace.graph.comparisons.outcome(value, elements, lambda: torch.equal(elements, contents))
 
 
 def new_trace(module: nn.Module, run: CapturedRun) -> Trace:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..patterns import any_nonzero_at
+from .comparisons import Comparisons
 from .graph import Graph, Value
 from .traces import Trace
 
@@ -23,10 +24,11 @@ class PrunedWeight:
     """Which elements of a weight a pattern omits, by the name of the argument and the weight as the module computes it.
 
     An element is omitted where a pruning mask of the weight's shape is zero; without a mask, where it is exactly zero.
+    `source` is the value of the mask, or of the truth values of a selection, where that is a tensor from elsewhere.
     """
 
-    def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None) -> None:
-        self.name = name
+    def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None, source: int | None = None) -> None:
+        self.name, self.comparisons = name, Comparisons()
         #: Whether it holds numbers that may be filled later, and not the truth values of a selection.
         self.floating = weight.is_floating_point()
         self.mask = self._truths = (weight != 0).detach()
@@ -35,6 +37,8 @@ class PrunedWeight:
         self.masked = left is not None and not bool((self.mask > left).any())
         if left is not None and self.masked:
             self.mask = left
+        #: What alone decides which elements it omits; None where the weight itself does.
+        self.source = source if self.masked or not self.floating else None
         omitted = ~_in_memory_order(self.mask, like=weight)
         count = int(omitted.count_nonzero())
         #: Whether it omits anything.
@@ -52,6 +56,12 @@ class PrunedWeight:
             return not elements.index_select(0, self._omitted).any()
         return not any_nonzero_at(elements, self._omitted)
 
+    def is_within(self, other: PrunedWeight) -> bool:
+        """Whether another one omits all elements that this one does; truth values are to be the same."""
+        if not self.floating:
+            return torch.equal(self.mask, other.mask)
+        return not bool((other.mask & ~self.mask).any())
+
 
 def _in_memory_order(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tensor:
     """The elements as a vector; where `like` is a transposed matrix, in the order that needs no copy."""
@@ -60,26 +70,26 @@ def _in_memory_order(tensor: torch.Tensor, *, like: torch.Tensor) -> torch.Tenso
     return tensor.reshape(-1)
 
 
-def mask_of(trace: Trace, value: int) -> torch.Tensor | None:
+def mask_of(trace: Trace, value: int) -> tuple[int, torch.Tensor] | None:
     """The mask of zeros and ones that this run multiplied a weight by, as pruning does; None where there is none.
 
-    The product may have been reshaped afterwards.
+    It is a value and its elements, in the weight's shape: the product may have been reshaped afterwards.
     """
     node = trace.graph.infos[value].maker
     if node is None:
         return None
     if node.name in _VIEWS:
-        mask = mask_of(trace, node.arguments["self"].number)
-        if mask is None:
+        found = mask_of(trace, node.arguments["self"].number)
+        if found is None:
             return None
         arguments = {name: trace.read(argument) for name, argument in node.arguments.items()}
-        return node.computed(arguments | {"self": mask})[0]
+        return found[0], node.computed(arguments | {"self": found[1]})[0]
     if node.name != "aten.mul":
         return None
     for argument in ("self", "other"):
         mask, other = (node.arguments[name] for name in (argument, "other" if argument == "self" else "self"))
         if type(mask) is Value and type(other) is Value and _is_mask(trace, mask.number):
-            return trace.elements(mask.number).detach().expand(trace.tensor(value).shape)
+            return mask.number, trace.elements(mask.number).detach().expand(trace.tensor(value).shape)
     return None
 
 

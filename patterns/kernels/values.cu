@@ -4,7 +4,7 @@
 // the copy bandwidth allows for the bytes that it reads and writes. take: 4 or 8 bytes of index, one element read and
 // one written for each entry; repeat_rows: two elements for each entry (rows' starts are few); positive: two elements
 // for each entry and sample; selected: 8 bytes of winner once, 2 indices for each entry, one element written for each
-// entry and sample.
+// entry and sample; note_infinite: one element read.
 
 // out[i] = source[place[i]]
 template <typename T, typename I>
@@ -52,4 +52,14 @@ __global__ void selected(const long long* __restrict__ winner, const I* __restri
     long long entry = i / batch, sample = i - entry * batch;
     out[i] = winner[window[entry] * batch + sample] == position[entry] ? T(1) : T(0);
   }
+}
+
+// Sets a number, mostly in the host's memory, where a value is not finite.
+template <typename T>
+__global__ void note_infinite(const T* __restrict__ values, long long count, int* infinite) {
+  long long step = static_cast<long long>(gridDim.x) * blockDim.x;
+  bool finite = true;
+  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step)
+    finite = finite && isfinite(values[i]);
+  if (!finite) atomicExch(infinite, 1);
 }

@@ -248,8 +248,8 @@ __global__ void rowwise(const I* __restrict__ a_indptr, const I* __restrict__ a_
 template <typename T, typename I>
 __global__ void at_entries(const I* __restrict__ a_indptr, const I* __restrict__ a_indices,
                            const I* __restrict__ b_indptr, const I* __restrict__ b_indices,
-                           const I* __restrict__ g_indptr, const I* __restrict__ g_indices, const T* __restrict__ g,
-                           long long g_batch, const T* __restrict__ b, long long b_batch, long long batch,
+                           const I* __restrict__ g_indptr, const I* __restrict__ g_indices, long long a_batch,
+                           long long b_batch, long long batch, const T* __restrict__ g, const T* __restrict__ b,
                            T* __restrict__ out) {
   long long row = blockIdx.x, last = g_indptr[row + 1];
   for (long long i = a_indptr[row] * batch + threadIdx.x; i < a_indptr[row + 1] * batch; i += blockDim.x) {
@@ -257,7 +257,7 @@ __global__ void at_entries(const I* __restrict__ a_indptr, const I* __restrict__
     T sum = T(0);
     for (long long q = b_indptr[k]; q < b_indptr[k + 1]; ++q) {
       at = find(g_indices, at, last, b_indices[q]);
-      sum += g[of_sample(at, g_batch, sample)] * b[of_sample(q, b_batch, sample)];
+      sum += g[of_sample(at, a_batch, sample)] * b[of_sample(q, b_batch, sample)];
     }
     out[i] = sum;
   }
@@ -300,15 +300,15 @@ __global__ void full_sparse(long long rows, long long inner, const I* __restrict
 
 // y = A x: a warp for each row and sample.
 template <typename T, typename I>
-__global__ void matvec(const I* __restrict__ indptr, const I* __restrict__ indices, const T* __restrict__ values,
-                       long long values_batch, const T* __restrict__ x, long long x_batch, long long rows,
-                       long long batch, T* __restrict__ y) {
+__global__ void matvec(const I* __restrict__ indptr, const I* __restrict__ indices, long long rows, long long a_batch,
+                       long long b_batch, long long batch, const T* __restrict__ values, const T* __restrict__ x,
+                       T* __restrict__ y) {
   long long i = static_cast<long long>(blockIdx.x) * blockDim.y + threadIdx.y;
   if (i < rows * batch) {
     long long row = i / batch, sample = i - row * batch, last = indptr[row + 1];
     T sum = T(0);
     for (long long at = indptr[row] + threadIdx.x; at < last; at += 32)
-      sum += values[of_sample(at, values_batch, sample)] * x[of_sample(indices[at], x_batch, sample)];
+      sum += values[of_sample(at, a_batch, sample)] * x[of_sample(indices[at], b_batch, sample)];
     sum = warp_sum(sum);
     if (threadIdx.x == 0) y[i] = sum;
   }
@@ -316,15 +316,15 @@ __global__ void matvec(const I* __restrict__ indptr, const I* __restrict__ indic
 
 // The same for many samples: a thread for each row and sample, samples side by side.
 template <typename T, typename I>
-__global__ void matvec_lanes(const I* __restrict__ indptr, const I* __restrict__ indices, const T* __restrict__ values,
-                             long long values_batch, const T* __restrict__ x, long long x_batch, long long rows,
-                             long long batch, T* __restrict__ y) {
+__global__ void matvec_lanes(const I* __restrict__ indptr, const I* __restrict__ indices, long long rows,
+                             long long a_batch, long long b_batch, long long batch, const T* __restrict__ values,
+                             const T* __restrict__ x, T* __restrict__ y) {
   long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i < rows * batch) {
     long long row = i / batch, sample = i - row * batch;
     T sum = T(0);
     for (long long at = indptr[row]; at < indptr[row + 1]; ++at)
-      sum += values[of_sample(at, values_batch, sample)] * x[of_sample(indices[at], x_batch, sample)];
+      sum += values[of_sample(at, a_batch, sample)] * x[of_sample(indices[at], b_batch, sample)];
     y[i] = sum;
   }
 }

@@ -32,6 +32,7 @@ from benchmarks.layer_calls import LayerCalls
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.spgemm import Spgemm
+from benchmarks.whole_jacobian import Network, WholeJacobian
 from jacsparse.runtime import intercept
 from tests.benchmarks.made_up import Device, device
 from tests.benchmarks.test_experiments import small_network
@@ -180,6 +181,7 @@ def test_limits_are_the_devices(gpu: Device, monkeypatch: pytest.MonkeyPatch) ->
 
 SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
+    WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
     RnnSensitivity(
         times=(3, 5), batches=(2, 16), time=5, others=(4,), scheduled=(5,), schedules=("sequential", "chunked:2")

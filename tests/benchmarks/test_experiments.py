@@ -133,7 +133,7 @@ SMALL: list[Experiment] = [
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
     WrittenLoops(time=12, batch=2, size=3),
     KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
-    HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,), equations=(("oregonator", 9),)),
+    HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,), equations=(("oregonator", 9),), scans=()),
 ]
 
 
@@ -228,7 +228,7 @@ def test_products_too_large_for_memory_are_left_out(context: Context, monkeypatc
 
 def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
     """The counts, which no other work on the machine changes."""
-    rows = HostPath(times=(10, 10_000), batches=(16,)).run(context)
+    rows = HostPath(times=(10, 10_000), batches=(16,), scans=()).run(context)
     counted = [row for row in rows if row.data.get("layer") in ("", "two directions")]
     assert len(counted) == 36
     for row in counted:
@@ -240,10 +240,17 @@ def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
 
 
 def test_a_product_s_call_is_one_node(context: Context) -> None:
-    rows = HostPath(kinds=(), equations=()).run(context)
-    assert {row.data["method"] for row in rows} == set(METHODS) and len(rows) == 20
+    rows = HostPath(kinds=(), equations=(), scans=()).run(context)
+    assert {row.data["method"] for row in rows} == {*METHODS, "vectors"} and len(rows) == 22
     for row in rows:
         assert row.data["nodes"] == 1 and all(each.met for each in row.comparisons), (row.group, row.label, row.note)
+
+
+def test_a_scan_of_a_pruned_network_does_not_wait(context: Context) -> None:
+    forward, backward = HostPath(kinds=(), methods=(), equations=()).run(context)
+    assert all(each.met for row in (forward, backward) for each in row.comparisons), (forward, backward)
+    assert [row.data["waits"] for row in (forward, backward)] == [0, 0]
+    assert [each.text for each in backward.comparisons] == ["waits", "nodes / products"]
 
 
 def test_without_a_c_compiler_no_host_is_measured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,7 @@ def values() -> None:
     ):
         for batch in (1, 33):
             by_products(module.to(DEVICE), torch.randn(batch, *shape).to(DEVICE))
+    jacsparse.jacobian(nn.Linear(3, 2).to(DEVICE), torch.randn(2, 3).to(DEVICE))
 
 
 def products() -> None:

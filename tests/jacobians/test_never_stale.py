@@ -8,6 +8,7 @@ import gc
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse.jacobians.unprepared import plan_of
+from jacsparse.stages import COSTS
 from jacsparse.tracing import graphs_of, traced
 from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 from tests.patterns.operators import Apply
@@ -194,7 +196,7 @@ def test_hooks_are_refused_after_other_calls() -> None:
 
 def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     # Where elements of weights fold, a program does the same.
-    monkeypatch.setattr("jacsparse.jacobians.choice.TERM", math.inf)
+    monkeypatch.setitem(COSTS, "cpu", replace(COSTS["cpu"], term=math.inf))
     patterns = []
     for edges in (2000, 2000, 1999):
         f, h = messages(300, edges, 6)

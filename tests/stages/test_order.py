@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from jacsparse.stages import forward_pass, matrices
+from jacsparse.stages import COSTS, forward_pass, matrices
 from jacsparse.stages.order import Order, best_order
 from tests.helpers import autograd_jacobian, by_products
 
@@ -53,7 +54,7 @@ def test_every_order_is_right(
     monkeypatch: pytest.MonkeyPatch, dense: float, full: float, wide_end: bool, batch: int, most_stages: int
 ) -> None:
     monkeypatch.setattr("jacsparse.stages.order.MOST_STAGES", most_stages)
-    monkeypatch.setattr("jacsparse.stages.order.DENSE", dense)
+    monkeypatch.setitem(COSTS, "cpu", replace(COSTS["cpu"], dense=dense))
     monkeypatch.setattr("jacsparse.stages.accumulation.FULL", full)
     monkeypatch.setattr("jacsparse.stages.matrices.LARGE_PRODUCT", 0)
     module, x = network(wide_end), torch.randn(batch, 2, 4, 4, dtype=torch.float64)
@@ -95,7 +96,7 @@ def test_every_way_through_a_chain_is_right(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
+    monkeypatch.setitem(COSTS, "cpu", replace(COSTS["cpu"], dense=1e9))
     module, x = network(False).to(dtype), torch.randn(3, 2, 4, 4, dtype=dtype)
     at_once = by_products(module, x).values
     monkeypatch.setattr("jacsparse.stages.matrices.LARGE_PRODUCT", 0)
@@ -107,7 +108,7 @@ def test_samples_one_by_one_have_the_bits_of_a_batch(monkeypatch: pytest.MonkeyP
 def test_last_products_by_strips_have_the_bits_of_whole_ones(
     monkeypatch: pytest.MonkeyPatch, batch: int, dtype: torch.dtype
 ) -> None:
-    monkeypatch.setattr("jacsparse.stages.order.DENSE", 1e9)
+    monkeypatch.setitem(COSTS, "cpu", replace(COSTS["cpu"], dense=1e9))
     torch.manual_seed(0)
     module = nn.Sequential(
         nn.Conv2d(2, 6, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 7, 3, padding=1), nn.ReLU(),
@@ -141,9 +142,9 @@ def test_the_order_fits_the_shape(monkeypatch: pytest.MonkeyPatch, most_stages: 
     torch.manual_seed(0)
     narrowing = nn.Sequential(*(nn.Linear(2 ** (9 - k), 2 ** (8 - k)) for k in range(5)))
     widening = nn.Sequential(*(nn.Linear(2 ** (4 + k), 2 ** (5 + k)) for k in range(5)))
-    order = best_order(jacsparse.chain(narrowing, (512,)).stages)
+    order = best_order(jacsparse.chain(narrowing, (512,)).stages, COSTS["cpu"])
     assert order.stage == 0 or (order.left is not None and order.left.stage == 0)
-    order = best_order(jacsparse.chain(widening, (16,)).stages)
+    order = best_order(jacsparse.chain(widening, (16,)).stages, COSTS["cpu"])
     assert order.how == "product" and order.right is not None and order.right.stage == 4
 
 
@@ -151,7 +152,7 @@ def test_the_order_fits_the_shape(monkeypatch: pytest.MonkeyPatch, most_stages: 
 def test_one_backward_pass_takes_all_that_it_can(monkeypatch: pytest.MonkeyPatch, most_stages: int) -> None:
     monkeypatch.setattr("jacsparse.stages.order.MOST_STAGES", most_stages)
     # Ending the pass early costs less for the last stages alone, more for all.
-    order = best_order(jacsparse.chain(build("resnet8").eval(), (3, 32, 32)).stages)
+    order = best_order(jacsparse.chain(build("resnet8").eval(), (3, 32, 32)).stages, COSTS["cpu"])
     assert str(order) == "·".join([*(f"J{number}*" for number in range(1, 11)), "J11"])
 
 
@@ -171,4 +172,4 @@ def test_a_loop_of_many_steps() -> None:
         assert torch.allclose(jacobian.todense(number), sample, rtol=1e-10, atol=0)
     chain = jacsparse.chain(nn.Sequential(*[nn.Tanh()] * 1200), (2,))
     assert str(chain.order).count("J") == len(chain) == 1200
-    assert best_order(chain.stages).cost == chain.order.cost
+    assert best_order(chain.stages, COSTS["cpu"]).cost == chain.order.cost
