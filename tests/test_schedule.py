@@ -85,6 +85,19 @@ def test_light_matrices_wait_for_a_vector(n: int, levels: int, light: set[int]) 
             assert executed.steps == schedule.live_steps()
 
 
+@pytest.mark.parametrize("n", [1, 2, 7, 21])
+def test_values_are_products_of_consecutive_places(n: int) -> None:
+    for schedule in (linear(n), blelloch(n), blelloch(n, 2), cyclic_reduction(n)):
+        places = {place: {place} for place in range(n + 1)}
+        for step in schedule.live_steps():
+            if step.kind != "move":
+                places[step.out] = places[step.left] | places[step.right]
+        spans = schedule.spans
+        for value in spans.keys() & places.keys():
+            first, last = spans[value]
+            assert set(range(first, last + 1)) == places[value]
+
+
 def test_algorithm_1_as_printed() -> None:
     """Its own loops, over the thesis' own operator, count the products and where each is."""
     for n in range(1, 41):
