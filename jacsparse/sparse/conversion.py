@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,10 +17,9 @@ from ..runtime import a_type, announced_where_long, is_exporting, thread_count, 
 from ..tracing import check_initialised, check_module
 from . import operators
 from .blocks import BlockTensor
-from .convolutional import SparseConv2d
+from .candidates import LayerInput, is_layer, obstacle_of, shared_parameters, sparse_class, weight_counts
 from .layers import SparseLayer
 from .layouts import enter, plain
-from .linear import SparseLinear
 from .processor import lanes_for
 
 assert operators
@@ -179,12 +177,12 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
     dense = copied(model)
-    inputs, shared = _inputs(dense, x, training), _shared(dense)
+    inputs, shared = _inputs(dense, x, training), shared_parameters(dense)
     with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
         choices = [
             _choice(path, part, inputs.get(path), shared, training, measure)
             for path, part in dense.named_modules()
-            if isinstance(part, (nn.Conv2d, nn.Linear))
+            if is_layer(part) or weight_counts(part, pruned=True)
         ]
     paths = {choice.path for choice in choices if choice.is_sparse}
     if not paths:
@@ -234,7 +232,7 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
     """
     model = copied(check_module(model.model if isinstance(model, SparseModel) else model))
     dense: dict[nn.Module, nn.Module] = {
-        part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
+        part: part.to_dense() for part in model.modules() if isinstance(part, SparseLayer)
     }
     model = _replaced(model, dense)
     if not masks:
@@ -264,8 +262,10 @@ def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
 
 
 def _sparse(path: str, layer: nn.Module) -> SparseLayer:
+    made_of = sparse_class(layer)
+    assert made_of is not None
     try:
-        sparse = SparseConv2d.from_dense(layer) if isinstance(layer, nn.Conv2d) else SparseLinear.from_dense(layer)  # type: ignore[arg-type]
+        sparse = made_of.from_dense(layer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path else str(error)) from None
     sparse.keeps_blocks = True
@@ -280,48 +280,30 @@ def _replaced(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Mod
     return others.get(model, model)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """What a layer was called with."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, _Input]:
+def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, LayerInput]:
     """The inputs of all convolutions and linear layers in a run of the model; it may change the model's buffers."""
-    found: dict[str, _Input] = {}
+    found: dict[str, LayerInput] = {}
 
     def note(path: str, args: Any) -> None:
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            found[path] = _Input(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
+            found[path] = LayerInput(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
 
     observed = copied(model)
     for path, part in observed.named_modules():
-        if isinstance(part, (nn.Conv2d, nn.Linear)):
+        if is_layer(part):
             part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
     with torch.set_grad_enabled(training):
         observed(x)
     return found
 
 
-def _shared(model: nn.Module) -> set[int]:
-    """Parameters that several modules hold."""
-    holders = Counter(
-        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False) if parameter.numel()
-    )
-    return {parameter for parameter, count in holders.items() if count > 1}
-
-
-def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training: bool, measure: bool) -> LayerChoice:
+def _choice(
+    path: str, layer: Any, x: LayerInput | None, shared: set[int], training: bool, measure: bool
+) -> LayerChoice:
     """How a layer is to run."""
-    weight = getattr(layer, "weight_orig", layer.weight)
-    mask = getattr(layer, "weight_mask", weight)
-    choice = LayerChoice(
-        path, type(layer).__name__, int(mask.count_nonzero()), weight.numel(), None, None, False, "nothing is pruned"
-    )
-    obstacle = _obstacle(layer, weight, x, shared)
+    left, total = (sum(counts) for counts in zip(*weight_counts(layer), strict=True))
+    choice = LayerChoice(path, type(layer).__name__, left, total, None, None, False, "nothing is pruned")
+    obstacle = obstacle_of(layer, x, shared)
     if obstacle is not None:
         return replace(choice, reason=obstacle)
     if choice.left == choice.total:
@@ -340,33 +322,14 @@ def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training:
     )
 
 
-def _obstacle(layer: nn.Module, weight: torch.Tensor, x: _Input | None, shared: set[int]) -> str | None:
-    """Why a layer cannot be sparse, if it cannot."""
-    if type(layer) not in (nn.Conv2d, nn.Linear):
-        return f"a {type(layer).__name__} may compute something else than its base class"
-    if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
-        return "another layer has the same weight or bias"
-    if hasattr(layer, "bias_mask"):
-        return "its bias is pruned too, which only the dense layer keeps so"
-    hooks = [layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
-    others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
-    if any(hooks) or others:
-        return "it has hooks, which only the dense layer runs"
-    if x is None:
-        return "it did not run on x, or not with one tensor alone"
-    if weight.dtype not in (torch.float32, torch.float64) or x.dtype != weight.dtype:
-        return f"its weight is {weight.dtype} and its input {x.dtype}; sparse layers take float32 or float64 for both"
-    return None
-
-
-def _costs(path: str, layer: Any, x: _Input, training: bool, left: int) -> tuple[float, float]:
+def _costs(path: str, layer: Any, x: LayerInput, training: bool, left: int) -> tuple[float, float]:
     """Seconds of a layer, dense and sparse, the latter in blocks."""
     key = repr(layer), x, training, left, thread_count(), layer.weight.dtype
     if key not in _COSTS:
         example = torch.randn(x.shape, dtype=x.dtype)
         sparse = _sparse(path, layer)
         example_blocks: Any = example
-        if (example.ndim == 4) == isinstance(layer, nn.Conv2d) and example.ndim in (2, 4):
+        if example.ndim == {nn.Conv2d: 4, nn.Conv1d: 3}.get(type(layer), 2):
             example_blocks = enter(example, lanes_for(len(example), x.dtype.itemsize)).requires_grad_(x.requires_grad)
         _COSTS[key] = _least_seconds(
             _pass(copied(layer), example.requires_grad_(x.requires_grad), training),

@@ -71,6 +71,10 @@ class SparseLayer(nn.Module):
             )
         super().register_parameter(name, param)
 
+    def to_dense(self) -> nn.Module:
+        """The dense layer with copies of the weights, masked by ``torch.nn.utils.prune``."""
+        raise NotImplementedError
+
     def _window(self) -> Window:
         raise NotImplementedError
 
