@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch.nn.utils import prune
 
+from .attention import UnpackedAttention
 from .convolutional import SparseConv1d, SparseConv2d
 from .linear import SparseLinear, linear_classes
 
@@ -66,7 +68,7 @@ def shared_parameters(model: nn.Module) -> set[int]:
 def obstacle_of(layer: Any, x: LayerInput | None, shared: set[int]) -> str | None:
     """Why a layer cannot be sparse, if it cannot."""
     if not is_layer(layer):
-        return f"{type(layer).__name__} has no sparse layer"
+        return UnpackedAttention.obstacle(layer)
     if sparse_class(layer) is None:
         return f"a {type(layer).__name__} may compute something else than its base class"
     if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
@@ -77,6 +79,8 @@ def obstacle_of(layer: Any, x: LayerInput | None, shared: set[int]) -> str | Non
     others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
     if any(hooks) or others:
         return "it has hooks, which only the dense layer runs"
+    if x is None and isinstance(layer, NonDynamicallyQuantizableLinear):
+        return "its attention uses its weight itself, and stays dense"
     if x is None:
         return "it did not run on x, or not with one tensor alone"
     weight = getattr(layer, "weight_orig", layer.weight)

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_leaves
 from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
+from .attention import UnpackedAttention, fuse_again, leave_fused, unpack_attentions
 from .blocks import BlockTensor
 from .candidates import LayerInput, is_layer, obstacle_of, shared_parameters, sparse_class, weight_counts
-from .layers import SparseLayer
+from .layers import SparseLayer, rename_state
 from .layouts import enter, plain
 from .processor import lanes_for
 
@@ -87,8 +88,7 @@ class SparseModel(nn.Module):
         super().__init__()
         self.model, self._report = model, report
         self.training = model.training
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
+        rename_state(self, "model.", "")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; as of its layers, programs that are exported get PyTorch's operators."""
@@ -106,22 +106,9 @@ class SparseModel(nn.Module):
         parts = dict(self.model.named_modules())
         layers = []
         for layer in self._report.layers:
-            part = parts[layer.path]
+            part = parts.get(layer.path)
             layers.append(replace(layer, left=part.values.numel()) if isinstance(part, SparseLayer) else layer)
         return replace(self._report, layers=tuple(layers))
-
-
-_PREFIX = "model."
-
-
-def _without_prefix(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix + _PREFIX)]:
-        state[prefix + name[len(prefix) + len(_PREFIX) :]] = state.pop(name)
-
-
-def _with_prefix(module: nn.Module, state: Any, prefix: str, *arguments: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[prefix + _PREFIX + name[len(prefix) :]] = state.pop(name)
 
 
 def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None, measure: bool = True) -> SparseModel:
@@ -176,12 +163,13 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
-    dense = copied(model)
-    inputs, shared = _inputs(dense, x, training), shared_parameters(dense)
+    dense, opened = copied(model), copied(model)
+    opened = _replaced(opened, unpack_attentions(opened))
+    inputs, shared = _inputs(opened, x, training), shared_parameters(opened)
     with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
         choices = [
             _choice(path, part, inputs.get(path), shared, training, measure)
-            for path, part in dense.named_modules()
+            for path, part in opened.named_modules()
             if is_layer(part) or weight_counts(part, pruned=True)
         ]
     paths = {choice.path for choice in choices if choice.is_sparse}
@@ -235,6 +223,8 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
         part: part.to_dense() for part in model.modules() if isinstance(part, SparseLayer)
     }
     model = _replaced(model, dense)
+    model = _replaced(model, {part: part.to_dense() for part in model.modules() if isinstance(part, UnpackedAttention)})
+    fuse_again(model)
     if not masks:
         for part in model.modules():
             for hook in list(part._forward_pre_hooks.values()):
@@ -257,8 +247,10 @@ def copied(model: nn.Module) -> nn.Module:
 def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
     """A copy in which the layers at some paths are sparse."""
     model = copied(model)
-    layers = {part: _sparse(path, part) for path, part in model.named_modules() if path in paths}
-    return _replaced(model, layers)
+    model = _replaced(model, unpack_attentions(model, {path.rpartition(".")[0] for path in paths}))
+    model = _replaced(model, {part: _sparse(path, part) for path, part in model.named_modules() if path in paths})
+    leave_fused(model)
+    return model
 
 
 def _sparse(path: str, layer: nn.Module) -> SparseLayer:
