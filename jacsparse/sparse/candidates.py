@@ -15,12 +15,14 @@ from .attention import UnpackedAttention
 from .convolutional import SparseConv1d, SparseConv2d
 from .linear import SparseLinear, linear_classes
 
+_CONVOLUTIONS: dict[type[nn.Module], type[SparseConv2d]] = {nn.Conv1d: SparseConv1d, nn.Conv2d: SparseConv2d}
+
 
 def sparse_class(layer: nn.Module) -> type[SparseConv2d | SparseLinear] | None:
     """The class of sparse layers that computes what a layer does; None where there is none."""
     if type(layer) in linear_classes():
         return SparseLinear
-    return {nn.Conv1d: SparseConv1d, nn.Conv2d: SparseConv2d}.get(type(layer))  # type: ignore[call-overload]
+    return _CONVOLUTIONS.get(type(layer))
 
 
 def is_layer(part: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,8 @@ from .attention import UnpackedAttention, fuse_again, leave_fused, unpack_attent
 from .blocks import BlockTensor
 from .candidates import LayerInput, is_layer, obstacle_of, shared_parameters, sparse_class, weight_counts
 from .layers import SparseLayer, rename_state
-from .layouts import enter, plain
+from .layouts import enter
+from .outputs import plain
 from .processor import lanes_for
 
 assert operators
@@ -98,8 +99,14 @@ class SparseModel(nn.Module):
 
     @uncompiled
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        if isinstance(output, Iterator):
+            raise TypeError(
+                f"{type(self.model).__name__} returns {a_type(output)}, whose layers run after the call has ended: "
+                "return a list"
+            )
         # A cache among the arguments may have got activations too.
-        return plain((self.model(*args, **kwargs), args, kwargs))[0]
+        return plain((output, args, kwargs))[0]
 
     def report(self) -> SparsityReport:
         """Which layers are sparse, and why, with the weights that are left now."""

@@ -14,7 +14,7 @@ from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompile
 from ..tracing import check_initialised, is_recording
 from .blocks import BlockTensor
 from .convolution import BlockConvolution
-from .layouts import plain
+from .outputs import plain
 from .weights import WeightPlaces
 from .windows import Pair, Window
 
