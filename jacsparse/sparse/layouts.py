@@ -65,7 +65,8 @@ def _entered(x: torch.Tensor, lanes: int, columns: int) -> BlockTensor:
     if columns == 1:
         return BlockTensor(Memory(blocks, len(x)), tuple(x.shape))
     batch, channels = len(blocks) * lanes, blocks.shape[1]
-    return BlockTensor(Memory(blocks.view(-1, channels, 1, columns, lanes), batch), (batch, channels, 1, columns))
+    side_by_side = blocks.view(-1, channels, 1, columns, lanes)
+    return BlockTensor(Memory(side_by_side, batch, batch * columns - len(x)), (batch, channels, 1, columns))
 
 
 def _left(x: BlockTensor, batch: int, columns: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, MutableMapping
 from types import CodeType, FrameType, FunctionType, MemberDescriptorType, ModuleType, TracebackType
-from typing import Any
+from typing import Any, cast
 from weakref import ReferenceType
 
 import torch
@@ -87,8 +87,8 @@ def _changed(value: Any, change: Callable[[Any], Any], done: dict[int, tuple[Any
         for name, each in list(value.items()):
             if (new := _changed(each, change, done)) is not each:
                 value[name] = new
-    attributes = getattr(value, "__dict__", {})
-    for name in [*attributes, *_slots(type(value))]:
+    attributes, kind = getattr(value, "__dict__", {}), cast(Any, type(value))
+    for name in [*attributes, *_slots(kind)]:
         each = attributes[name] if name in attributes else getattr(value, name, None)
         if (new := _changed(each, change, done)) is not each:
             try:

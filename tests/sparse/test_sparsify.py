@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 from jacsparse import jacobian
 from jacsparse.sparse import SparseConv2d, SparseLinear, SparseModel, densify, sparsify
@@ -230,6 +231,31 @@ def test_sequences_in_blocks(batch: int) -> None:
     for ours, expected in zip(*results, strict=True):
         close(ours, expected, 1e-12)
     close(densify(sparse.eval())(x), model.eval()(x), 1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 37])
+def test_flop_counter(batch: int) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(2), nn.Linear(4, 5), nn.Linear(5, 2),
+    )  # fmt: skip
+    x = torch.randn(batch, 3, 6, 6, dtype=torch.float64)
+    sparse = sparsify(pruned(model), x, measure=False)
+    left = [each.left for each in sparse.report().layers]
+    forward = [2 * batch * count * positions for count, positions in zip(left, (36, 16, 4, 4), strict=True)]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        sparse(x)
+    assert counter.get_total_flops() == sum(forward)
+    with FlopCounterMode(display=False) as counter:
+        sparse(x).sum().backward()
+    # The input has no gradient.
+    assert counter.get_total_flops() == 3 * sum(forward) - forward[0]
+    counts = counter.get_flop_counts()
+    assert sum(counts["SparseModel.model.0"].values()) == 2 * forward[0]
+    y, expected = sparse(x), model(x)
+    with FlopCounterMode(display=False):
+        close(sparse(x), y, 1e-15)
+    close(y, expected, 1e-12)
 
 
 def test_a_layer_that_runs_twice() -> None:
