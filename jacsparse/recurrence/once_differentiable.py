@@ -1,4 +1,4 @@
-"""Backward passes that refuse double differentiation, forward mode and batching, each with one clear sentence."""
+"""Backward passes of first order: a second one is taken another way or refused, as are forward mode and batching."""
 
 from __future__ import annotations
 
@@ -98,15 +98,16 @@ def once(solve: _Gradients, base: Any, again: _Gradients | None = None) -> _Grad
             with torch.enable_grad():
                 # By other names, so that a path from one input to another is not gone twice.
                 named = [each if each is None else each.view_as(each) for each in ctx.saved_tensors]
-                results = again(
-                    *[other if each is None else each for each, other in zip(named, ctx.others, strict=True)]
-                )
-            pairs = [(y, of_y) for y, of_y in zip(results, gradients, strict=True) if of_y is not None]
-            outputs, factors = zip(*[pair for pair in pairs if pair[0].requires_grad], strict=True)
+                inputs = zip(named, ctx.others, strict=True)
+                results = again(*[other if each is None else each for each, other in inputs])
+            pairs = zip(results, gradients, strict=True)
+            reached = [(y, of_y) for y, of_y in pairs if y is not None and y.requires_grad and of_y is not None]
             leaves = [each for each in named if each is not None and each.requires_grad]
-            found = iter(
-                torch.autograd.grad(outputs, leaves, factors, create_graph=torch.is_grad_enabled(), allow_unused=True)
-            )
+            if not reached:
+                return (None,) * len(named)
+            outputs, factors = zip(*reached, strict=True)
+            options = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
+            found = iter(torch.autograd.grad(outputs, leaves, factors, **options))
             return tuple([next(found) if each is not None and each.requires_grad else None for each in named])
 
     def run(*inputs: Any) -> tuple[torch.Tensor | None, ...]:

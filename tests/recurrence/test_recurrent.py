@@ -510,6 +510,19 @@ def test_options_set_later_are_looked_at() -> None:
         jacsparse.nn.convert("model")
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_low_precision_are_not_converted(dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"first": nn.GRU(3, 4), "second": nn.LSTM(3, 4).to(dtype)})
+    with pytest.raises(TypeError, match=rf"second: its weights are {dtype}, .* convert\(model, to='torch'\)"):
+        jacsparse.nn.convert(model)
+    assert type(model["first"]) is nn.GRU
+    ours = jacsparse.nn.convert(model.float()).to(dtype)
+    with pytest.raises(TypeError, match=rf"input is {dtype}; .* by jacsparse.nn.convert\(model, to='torch'\)"):
+        ours["second"](torch.zeros(2, 1, 3, dtype=dtype))
+    x = torch.zeros(2, 1, 3, dtype=dtype)
+    assert jacsparse.nn.convert(ours, to="torch")["second"](x)[0].dtype == dtype
+
+
 def test_what_is_not_converted() -> None:
     class Own(nn.GRU):
         def forward(self, *given: Any) -> Any:
