@@ -128,8 +128,8 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     Parameters
     ----------
     model : Module
-        Its convolutions and linear layers have masks of ``torch.nn.utils.prune``, or zeros where they are pruned. It
-        does not change.
+        Its convolutions (``Conv1d``, ``Conv2d``), linear layers and attentions' projections have masks of
+        ``torch.nn.utils.prune``, or zeros where they are pruned. It does not change.
     x : Tensor
         A batch of inputs, of the size that is to be fast.
     training : bool, optional
@@ -141,7 +141,8 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     Returns
     -------
     SparseModel
-        Make optimisers of its parameters. `SparseModel.report` tells how each layer runs, and why.
+        Make optimisers of its parameters. `SparseModel.report` tells how each layer runs, and why, and which pruned
+        weights of other modules stay dense.
 
     Raises
     ------
@@ -218,6 +219,7 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
 
     Examples
     --------
+    >>> from jacsparse.nn import SparseLinear
     >>> model = nn.Sequential(SparseLinear(3, 2, mask=torch.ones(2, 3)), nn.ReLU())
     >>> densify(model)
     Sequential(
