@@ -35,6 +35,9 @@ class UnpackedAttention(nn.Module):
 
     #: What ``torch.nn.TransformerEncoderLayer`` asks its attention for: whether it may read `in_proj_weight`.
     _qkv_same_embed_dim = False
+    #: What other code may ask an attention for.
+    bias_k = bias_v = None
+    add_zero_attn = False
 
     def __init__(self, attention: nn.MultiheadAttention) -> None:
         super().__init__()
@@ -63,6 +66,11 @@ class UnpackedAttention(nn.Module):
         if any(hooks) or not all(isinstance(each, prune.BasePruningMethod) for each in others):
             return "it has hooks, which only the dense layer runs"
         return None
+
+    @property
+    def in_proj_weight(self) -> torch.Tensor:
+        """The dense weight of the inputs' projection, for code that multiplies by it itself."""
+        return self.in_proj.weight
 
     @property
     def in_proj_bias(self) -> torch.Tensor | None:
@@ -147,10 +155,11 @@ def unpack_attentions(model: nn.Module, paths: set[str] | None = None) -> dict[n
 
 
 def leave_fused(model: nn.Module) -> None:
-    """Have a transformer's layers call their parts where some are sparse; one kernel for all would multiply zeros."""
+    """Have a transformer's layers call their parts where these are ours; one kernel for all would multiply zeros."""
     for part in model.modules():
         for kind, (name, value) in _FUSED.items():
-            if isinstance(part, kind) and any(isinstance(each, SparseLayer) for each in part.modules()):
+            are_ours = (isinstance(each, (SparseLayer, UnpackedAttention)) for each in part.modules())
+            if isinstance(part, kind) and any(are_ours):
                 vars(part).setdefault("_fused_again", getattr(part, name))
                 setattr(part, name, value)
 

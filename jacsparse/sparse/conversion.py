@@ -173,6 +173,7 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
     dense, opened = copied(model), copied(model)
     opened = _replaced(opened, unpack_attentions(opened))
+    leave_fused(opened)
     inputs, shared = _inputs(opened, x, training), shared_parameters(opened)
     with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
         choices = [

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.nn.utils import prune
 
 from jacsparse.sparse import SparseLinear, densify, freeze, sparsify
@@ -145,6 +146,30 @@ def test_padding_in_an_encoder() -> None:
     with torch.no_grad():
         y, expected = (each(x, src_key_padding_mask=padding) for each in (sparse, model))
     close(y[~padding], expected[~padding], 1e-12)
+
+
+def test_padding_of_the_models_own() -> None:
+    class Padding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(12, 2, 16, batch_first=True)
+            self.encoder, self.attention = nn.TransformerEncoder(layer, 2), nn.MultiheadAttention(12, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            padding = x[..., 0].abs() > 10
+            y = self.encoder(x, src_key_padding_mask=padding)[~padding].unsqueeze(1)
+            of = self.attention
+            weights = (of.in_proj_weight, of.in_proj_bias, of.bias_k, of.bias_v, of.add_zero_attn)
+            options = (0.0, of.out_proj.weight, of.out_proj.bias, False)
+            return functional.multi_head_attention_forward(y, y, y, 12, 2, *weights, *options)[0]
+
+    model, x = pruned(Padding(), False).eval(), torch.randn(2, 5, 12, dtype=torch.float64)
+    x[0, 3:] = 20.0
+    sparse = sparsify(model, x, measure=False)
+    dense = [each for each in sparse.report().layers if not each.is_sparse]
+    assert [each.path for each in dense] == ["attention.in_proj", "attention.out_proj"]
+    with torch.no_grad():
+        close(sparse(x), model(x), 1e-12)
 
 
 class Decoder(nn.Module):
