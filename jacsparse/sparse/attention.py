@@ -19,6 +19,15 @@ _FUSED: dict[type[nn.Module], tuple[str, Any]] = {
     nn.TransformerEncoder: ("use_nested_tensor", False),
     nn.TransformerEncoderLayer: ("activation_relu_or_gelu", 0),
 }
+#: Why a layer with a mask on its bias stays dense.
+PRUNED_BIAS = "its bias is pruned too, which only the dense layer keeps so"
+
+
+def hooks_of(layer: nn.Module) -> str | None:
+    """Why a layer with hooks stays dense; None where it has none but those of pruning."""
+    hooks = [layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
+    others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
+    return "it has hooks, which only the dense layer runs" if any(hooks) or others else None
 
 
 class UnpackedAttention(nn.Module):
@@ -60,12 +69,8 @@ class UnpackedAttention(nn.Module):
         if attention.bias_k is not None or attention.add_zero_attn:
             return "it adds keys of its own (add_bias_kv or add_zero_attn)"
         if hasattr(attention, "in_proj_bias_mask"):
-            return "its bias is pruned too, which only the dense layer keeps so"
-        hooks = [attention._forward_hooks, attention._backward_hooks, attention._backward_pre_hooks]
-        others = attention._forward_pre_hooks.values()
-        if any(hooks) or not all(isinstance(each, prune.BasePruningMethod) for each in others):
-            return "it has hooks, which only the dense layer runs"
-        return None
+            return PRUNED_BIAS
+        return hooks_of(attention)
 
     @property
     def in_proj_weight(self) -> torch.Tensor:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
-from torch.nn.utils import prune
 
-from .attention import UnpackedAttention
+from .attention import PRUNED_BIAS, UnpackedAttention, hooks_of
 from .convolutional import SparseConv1d, SparseConv2d
 from .linear import SparseLinear, linear_classes
 
@@ -76,11 +75,9 @@ def obstacle_of(layer: Any, x: LayerInput | None, shared: set[int]) -> str | Non
     if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
         return "another layer has the same weight or bias"
     if hasattr(layer, "bias_mask"):
-        return "its bias is pruned too, which only the dense layer keeps so"
-    hooks = [layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
-    others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
-    if any(hooks) or others:
-        return "it has hooks, which only the dense layer runs"
+        return PRUNED_BIAS
+    if (reason := hooks_of(layer)) is not None:
+        return reason
     if x is None and isinstance(layer, NonDynamicallyQuantizableLinear):
         return "its attention uses its weight itself, and stays dense"
     if x is None:
