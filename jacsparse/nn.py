@@ -16,7 +16,7 @@ from .runtime import a_type, transform_under_way, uncompiled
 from .scan import BY_AUTOGRAD, Puller, Scanner, StageRanks, scanned
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
-from .sparse import SparseConv2d, SparseLinear
+from .sparse import SparseConv1d, SparseConv2d, SparseLinear
 from .spgemm import check_limit
 from .stages import Chain, Owner, Run, chain, check_input, forward_pass
 from .tracing import check_module, is_recording, name_of, without_saving_hooks
@@ -25,7 +25,19 @@ from .training import Leapfrogger, check_threads
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["GRU", "LSTM", "RNN", "Leapfrog", "Recurrent", "Scan", "Solve", "SparseConv2d", "SparseLinear", "convert"]
+__all__ = [
+    "GRU",
+    "LSTM",
+    "RNN",
+    "Leapfrog",
+    "Recurrent",
+    "Scan",
+    "Solve",
+    "SparseConv1d",
+    "SparseConv2d",
+    "SparseLinear",
+    "convert",
+]
 
 
 #: The scanners of a module that are kept, each of a chain.

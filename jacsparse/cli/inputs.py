@@ -58,7 +58,7 @@ def load_model(
         if sizes is None:
             # In a log, too: an error that follows may come from these sizes.
             sizes_taken = ",".join(map(str, shape))
-            typer.echo(f"jacsparse: a sample has the sizes {sizes_taken}; --input names others", err=True)
+            typer.echo(f"Note: a sample is taken to have the sizes {sizes_taken}; --input names others.", err=True)
         if checkpoint is not None:
             models.load_weights(module, checkpoint)
     else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .report import FlopReport
@@ -11,9 +12,20 @@ if TYPE_CHECKING:
 from ..figures import BLUE, GREEN, ORANGE, new_figure, save_figure
 from .tables import structure_name
 
+#: Where a point's name may be: how many points off it, and what of the name is there.
+_PLACES = [
+    ((6, 0), "left", "center"),
+    ((-6, 0), "right", "center"),
+    ((0, 6), "center", "bottom"),
+    ((0, -6), "center", "top"),
+]
+
 
 def flop_figure(report: FlopReport, path: str | os.PathLike[str]) -> None:
-    """Draw the thesis' Figure 5.5: the FLOP of all steps and gradient operators over their sizes without sparsity."""
+    """Draw the thesis' Figure 5.5: the FLOP of all steps and gradient operators over their sizes without sparsity.
+
+    Steps of the critical path and gradient operators have names, those of most FLOP first, as far as there is room.
+    """
     figure, axes = new_figure(height=5.5)
     for kind, colour, label in (("mm", BLUE, "matrix × matrix"), ("mv", ORANGE, "matrix × vector")):
         steps = [step for step in report.steps if step.kind == kind]
@@ -47,4 +59,31 @@ def flop_figure(report: FlopReport, path: str | os.PathLike[str]) -> None:
     axes.grid(alpha=0.25, which="major")
     # The legend is outside, as points may be anywhere.
     figure.legend(loc="outside lower center", ncols=2, fontsize=8, frameon=False)
+    critical = [(step.dense, step.flop, f"{step.left}·{step.right}") for step in report.steps if step.critical]
+    operators = [(step.dense, step.flop, step.stage or step.operator) for step in report.baseline]
+    others = [(step.dense, step.flop) for step in report.steps] + list(zip(sizes, unpruned, strict=True))
+    _name_points(figure, axes, [*critical, *operators], others)
     save_figure(figure, path)
+
+
+def _name_points(
+    figure: Any, axes: Any, named: Sequence[tuple[float, float, str]], others: Sequence[tuple[float, float]]
+) -> None:
+    """Write names beside points, from the top, where they hide neither a point nor another name."""
+    from matplotlib.transforms import Bbox
+
+    figure.draw_without_rendering()
+    points = axes.transData.transform([(x, y) for x, y in (*[each[:2] for each in named], *others) if y > 0])
+    taken = [Bbox([(x - 4, y - 4), (x + 4, y + 4)]) for x, y in points]
+    for x, y, name in sorted(named, key=lambda each: -each[1]):
+        # A logarithmic axis has no place for what takes no FLOP.
+        for shift, horizontal, vertical in _PLACES if y > 0 else ():
+            text = axes.annotate(
+                name, (x, y), shift, textcoords="offset points", ha=horizontal, va=vertical, fontsize=7, color="0.25"
+            )
+            box = text.get_window_extent()
+            is_inside = axes.bbox.contains(box.x0, box.y0) and figure.bbox.contains(box.x1, box.y1)
+            if is_inside and not any(box.overlaps(each) for each in taken):
+                taken.append(box)
+                break
+            text.remove()

@@ -118,6 +118,8 @@ class FlopSummary:
         The layers of whose weights none is left, and other layers whose weights no gradient reaches.
     weight_nbytes, pruned_nbytes, jacobian_nbytes : int
         Bytes of all parameters as float32, of those that are not zero as CSR, and of the layers' Jacobians, as CSR.
+    warnings : tuple of str
+        What is wrong with the network, as `FlopReport.warnings` has it.
     """
 
     name: str
@@ -134,6 +136,7 @@ class FlopSummary:
     weight_nbytes: int
     pruned_nbytes: int
     jacobian_nbytes: int
+    warnings: tuple[str, ...]
 
     def __str__(self) -> str:
         return text(self)
@@ -156,6 +159,11 @@ class FlopSummary:
         return {**asdict(self), "sparsity": self.sparsity, "times_fewer": self.times_fewer}
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
+        yield from self.figures()
+        yield from shown_warnings(self.warnings)
+
+    def figures(self) -> Iterator[Any]:
+        """What is printed ahead of the warnings."""
         if not self.weights:
             yield f"{self.name}: nothing in it multiplies by weights, so there is nothing to prune."
         elif self.zeros:
@@ -249,7 +257,13 @@ def summary_of(report: FlopReport) -> FlopSummary:
         4 * parameters,
         8 * nonzero,
         sum(layer["jacobian_nbytes"] for layer in layers),
+        report.warnings,
     )
+
+
+def shown_warnings(warnings: Sequence[str]) -> list[str]:
+    """Lines of warnings, or the one that says that there are none."""
+    return [f"Warning: {warning}" for warning in warnings] or ["No warnings."]
 
 
 def _scan_costs(report: FlopReport) -> ScanCosts | None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..terminal import Fitted, glossary, new_table, percent, ratio, short
 from .layers import OTHERS
-from .summary import warnings_of
+from .summary import shown_warnings, warnings_of
 
 if TYPE_CHECKING:
     from .report import FlopReport, FlopStep
@@ -88,9 +88,9 @@ class Page:
 
     def __rich_console__(self, console: Any, options: Any) -> Iterator[Any]:
         report = self.report
-        yield report.summary()
+        yield from report.summary().figures()
         warnings = warnings_of(report, brief=not self.explain)
-        yield from [f"Warning: {warning}" for warning in warnings] or ["No warnings."]
+        yield from shown_warnings(warnings)
         words = dict[str, str]()
         if warnings != report.warnings:
             words["and ... more"] = "--explain names all layers in warnings, as do report.warnings and JSON"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..runtime import a_type
@@ -35,7 +36,8 @@ def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.M
     Raises
     ------
     TypeError, ValueError
-        As `RNN.of`, with the layer's path; nothing is replaced then.
+        As `RNN.of`, with the layer's path, and where weights are neither float32 nor float64; nothing is replaced
+        then.
 
     Notes
     -----
@@ -66,6 +68,13 @@ def convert(module: nn.Module, *, to: str = "jacsparse", **options: Any) -> nn.M
         if to == "torch" and type(part) in (RNN, GRU, LSTM):
             layers[part] = part.to_torch()
         elif to == "jacsparse" and type(part) in _COUNTERPARTS and not part.proj_size:
+            others = {weight.dtype for weight in part.parameters()} - {torch.float32, torch.float64}
+            if others:
+                raise TypeError(
+                    f"{path or type(part).__name__}: its weights are {others.pop()}, and this library's layers take "
+                    "float32 and float64: leave it torch.nn's, as convert(model, to='torch') does, or convert it by "
+                    ".float() and call it under autocast"
+                )
             try:
                 layers[part] = _COUNTERPARTS[type(part)].of(part, **options)  # type: ignore[arg-type]
             except (TypeError, ValueError) as error:

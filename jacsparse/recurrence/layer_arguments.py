@@ -56,7 +56,10 @@ def checked(name: str, value: object, like: torch.Tensor) -> torch.Tensor:
         value = value.to(like.dtype)
     for what, dtype in ((f"{name} is", value.dtype), ("the weights are", like.dtype)):
         if dtype not in _DTYPES:
-            raise TypeError(f"{what} {dtype}; layers take float32 and float64, input and weights alike")
+            raise TypeError(
+                f"{what} {dtype}; layers take float32 and float64, input and weights alike: convert them by "
+                ".float(), or bring back torch.nn's layers by jacsparse.nn.convert(model, to='torch')"
+            )
     if value.dtype != like.dtype:
         raise TypeError(f"{name} is {value.dtype} and the weights are {like.dtype}; convert one of them")
     check_dense(name, value)

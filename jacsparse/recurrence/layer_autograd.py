@@ -7,6 +7,7 @@ from functools import partial
 from operator import attrgetter, is_not
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
@@ -15,6 +16,7 @@ from ..tracing import without_autocast
 from .cells import Saved, Weights, check_step, preceding
 from .layer_recurrences import LayerPass
 from .once_differentiable import LayerOnce, alive, once
+from .reference import outputs_by_steps
 from .sequences import index, plain
 from .small_layer import SmallLayer, SmallPass
 
@@ -135,7 +137,36 @@ def _gradients(
     return tuple([grad for grad, need in zip(gradients, wanted, strict=True) if need and grad is not None])
 
 
-_gradients_once = once(_gradients, LayerOnce)
+def _gradients_by_steps(
+    layer: LayerPass,
+    wanted: Sequence[bool],
+    grad_output: torch.Tensor | None,
+    grad_end: torch.Tensor | None,
+    _states: torch.Tensor,
+    _gates: torch.Tensor,
+    *inputs: torch.Tensor | None,
+) -> tuple[torch.Tensor, ...]:
+    """As `_gradients`, step after step in PyTorch's operations, which autograd differentiates again.
+
+    Raises
+    ------
+    NotImplementedError
+        Of a layer on a device, whose kernels have only first derivatives there, or across ranks.
+    """
+    x, initial, *parameters = inputs
+    assert x is not None and initial is not None
+    if layer.part is not None or on_device(x):
+        raise NotImplementedError(LayerOnce.no_second)
+    with without_autocast(x.device):
+        steps = x.split(np.diff(layer.sequences.offset).tolist())
+        outputs, end = outputs_by_steps(layer.cell, steps, initial, parameters, reverse=layer.direction < 0)
+        pairs = [(y, of_y) for y, of_y in ((torch.cat(outputs), grad_output), (end, grad_end)) if of_y is not None]
+        results, factors = zip(*pairs, strict=True)
+        leaves = [each for each, need in zip(inputs, wanted, strict=True) if need]
+        return torch.autograd.grad(results, leaves, factors, create_graph=True, materialize_grads=True)  # type: ignore[arg-type]
+
+
+_gradients_once = once(_gradients, LayerOnce, _gradients_by_steps)
 
 
 def _weights(

@@ -1,4 +1,4 @@
-"""Backward passes that refuse double differentiation, forward mode and batching, each with one clear sentence."""
+"""Backward passes of first order: a second one is taken another way or refused, as are forward mode and batching."""
 
 from __future__ import annotations
 
@@ -37,9 +37,12 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
             """
             return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
+        #: The sentence about second derivatives.
+        no_second = f"{subject} cannot be differentiated twice; {remedy}"
+
         @staticmethod
         def backward(ctx: Any, *_: Any) -> Any:
-            raise NotImplementedError(f"{subject} cannot be differentiated twice; {remedy}")
+            raise NotImplementedError(Once.no_second)
 
         #: The sentence about several calls at once.
         no_batching = (
@@ -58,10 +61,11 @@ def differentiable_once(subject: str, remedy: str) -> type[torch.autograd.Functi
     return Once
 
 
-def once(
-    solve: Callable[..., tuple[torch.Tensor | None, ...]], base: Any
-) -> Callable[..., tuple[torch.Tensor | None, ...]]:
-    """`solve` as a backward pass; a graph that autograd makes of it raises when it is differentiated.
+_Gradients = Callable[..., tuple[torch.Tensor | None, ...]]
+
+
+def once(solve: _Gradients, base: Any, again: _Gradients | None = None) -> _Gradients:
+    """`solve` as a backward pass; a graph that autograd makes of it is differentiated by way of `again`, or raises.
 
     Tensors are arguments of their own: autograd does not see those within a sequence.
 
@@ -71,6 +75,8 @@ def once(
         Computes the gradients.
     base : type
         What `differentiable_once` returned.
+    again : callable, optional
+        Computes the same gradients by operators that autograd differentiates.
     """
 
     class Pass(base):  # type: ignore[misc, valid-type]
@@ -80,7 +86,29 @@ def once(
 
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor | None, ...]) -> None:
-            pass
+            if again is not None:
+                ctx.others = [None if isinstance(each, torch.Tensor) else each for each in inputs]
+                ctx.save_for_backward(*[each if isinstance(each, torch.Tensor) else None for each in inputs])
+                ctx.set_materialize_grads(False)
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+            if again is None:
+                return base.backward(ctx)
+            with torch.enable_grad():
+                # By other names, so that a path from one input to another is not gone twice.
+                named = [each if each is None else each.view_as(each) for each in ctx.saved_tensors]
+                inputs = zip(named, ctx.others, strict=True)
+                results = again(*[other if each is None else each for each, other in inputs])
+            pairs = zip(results, gradients, strict=True)
+            reached = [(y, of_y) for y, of_y in pairs if y is not None and y.requires_grad and of_y is not None]
+            leaves = [each for each in named if each is not None and each.requires_grad]
+            if not reached:
+                return (None,) * len(named)
+            outputs, factors = zip(*reached, strict=True)
+            options = {"create_graph": torch.is_grad_enabled(), "allow_unused": True}
+            found = iter(torch.autograd.grad(outputs, leaves, factors, **options))
+            return tuple([next(found) if each is not None and each.requires_grad else None for each in named])
 
     def run(*inputs: Any) -> tuple[torch.Tensor | None, ...]:
         try:

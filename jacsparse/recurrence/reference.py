@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch.nn import functional
 
@@ -51,11 +53,28 @@ def recurrent_layer(
     output : Tensor, (time, batch, size)
     last : Tensor, (batch, states · size)
     """
+    outputs, last = outputs_by_steps(cell, x, initial, parameters, reverse=reverse)
+    return torch.stack(outputs), last
+
+
+def outputs_by_steps(
+    cell: Cell,
+    x: torch.Tensor | Sequence[torch.Tensor],
+    initial: torch.Tensor,
+    parameters: Sequence[torch.Tensor | None],
+    *,
+    reverse: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """As `recurrent_layer`, each step's output by itself; of several inputs, each has the first samples alone."""
     weight, hidden, bias, hidden_bias = parameters
     assert weight is not None and hidden is not None
     outputs, state, size = [], initial, hidden.shape[1]
     for step in range(len(x) - 1, -1, -1) if reverse else range(len(x)):
+        count, whole = len(x[step]), state
+        state = whole if count == len(whole) else whole[:count]
         input_projection = functional.linear(x[step], weight, bias)
         state = cell.step(input_projection, functional.linear(state[:, :size], hidden, hidden_bias), state)
         outputs.append(state[:, :size])
-    return torch.stack(outputs[::-1] if reverse else outputs), state
+        if count < len(whole):
+            state = torch.cat([state, whole[count:]])
+    return outputs[::-1] if reverse else outputs, state

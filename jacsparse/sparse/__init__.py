@@ -1,7 +1,7 @@
 """Layers and regions of pruned networks at the cost of the weights that are left: samples last, on the CPU."""
 
 from .conversion import LayerChoice, SparseModel, SparsityReport, densify, sparsify
-from .convolutional import SparseConv2d
+from .convolutional import SparseConv1d, SparseConv2d
 from .freezing import FrozenModel, freeze
 from .layers import SparseLayer
 from .linear import SparseLinear
@@ -9,6 +9,7 @@ from .linear import SparseLinear
 __all__ = [
     "FrozenModel",
     "LayerChoice",
+    "SparseConv1d",
     "SparseConv2d",
     "SparseLayer",
     "SparseLinear",

@@ -77,11 +77,13 @@ class Memory:
     Blocks are never written to, but replaced: who has read them may go on with what was there.
     """
 
-    __slots__ = ("batch", "content", "dtype", "in_inference", "lanes", "statistics", "tensor")
+    __slots__ = ("batch", "content", "dtype", "empty_positions", "in_inference", "lanes", "statistics", "tensor")
 
-    def __init__(self, content: torch.Tensor | Deferred, batch: int) -> None:
+    def __init__(self, content: torch.Tensor | Deferred, batch: int, empty_positions: int = 0) -> None:
         self.content: torch.Tensor | Deferred | None = content
         self.batch, self.lanes, self.dtype = batch, content.shape[-1], content.dtype
+        #: Of the positions of all samples, those that no sample is at, where several blocks stand side by side.
+        self.empty_positions = empty_positions
         self.in_inference = torch.is_inference_mode_enabled()
         #: Where there are no blocks any more.
         self.tensor: torch.Tensor | None = None
@@ -108,7 +110,8 @@ class BlockTensor(torch.Tensor):
     def like(self, content: torch.Tensor | Deferred) -> BlockTensor:
         """A tensor of the same samples and dimensions with blocks of its own."""
         memory = self.memory
-        return BlockTensor(Memory(content, memory.batch), (memory.batch, *content.shape[1 : len(self.sizes)]))
+        new = Memory(content, memory.batch, memory.empty_positions)
+        return BlockTensor(new, (memory.batch, *content.shape[1 : len(self.sizes)]))
 
     def replace(self, content: torch.Tensor | Deferred) -> BlockTensor:
         """This tensor with other elements, as after a write."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,11 +16,12 @@ from torch.utils._pytree import tree_leaves
 from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
+from .attention import UnpackedAttention, fuse_again, leave_fused, unpack_attentions
 from .blocks import BlockTensor
-from .convolutional import SparseConv2d
-from .layers import SparseLayer
-from .layouts import enter, plain
-from .linear import SparseLinear
+from .candidates import LayerInput, is_layer, obstacle_of, shared_parameters, sparse_class, weight_counts
+from .layers import SparseLayer, rename_state
+from .layouts import enter
+from .outputs import plain
 from .processor import lanes_for
 
 assert operators
@@ -89,8 +89,7 @@ class SparseModel(nn.Module):
         super().__init__()
         self.model, self._report = model, report
         self.training = model.training
-        self.register_state_dict_post_hook(_without_prefix)
-        self.register_load_state_dict_pre_hook(_with_prefix)
+        rename_state(self, "model.", "")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's output; as of its layers, programs that are exported get PyTorch's operators."""
@@ -100,30 +99,23 @@ class SparseModel(nn.Module):
 
     @uncompiled
     def _run(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.model(*args, **kwargs)
+        if isinstance(output, Iterator):
+            raise TypeError(
+                f"{type(self.model).__name__} returns {a_type(output)}, whose layers run after the call has ended: "
+                "return a list"
+            )
         # A cache among the arguments may have got activations too.
-        return plain((self.model(*args, **kwargs), args, kwargs))[0]
+        return plain((output, args, kwargs))[0]
 
     def report(self) -> SparsityReport:
         """Which layers are sparse, and why, with the weights that are left now."""
         parts = dict(self.model.named_modules())
         layers = []
         for layer in self._report.layers:
-            part = parts[layer.path]
+            part = parts.get(layer.path)
             layers.append(replace(layer, left=part.values.numel()) if isinstance(part, SparseLayer) else layer)
         return replace(self._report, layers=tuple(layers))
-
-
-_PREFIX = "model."
-
-
-def _without_prefix(module: nn.Module, state: Any, prefix: str, metadata: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix + _PREFIX)]:
-        state[prefix + name[len(prefix) + len(_PREFIX) :]] = state.pop(name)
-
-
-def _with_prefix(module: nn.Module, state: Any, prefix: str, *arguments: Any) -> None:
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[prefix + _PREFIX + name[len(prefix) :]] = state.pop(name)
 
 
 def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None, measure: bool = True) -> SparseModel:
@@ -136,8 +128,8 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     Parameters
     ----------
     model : Module
-        Its convolutions and linear layers have masks of ``torch.nn.utils.prune``, or zeros where they are pruned. It
-        does not change.
+        Its convolutions (``Conv1d``, ``Conv2d``), linear layers and attentions' projections have masks of
+        ``torch.nn.utils.prune``, or zeros where they are pruned. It does not change.
     x : Tensor
         A batch of inputs, of the size that is to be fast.
     training : bool, optional
@@ -149,7 +141,8 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     Returns
     -------
     SparseModel
-        Make optimisers of its parameters. `SparseModel.report` tells how each layer runs, and why.
+        Make optimisers of its parameters. `SparseModel.report` tells how each layer runs, and why, and which pruned
+        weights of other modules stay dense.
 
     Raises
     ------
@@ -178,13 +171,15 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
-    dense = copied(model)
-    inputs, shared = _inputs(dense, x, training), _shared(dense)
+    dense, opened = copied(model), copied(model)
+    opened = _replaced(opened, unpack_attentions(opened))
+    leave_fused(opened)
+    inputs, shared = _inputs(opened, x, training), shared_parameters(opened)
     with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
         choices = [
             _choice(path, part, inputs.get(path), shared, training, measure)
-            for path, part in dense.named_modules()
-            if isinstance(part, (nn.Conv2d, nn.Linear))
+            for path, part in opened.named_modules()
+            if is_layer(part) or weight_counts(part, pruned=True)
         ]
     paths = {choice.path for choice in choices if choice.is_sparse}
     if not paths:
@@ -225,6 +220,7 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
 
     Examples
     --------
+    >>> from jacsparse.nn import SparseLinear
     >>> model = nn.Sequential(SparseLinear(3, 2, mask=torch.ones(2, 3)), nn.ReLU())
     >>> densify(model)
     Sequential(
@@ -234,9 +230,11 @@ def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
     """
     model = copied(check_module(model.model if isinstance(model, SparseModel) else model))
     dense: dict[nn.Module, nn.Module] = {
-        part: part.to_dense() for part in model.modules() if isinstance(part, (SparseConv2d, SparseLinear))
+        part: part.to_dense() for part in model.modules() if isinstance(part, SparseLayer)
     }
     model = _replaced(model, dense)
+    model = _replaced(model, {part: part.to_dense() for part in model.modules() if isinstance(part, UnpackedAttention)})
+    fuse_again(model)
     if not masks:
         for part in model.modules():
             for hook in list(part._forward_pre_hooks.values()):
@@ -259,13 +257,17 @@ def copied(model: nn.Module) -> nn.Module:
 def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
     """A copy in which the layers at some paths are sparse."""
     model = copied(model)
-    layers = {part: _sparse(path, part) for path, part in model.named_modules() if path in paths}
-    return _replaced(model, layers)
+    model = _replaced(model, unpack_attentions(model, {path.rpartition(".")[0] for path in paths}))
+    model = _replaced(model, {part: _sparse(path, part) for path, part in model.named_modules() if path in paths})
+    leave_fused(model)
+    return model
 
 
 def _sparse(path: str, layer: nn.Module) -> SparseLayer:
+    made_of = sparse_class(layer)
+    assert made_of is not None
     try:
-        sparse = SparseConv2d.from_dense(layer) if isinstance(layer, nn.Conv2d) else SparseLinear.from_dense(layer)  # type: ignore[arg-type]
+        sparse = made_of.from_dense(layer)
     except ValueError as error:
         raise ValueError(f"{path}: {error}" if path else str(error)) from None
     sparse.keeps_blocks = True
@@ -280,48 +282,30 @@ def _replaced(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Mod
     return others.get(model, model)
 
 
-@dataclass(frozen=True)
-class _Input:
-    """What a layer was called with."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-
-
-def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, _Input]:
+def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, LayerInput]:
     """The inputs of all convolutions and linear layers in a run of the model; it may change the model's buffers."""
-    found: dict[str, _Input] = {}
+    found: dict[str, LayerInput] = {}
 
     def note(path: str, args: Any) -> None:
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            found[path] = _Input(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
+            found[path] = LayerInput(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
 
     observed = copied(model)
     for path, part in observed.named_modules():
-        if isinstance(part, (nn.Conv2d, nn.Linear)):
+        if is_layer(part):
             part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
     with torch.set_grad_enabled(training):
         observed(x)
     return found
 
 
-def _shared(model: nn.Module) -> set[int]:
-    """Parameters that several modules hold."""
-    holders = Counter(
-        id(parameter) for part in model.modules() for parameter in part.parameters(recurse=False) if parameter.numel()
-    )
-    return {parameter for parameter, count in holders.items() if count > 1}
-
-
-def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training: bool, measure: bool) -> LayerChoice:
+def _choice(
+    path: str, layer: Any, x: LayerInput | None, shared: set[int], training: bool, measure: bool
+) -> LayerChoice:
     """How a layer is to run."""
-    weight = getattr(layer, "weight_orig", layer.weight)
-    mask = getattr(layer, "weight_mask", weight)
-    choice = LayerChoice(
-        path, type(layer).__name__, int(mask.count_nonzero()), weight.numel(), None, None, False, "nothing is pruned"
-    )
-    obstacle = _obstacle(layer, weight, x, shared)
+    left, total = (sum(counts) for counts in zip(*weight_counts(layer), strict=True))
+    choice = LayerChoice(path, type(layer).__name__, left, total, None, None, False, "nothing is pruned")
+    obstacle = obstacle_of(layer, x, shared)
     if obstacle is not None:
         return replace(choice, reason=obstacle)
     if choice.left == choice.total:
@@ -340,33 +324,14 @@ def _choice(path: str, layer: Any, x: _Input | None, shared: set[int], training:
     )
 
 
-def _obstacle(layer: nn.Module, weight: torch.Tensor, x: _Input | None, shared: set[int]) -> str | None:
-    """Why a layer cannot be sparse, if it cannot."""
-    if type(layer) not in (nn.Conv2d, nn.Linear):
-        return f"a {type(layer).__name__} may compute something else than its base class"
-    if any(id(parameter) in shared for parameter in layer.parameters(recurse=False)):
-        return "another layer has the same weight or bias"
-    if hasattr(layer, "bias_mask"):
-        return "its bias is pruned too, which only the dense layer keeps so"
-    hooks = [layer._forward_hooks, layer._backward_hooks, layer._backward_pre_hooks]
-    others = [hook for hook in layer._forward_pre_hooks.values() if not isinstance(hook, prune.BasePruningMethod)]
-    if any(hooks) or others:
-        return "it has hooks, which only the dense layer runs"
-    if x is None:
-        return "it did not run on x, or not with one tensor alone"
-    if weight.dtype not in (torch.float32, torch.float64) or x.dtype != weight.dtype:
-        return f"its weight is {weight.dtype} and its input {x.dtype}; sparse layers take float32 or float64 for both"
-    return None
-
-
-def _costs(path: str, layer: Any, x: _Input, training: bool, left: int) -> tuple[float, float]:
+def _costs(path: str, layer: Any, x: LayerInput, training: bool, left: int) -> tuple[float, float]:
     """Seconds of a layer, dense and sparse, the latter in blocks."""
     key = repr(layer), x, training, left, thread_count(), layer.weight.dtype
     if key not in _COSTS:
         example = torch.randn(x.shape, dtype=x.dtype)
         sparse = _sparse(path, layer)
         example_blocks: Any = example
-        if (example.ndim == 4) == isinstance(layer, nn.Conv2d) and example.ndim in (2, 4):
+        if example.ndim == {nn.Conv2d: 4, nn.Conv1d: 3}.get(type(layer), 2):
             example_blocks = enter(example, lanes_for(len(example), x.dtype.itemsize)).requires_grad_(x.requires_grad)
         _COSTS[key] = _least_seconds(
             _pass(copied(layer), example.requires_grad_(x.requires_grad), training),

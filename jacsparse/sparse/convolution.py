@@ -12,7 +12,7 @@ from ..runtime import RowWork, run_rows
 from .activations import GradientOfSums
 from .blocks import BlockTensor
 from .deferred import LayerOutput
-from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel
+from .kernel_runs import Tensors, empty, numpy_dtype, run_kernel, tell_multiply_adds
 from .layouts import enter, records_gradients
 from .processor import columns_for, tile_positions
 from .vector_kernels import (
@@ -274,18 +274,27 @@ class BlockConvolution:
         """The convolution of an activation, differentiable."""
         if records_gradients():
             return _Convolve.apply(x, values, bias, self)  # type: ignore[no-any-return]
+        self._tell(x)
         return x.like(Output(self, x.blocks, values, bias).reading(values, bias))
+
+    def _tell(self, x: BlockTensor, times: int = 1) -> None:
+        """Tell who counts FLOP of a product with each weight, for an activation of the input or of the output."""
+        _, rows, columns, _ = self.out_shape
+        positions = x.memory.batch * rows * columns - x.memory.empty_positions
+        tell_multiply_adds(self.structure.places, times * len(self.structure.places) * positions)
 
     def input_gradient(self, y: BlockTensor, values: torch.Tensor) -> BlockTensor:
         """The gradient of the input, where `y` is that of the output; differentiable."""
         if records_gradients():
             return _Transposed.apply(y, values, self)  # type: ignore[no-any-return]
+        self._tell(y)
         return y.like(self.transposed(y.blocks, values.index_select(0, self.structure.order), None))
 
     def weight_gradients(self, x: BlockTensor, y: BlockTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The gradients of the values and of the bias, where `y` is that of the output; differentiable."""
         if records_gradients():
             return _Products.apply(x, y, self)  # type: ignore[no-any-return]
+        self._tell(y)
         pending, forward = y.pending, self.forward
         if isinstance(pending, GradientOfSums) and pending.window != (1, 1) and forward.reads_winners():
             return forward.products(x.padded, pending.y, pending.marks, pending.window)
@@ -293,6 +302,7 @@ class BlockConvolution:
 
     def both_gradients(self, x: BlockTensor, y: BlockTensor, values: torch.Tensor, with_bias: bool) -> tuple[Any, ...]:
         """The gradients of the input, of the values and, if asked for, of the bias, where `y` is that of the output."""
+        self._tell(y, 2)
         structure, pending, of_bias = self.structure, y.pending, None
         of_x, of_values = self.transposed.with_products(y.padded, x.padded, values, structure.order)
         if with_bias:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 from torch import nn
@@ -52,6 +52,8 @@ class SparseConv2d(SparseLayer):
     torch.Size([5, 8, 32, 32])
     """
 
+    _dense_class: ClassVar[type[nn.Conv1d | nn.Conv2d]] = nn.Conv2d
+
     def __init__(
         self,
         in_channels: int,
@@ -69,13 +71,13 @@ class SparseConv2d(SparseLayer):
     ) -> None:
         super().__init__()
         self._like(
-            nn.Conv2d(
+            self._dense_class(
                 in_channels,
                 out_channels,
-                kernel_size,
-                stride,
-                padding,
-                dilation,
+                kernel_size,  # type: ignore[arg-type]
+                stride,  # type: ignore[arg-type]
+                padding,  # type: ignore[arg-type]
+                dilation,  # type: ignore[arg-type]
                 groups,
                 bias,
                 padding_mode,
@@ -85,12 +87,12 @@ class SparseConv2d(SparseLayer):
         )
 
     @classmethod
-    def from_dense(cls, layer: nn.Conv2d, mask: torch.Tensor | None = None) -> SparseConv2d:
+    def from_dense(cls, layer: Any, mask: torch.Tensor | None = None) -> Self:
         """The sparse layer of a dense one, whose weights it copies.
 
         Parameters
         ----------
-        layer : Conv2d
+        layer : Conv2d, for `SparseConv1d` a Conv1d
             With a mask of ``torch.nn.utils.prune``, or without one.
         mask : Tensor, optional
             Which weights are left. The layer's own mask by default; without one, the weights that are not zero.
@@ -100,36 +102,39 @@ class SparseConv2d(SparseLayer):
         TypeError, ValueError
             Where the layer is another one, or the mask has another shape.
         """
-        if type(layer) is not nn.Conv2d:
-            raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.Conv2d")
+        if type(layer) is not cls._dense_class:
+            raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.{cls._dense_class.__name__}")
         return cls._made_like(layer, mask)
 
-    def _like(self, layer: nn.Conv2d, mask: torch.Tensor | None) -> None:
+    def _like(self, layer: nn.Conv1d | nn.Conv2d, mask: torch.Tensor | None) -> None:
         self.in_channels, self.out_channels, self.groups = layer.in_channels, layer.out_channels, layer.groups
         self.kernel_size, self.stride = _pair(layer.kernel_size), _pair(layer.stride)
-        self.padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding)
+        self.padding = layer.padding if isinstance(layer.padding, str) else _pair(layer.padding, rows=0)
         self.dilation, self.padding_mode = _pair(layer.dilation), layer.padding_mode
-        self.weight_shape = (self.out_channels, self.in_channels // self.groups, *self.kernel_size)
+        self.weight_shape = tuple(layer.weight.shape)
         self._take(layer, mask)
 
-    def to_dense(self) -> nn.Conv2d:
-        """A ``torch.nn.Conv2d`` with copies of the weights, masked by ``torch.nn.utils.prune``."""
-        dense = nn.Conv2d(
+    def to_dense(self) -> nn.Conv1d | nn.Conv2d:
+        """The layer of ``torch.nn`` with copies of the weights, masked by ``torch.nn.utils.prune``."""
+        dense = self._dense_class(
             self.in_channels,
             self.out_channels,
-            self.kernel_size,
-            self.stride,
-            self.padding,
-            self.dilation,
-            self.groups,
-            self.bias is not None,
-            self.padding_mode,
+            **self._sizes(),
+            groups=self.groups,
+            bias=self.bias is not None,
+            padding_mode=self.padding_mode,
             dtype=self.values.dtype,
         )
         return self._pruned(dense)  # type: ignore[return-value]
 
+    def _sizes(self) -> dict[str, Any]:
+        """Those of the window, as the dense layer has them."""
+        sizes = {name: getattr(self, name) for name in ("kernel_size", "stride", "padding", "dilation")}
+        axes = len(self.weight_shape) - 2
+        return {name: size if isinstance(size, str) else size[-axes:] for name, size in sizes.items()}
+
     def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:
-        return WeightPlaces.of(mask, self._window(), self.groups)
+        return WeightPlaces.of(mask.view(*mask.shape[:2], *self.kernel_size), self._window(), self.groups)
 
     def _padded(self) -> tuple[Pair, Pair]:
         """How many rows the padding adds before and after the input, and how many columns."""
@@ -179,7 +184,8 @@ class SparseConv2d(SparseLayer):
         padding: Any = self.padding
         if self.padding_mode != "zeros":
             x, padding = self._with_border(x), 0
-        return functional.conv2d(x, self.weight, self.bias, self.stride, padding, self.dilation, self.groups)
+        weight = self.weight.view(*self.weight_shape[:2], *self.kernel_size)
+        return functional.conv2d(x, weight, self.bias, self.stride, padding, self.dilation, self.groups)
 
     def _with_border(self, x: torch.Tensor) -> torch.Tensor:
         """The input with a border that is no zeros."""
@@ -203,16 +209,53 @@ class SparseConv2d(SparseLayer):
 
     def extra_repr(self) -> str:
         """What the layer's text shows."""
-        text = f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"
+        sizes = self._sizes()
+        text = f"{self.in_channels}, {self.out_channels}, kernel_size={sizes['kernel_size']}, stride={sizes['stride']}"
         if self.padding not in ((0, 0), "valid"):
-            text += f", padding={self.padding}"
+            text += f", padding={sizes['padding']}"
         if self.dilation != (1, 1):
-            text += f", dilation={self.dilation}"
+            text += f", dilation={sizes['dilation']}"
         if self.groups != 1:
             text += f", groups={self.groups}"
         return f"{text}, bias={self.bias is not None}, {self._left()}"
 
 
-def _pair(value: int | tuple[int, ...]) -> Pair:
-    first, second = (value, value) if isinstance(value, int) else value
+class SparseConv1d(SparseConv2d):
+    """A convolution of sequences whose parameters are the weights that are left, at the cost of these alone.
+
+    It is the `SparseConv2d` of height 1 in all but shapes: parameters are those of ``torch.nn.Conv1d``, with a mask of
+    shape (out_channels, in_channels // groups, kernel_size), and inputs are of shape (batch, in_channels, length).
+
+    Examples
+    --------
+    >>> dense = torch.nn.Conv1d(3, 8, 5, padding=2)
+    >>> layer = SparseConv1d.from_dense(dense, mask=torch.rand(8, 3, 5) < 0.1)
+    >>> layer(torch.randn(4, 3, 100)).shape
+    torch.Size([4, 8, 100])
+    """
+
+    _dense_class = nn.Conv1d
+
+    def _by_operators(self, x: Any) -> Any:
+        return super()._by_operators(x.unsqueeze(-2)).squeeze(-2)
+
+    def _by_kernels(self, x: Any) -> Any:
+        if not self._takes(x):
+            x = self._check(x)
+        if x.ndim == 2:
+            return self._by_kernels(x[None])[0]
+        if x.ndim != 3 or x.shape[1] != self.in_channels:
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected (batch, {self.in_channels}, length)")
+        batch, channels, length = x.shape
+        if batch == 0:
+            return self._by_operators(x)
+        y = super()._by_kernels(x.reshape(batch, channels, 1, length))
+        return y.reshape(batch, self.out_channels, y.shape[-1])
+
+
+def _pair(value: int | tuple[int, ...], rows: int = 1) -> Pair:
+    """A size for rows and for columns; a window over one axis is of `rows` rows."""
+    if isinstance(value, int):
+        return value, value
+    first, second = value if len(value) == 2 else (rows, *value)
     return first, second

@@ -7,6 +7,7 @@ which threads are started once.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +23,9 @@ from ..runtime import DispatchMode, KernelSequence, a_type, thread_count
 from ..tracing import check_initialised, check_module, facts_of, name_of
 from .blocks import BlockTensor
 from .conversion import SparseModel, copied
+from .frozen_outputs import check_frozen, copies_of
 from .kernel_runs import BLOCK_DIMENSIONS, TensorKernelRun, recorder
+from .outputs import leaves_of, plain
 
 aten = torch.ops.aten
 #: Bytes of the largest tensor that kernels leave to each other: a few of them fit the last cache of most processors.
@@ -41,7 +44,8 @@ class FrozenModel:
 
     def __init__(self, name: str, inputs: Sequence[torch.Tensor], steps: Sequence[_Step], output: Any) -> None:
         self._name, self._inputs = name, tuple(inputs)
-        outside = [*inputs, *_tensors(output)]
+        self._leaves = leaves_of(output)
+        outside = [*inputs, *_tensors(self._leaves)]
         self._kernel_count = sum(step.run is not None for step in steps)
         steps = _by_blocks(steps, outside)
         move = _placed(steps, outside)
@@ -86,7 +90,8 @@ class FrozenModel:
                 place.copy_(x)
             for call in self._calls:
                 call()
-            return tree_map_only(torch.Tensor, torch.clone, self._output)
+            copies = {id(each): each.clone() if isinstance(each, torch.Tensor) else each for each in self._leaves}
+            return copy.deepcopy(self._output, copies)
 
     def eval(self) -> FrozenModel:
         """The model itself, which is in evaluation mode as it was frozen."""
@@ -175,54 +180,22 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     with torch.inference_mode(False), torch.no_grad():
         compared, model = copied(model), copied(model)
-        places, steps = _copies(inputs), list[_Step]()
+        places, steps = copies_of(inputs), list[_Step]()
         # What a model makes when it first runs is no part of later runs.
-        model(*_copies(inputs))
+        model(*copies_of(inputs))
         token = recorder.set(lambda run: steps.append(_Step.of_kernel(run)))
         try:
             # All tensors of the steps live as long as these, so that no two have the same memory.
             with DispatchMode(functools.partial(_recorded, steps)):
-                output = model(*places)
+                output = plain(model(*places))
         finally:
             recorder.reset(token)
         steps = _needed(name, steps, places)
         frozen = FrozenModel(name, places, steps, output)
-        compared(*_copies(inputs))
-        compared(*_copies(inputs))
-        _check(frozen, compared, inputs)
+        compared(*copies_of(inputs))
+        compared(*copies_of(inputs))
+        check_frozen(frozen, name, compared, inputs)
     return frozen
-
-
-def _copies(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The inputs' values in memory that a model may overwrite."""
-    return [each.detach().clone() for each in inputs]
-
-
-def _check(frozen: FrozenModel, model: nn.Module, inputs: Sequence[torch.Tensor]) -> None:
-    """Compare with the model for other values, and for the first ones again."""
-    draw = torch.Generator().manual_seed(0)
-    for values in ([_other(each, draw) for each in inputs], inputs):
-        with torch.random.fork_rng(devices=[]):
-            expected = tree_leaves(model(*_copies(values)))
-        with torch.random.fork_rng(devices=[]):
-            actual = tree_leaves(frozen(*values))
-        if len(expected) != len(actual) or not all(map(_is_same, expected, actual)):
-            raise ValueError(
-                f"{frozen._name} gives something else for other inputs than its recorded steps: it may compute outside "
-                "of PyTorch, as in NumPy, or keep something from call to call; call the model itself"
-            )
-
-
-def _other(x: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Other values of an input: its own elsewhere, and numbers of any size a little off."""
-    moved = x.detach().flatten().roll(1).view(x.shape)
-    return moved + 0.1 * torch.randn(x.shape, generator=draw, dtype=x.dtype) if x.is_floating_point() else moved
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return bool(one == other)
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
 @dataclass(eq=False)

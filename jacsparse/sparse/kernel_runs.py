@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from ..runtime import MEMORY_POOL, SMALLEST, KernelRun, run_rows
 
@@ -74,6 +75,23 @@ def run_kernel(
     run_rows(kernel, rows, *arguments(*inputs, *outputs), lanes=lanes)
     if (record := recorder.get()) is not None:
         record(TensorKernelRun(kernel, rows, arguments, inputs, outputs, lanes, blocks))
+
+
+#: An operator that does nothing but tell dispatch modes what kernels do, as ``torch.utils.flop_counter`` asks.
+_LIBRARY = torch.library.Library("jacsparse", "DEF")
+_LIBRARY.define("multiply_adds(Tensor weights, int count) -> ()")
+_LIBRARY.impl("multiply_adds", lambda weights, count: None, "CompositeExplicitAutograd")
+
+
+@register_flop_formula(torch.ops.jacsparse.multiply_adds)  # type: ignore[untyped-decorator]
+def _flop(weights: Any, count: int, **kwargs: Any) -> int:
+    return 2 * count
+
+
+def tell_multiply_adds(weights: torch.Tensor, count: int) -> None:
+    """Tell dispatch modes, where there are any, how often a kernel multiplies and adds; the tensor is any one."""
+    if torch._C._len_torch_dispatch_stack():
+        torch.ops.jacsparse.multiply_adds(weights, count)
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any, Self
 
@@ -13,7 +14,7 @@ from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompile
 from ..tracing import check_initialised, is_recording
 from .blocks import BlockTensor
 from .convolution import BlockConvolution
-from .layouts import plain
+from .outputs import plain
 from .weights import WeightPlaces
 from .windows import Pair, Window
 
@@ -70,6 +71,10 @@ class SparseLayer(nn.Module):
                 "left: give set_mask a mask with fewer, or prune the dense model of jacsparse.densify"
             )
         super().register_parameter(name, param)
+
+    def to_dense(self) -> nn.Module:
+        """The dense layer with copies of the weights, masked by ``torch.nn.utils.prune``."""
+        raise NotImplementedError
 
     def _window(self) -> Window:
         raise NotImplementedError
@@ -260,6 +265,17 @@ class SparseLayer(nn.Module):
     def _left(self) -> str:
         total = math.prod(self.weight_shape)
         return f"{len(self.values)} of {total} weights left"
+
+
+def rename_state(module: nn.Module, inner: str, outer: str) -> None:
+    """Let the names of a module's state begin with `outer` where those of its parts begin with `inner`."""
+    module.register_state_dict_post_hook(functools.partial(_renamed, inner, outer))
+    module.register_load_state_dict_pre_hook(functools.partial(_renamed, outer, inner))
+
+
+def _renamed(before: str, after: str, module: nn.Module, state: Any, prefix: str, *arguments: Any) -> None:
+    for name in [name for name in state if name.startswith(prefix + before)]:
+        state[prefix + after + name.removeprefix(prefix + before)] = state.pop(name)
 
 
 def check_mask(mask: object, shape: tuple[int, ...]) -> torch.Tensor:

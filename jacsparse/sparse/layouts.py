@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import MutableMapping
-from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 
 from .blocks import BlockTensor, Memory, from_blocks, planes, to_blocks
-
-#: What holds no activations, or is the model's own.
-_LEAVES = (str, bytes, int, float, complex, type(None), torch.Tensor, torch.nn.Module, type, FunctionType, ModuleType)
 
 
 def in_blocks(x: torch.Tensor, lanes: int) -> BlockTensor:
@@ -71,48 +65,11 @@ def _entered(x: torch.Tensor, lanes: int, columns: int) -> BlockTensor:
     if columns == 1:
         return BlockTensor(Memory(blocks, len(x)), tuple(x.shape))
     batch, channels = len(blocks) * lanes, blocks.shape[1]
-    return BlockTensor(Memory(blocks.view(-1, channels, 1, columns, lanes), batch), (batch, channels, 1, columns))
+    side_by_side = blocks.view(-1, channels, 1, columns, lanes)
+    return BlockTensor(Memory(side_by_side, batch, batch * columns - len(x)), (batch, channels, 1, columns))
 
 
 def _left(x: BlockTensor, batch: int, columns: int) -> torch.Tensor:
     if columns == 1:
         return x.copied()
     return from_blocks(x.blocks.flatten(3)[:, :, :, None], batch).flatten(1)
-
-
-def plain(value: Any) -> Any:
-    """A value with tensors in PyTorch's layout for blocks, those in containers and in objects' attributes too."""
-    return value if type(value) is torch.Tensor else _plain(value, {})
-
-
-def _plain(value: Any, done: dict[int, tuple[Any, Any]]) -> Any:
-    if isinstance(value, _LEAVES) and not isinstance(value, BlockTensor):
-        return value
-    if id(value) in done:
-        return done[id(value)][1]
-    if isinstance(value, BlockTensor):
-        result: Any = leave(value)
-    elif isinstance(value, tuple):
-        items = [_plain(each, done) for each in value]
-        if all(new is each for new, each in zip(items, value, strict=True)):
-            return value
-        result = type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    else:
-        result = value
-    # With the value, so that no other one gets its number.
-    done[id(value)] = value, result
-    if result is not value:
-        return result
-    if isinstance(value, list):
-        value[:] = [_plain(each, done) for each in value]
-    elif isinstance(value, MutableMapping):
-        for name, each in list(value.items()):
-            if (new := _plain(each, done)) is not each:
-                value[name] = new
-    fields = [field.name for field in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else ()
-    for name in {*fields, *getattr(value, "__dict__", ())}:
-        each = getattr(value, name, None)
-        if (new := _plain(each, done)) is not each:
-            # Frozen ones too.
-            object.__setattr__(value, name, new)
-    return result

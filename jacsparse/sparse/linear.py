@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..runtime import a_type
 from .layers import SparseLayer
@@ -42,6 +45,9 @@ class SparseLinear(SparseLayer):
     torch.Size([5, 7, 32])
     """
 
+    #: The dense layer's class: one of `linear_classes`.
+    _dense_class: Any = nn.Linear
+
     def __init__(
         self,
         in_features: int,
@@ -55,24 +61,37 @@ class SparseLinear(SparseLayer):
         self._like(nn.Linear(in_features, out_features, bias, dtype=dtype), mask)
 
     @classmethod
-    def from_dense(cls, layer: nn.Linear, mask: torch.Tensor | None = None) -> SparseLinear:
-        """The sparse layer of a dense one, as `SparseConv2d.from_dense`."""
-        if type(layer) is not nn.Linear:
+    def from_dense(cls, layer: nn.Module, mask: torch.Tensor | None = None) -> SparseLinear:
+        """The sparse layer of a dense one, as `SparseConv2d.from_dense`; also of a ``Conv1D`` of transformers."""
+        if type(layer) not in linear_classes():
             raise TypeError(f"layer is {a_type(layer)}; expected a torch.nn.Linear")
         return cls._made_like(layer, mask)
 
-    def _like(self, layer: nn.Linear, mask: torch.Tensor | None) -> None:
-        self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.weight_shape = (self.out_features, self.in_features)
+    def _like(self, layer: Any, mask: torch.Tensor | None) -> None:
+        self._dense_class, self.weight_shape = type(layer), tuple(layer.weight.shape)
+        self.out_features, self.in_features = self.weight_shape[::-1] if self._is_transposed else self.weight_shape
         self._take(layer, mask)
 
-    def to_dense(self) -> nn.Linear:
-        """A ``torch.nn.Linear`` with copies of the weights, masked by ``torch.nn.utils.prune``."""
-        dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, dtype=self.values.dtype)
-        return self._pruned(dense)  # type: ignore[return-value]
+    @property
+    def _is_transposed(self) -> bool:
+        """Whether the weight is of shape (in_features, out_features)."""
+        return not issubclass(self._dense_class, nn.Linear)
+
+    def to_dense(self) -> nn.Module:
+        """The layer that it was made of, with copies of the weights, masked by ``torch.nn.utils.prune``."""
+        if self._is_transposed:
+            dense = self._dense_class(self.out_features, self.in_features).to(self.values.dtype)
+        else:
+            size = self.in_features, self.out_features
+            dense = self._dense_class(*size, self.bias is not None, dtype=self.values.dtype)
+        return self._pruned(dense)
 
     def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:
-        return WeightPlaces.of(mask[:, :, None, None], _POINT, 1)
+        if not self._is_transposed:
+            return WeightPlaces.of(mask[:, :, None, None], _POINT, 1)
+        structure = WeightPlaces.of(mask.T[:, :, None, None], _POINT, 1)
+        output, source = structure.places // self.in_features, structure.places % self.in_features
+        return replace(structure, places=source * self.out_features + output)
 
     def _window(self) -> Window:
         return _POINT
@@ -82,7 +101,8 @@ class SparseLinear(SparseLayer):
         return in_size
 
     def _by_operators(self, x: Any) -> Any:
-        return functional.linear(x, self.weight, self.bias)
+        weight = self.weight
+        return functional.linear(x, weight.T if self._is_transposed else weight, self.bias)
 
     def _by_kernels(self, x: Any) -> Any:
         if self._takes(x) and x.sizes[1:] == (self.in_features,):
@@ -104,6 +124,15 @@ class SparseLinear(SparseLayer):
     def extra_repr(self) -> str:
         """What the layer's text shows."""
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, {self._left()}"
+
+
+def linear_classes() -> tuple[type[nn.Module], ...]:
+    """The classes of linear layers: that of `torch.nn`, its subclass in attention, and transformers' ``Conv1D``.
+
+    The last, of GPT-2 and others, holds its weight transposed.
+    """
+    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", None)
+    return nn.Linear, NonDynamicallyQuantizableLinear, *([] if transposed is None else [transposed])
 
 
 def _columns(blocks: int) -> int:

@@ -317,6 +317,8 @@ def test_spy(jac) -> None:
     assert status == 0 and out.startswith("features.0: 4704 × 3072, nnz 352,800") and "⢷" in out
     _, out, _ = jac("spy", "lenet5", "--layer", "features.0", "--transposed")
     assert out.startswith("features.0: 3072 × 4704")
+    status, out, err = jac("spy", "tests.example_models:lenet", "--layer", "0")
+    assert status == 0 and out and err.startswith("Note: a sample is taken to have the sizes 3,32,32; --input names")
 
 
 def test_doctor(jac) -> None:

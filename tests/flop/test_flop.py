@@ -290,6 +290,24 @@ def test_the_figure_has_all_steps_and_both_baselines(monkeypatch: pytest.MonkeyP
     assert points["scan, matrix × matrix, dead: counted, not run"] == 1
     gradient_operators = [count for label, count in points.items() if "gradient operators" in label]
     assert gradient_operators == [21, 21] and "33 live steps of 34, 21 operators" in drawn[0].axes[0].get_title()
+    names = list(drawn[0].axes[0].texts)
+    assert {"0", "3", "6", "8", "11"} <= {each.get_text() for each in names}
+    assert any("ᵀ·" in each.get_text() for each in names)
+    boxes = [each.get_window_extent() for each in names]
+    assert not any(box.overlaps(other) for place, box in enumerate(boxes) for other in boxes[:place])
+
+
+def test_a_summary_has_its_warnings() -> None:
+    model = lenet()
+    assert text(count_flop(model, (3, 32, 32)).summary()).endswith("No warnings.")
+    with torch.no_grad():
+        next(part for part in model.modules() if isinstance(part, nn.Linear)).weight.zero_()
+    report = count_flop(model, (3, 32, 32))
+    shown = " ".join(text(report.summary()).split())
+    assert (
+        "see the warning" in shown and report.warnings and all(f"Warning: {each}" in shown for each in report.warnings)
+    )
+    assert report.to_dict()["summary"]["warnings"] == report.warnings
 
 
 def test_executed_work() -> None:

@@ -291,14 +291,26 @@ def test_gradient_checkpointing(kind: str) -> None:
 
 
 @ALL
-def test_gradients_of_gradients_are_refused(kind: str) -> None:
-    layer, _ = pair(kind, 3, 4)
-    x = torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True)
-    first = torch.autograd.grad(layer(x)[0].sum(), [x, *layer.parameters()], create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"cannot be differentiated twice; use torch\.nn's layers"):
-        torch.autograd.grad(first[0].square().sum(), layer.weight_hh_l0)
-    with pytest.raises(NotImplementedError, match="cannot be differentiated twice"):
-        first[2].square().sum().backward()
+@pytest.mark.parametrize("steps", [1, 6, 70])
+@pytest.mark.parametrize("form", ["padded", "packed", "two layers, both directions"])
+def test_gradients_of_gradients(kind: str, steps: int, form: str) -> None:
+    options = {"num_layers": 2, "bidirectional": True} if form.startswith("two") else {}
+    layer, reference = pair(kind, 3, 4, **options)
+    x = torch.randn(steps, 2, 3, dtype=torch.float64, requires_grad=True)
+    results = []
+    for run in (layer, reference):
+        inputs = [x, *run.parameters()]
+        y, last = run(pack_padded_sequence(x, [steps, max(1, steps - 3)]) if form == "packed" else x)
+        y = y.data if form == "packed" else y
+        last = sum(each.sin().sum() for each in last) if isinstance(last, tuple) else last.sin().sum()
+        first = torch.autograd.grad(y.square().sum() + last, inputs, create_graph=True)
+        second = torch.autograd.grad(sum(each.square().sum() for each in first), inputs, create_graph=True)
+        third = torch.autograd.grad(sum(each.sum() for each in second), inputs) if steps < 70 else []
+        # Of some inputs alone, and of a last state that nobody read.
+        (only,) = torch.autograd.grad(run(x)[0].sum(), x, create_graph=True)
+        results.append([*first, *second, *third, *torch.autograd.grad(only.square().sum(), [*run.parameters()][:1])])
+    for ours, expected in zip(*results, strict=True):
+        close(ours, expected, 1e-11)
 
 
 def test_compiled_around() -> None:
@@ -496,6 +508,19 @@ def test_options_set_later_are_looked_at() -> None:
             jacsparse.nn.convert(nn.Linear(3, 4), **arguments)
     with pytest.raises(TypeError, match=r"module is a str; expected a torch.nn.Module"):
         jacsparse.nn.convert("model")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_models_of_low_precision_are_not_converted(dtype: torch.dtype) -> None:
+    model = nn.ModuleDict({"first": nn.GRU(3, 4), "second": nn.LSTM(3, 4).to(dtype)})
+    with pytest.raises(TypeError, match=rf"second: its weights are {dtype}, .* convert\(model, to='torch'\)"):
+        jacsparse.nn.convert(model)
+    assert type(model["first"]) is nn.GRU
+    ours = jacsparse.nn.convert(model.float()).to(dtype)
+    with pytest.raises(TypeError, match=rf"input is {dtype}; .* by jacsparse.nn.convert\(model, to='torch'\)"):
+        ours["second"](torch.zeros(2, 1, 3, dtype=dtype))
+    x = torch.zeros(2, 1, 3, dtype=dtype)
+    assert jacsparse.nn.convert(ours, to="torch")["second"](x)[0].dtype == dtype
 
 
 def test_what_is_not_converted() -> None:

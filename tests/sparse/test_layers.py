@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse.nn import SparseConv2d, SparseLinear
+from jacsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 
 from ..helpers import close
 
@@ -24,6 +24,15 @@ CONVOLUTIONS = [
     ((2, 5), 1, "same", 1, 1, 3, 17, "zeros"),
     (1, (1, 3), 2, 1, 1, 5, 9, "zeros"),
     (3, 1, 1, 1, 1, 5, 5, "circular"),
+]
+#: Kernel, stride, padding, dilation, groups, length, and a padding mode.
+SEQUENCES = [
+    (3, 1, 1, 1, 1, 9, "zeros"),
+    (4, 3, 2, 2, 2, 21, "zeros"),
+    (2, 1, "same", 3, 1, 8, "zeros"),
+    (1, 2, "valid", 1, 3, 40, "zeros"),
+    (5, 1, 2, 1, 1, 6, "reflect"),
+    (3, 2, 1, 1, 2, 7, "circular"),
 ]
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -43,7 +52,8 @@ def convolution(case: tuple, dtype: torch.dtype, share: float) -> nn.Module:
 
 
 def sparse(layer: nn.Module) -> SparseConv2d | SparseLinear:
-    return (SparseConv2d if isinstance(layer, nn.Conv2d) else SparseLinear).from_dense(layer)
+    classes = {nn.Conv1d: SparseConv1d, nn.Conv2d: SparseConv2d}
+    return classes.get(type(layer), SparseLinear).from_dense(layer)
 
 
 def agree(dense: nn.Module, layer: SparseConv2d | SparseLinear, x: torch.Tensor) -> None:
@@ -79,6 +89,49 @@ def order(layer: SparseConv2d | SparseLinear) -> torch.Tensor:
 def test_convolution(case: tuple, batch: int, dtype: torch.dtype) -> None:
     dense = convolution(case, dtype, 0.3)
     agree(dense, sparse(dense), torch.randn(batch, dense.in_channels, *case[5:7], dtype=dtype))
+
+
+@pytest.mark.parametrize("case", SEQUENCES)
+@pytest.mark.parametrize(("batch", "dtype"), [(1, torch.float64), (5, torch.float64), (16, torch.float32)])
+def test_convolution_of_sequences(case: tuple, batch: int, dtype: torch.dtype) -> None:
+    kernel, stride, padding, dilation, groups, length, mode = case
+    dense = masked(
+        nn.Conv1d(3 * groups, 2 * groups, kernel, stride, padding, dilation, groups, padding_mode=mode, dtype=dtype),
+        0.4,
+    )
+    layer, x = sparse(dense), torch.randn(batch, 3 * groups, length, dtype=dtype)
+    agree(dense, layer, x)
+    close(layer(x[0]), dense(x[0]), TOLERANCES[dtype])
+    close(layer._by_operators(x), dense(x), TOLERANCES[dtype])
+    assert layer(x[:0]).shape == dense(x[:0]).shape
+    again = layer.to_dense()
+    assert type(again) is nn.Conv1d and repr(again) == repr(dense)
+    close(again(x), dense(x), TOLERANCES[dtype])
+    assert set(layer.state_dict()) == set(dense.state_dict())
+
+
+def test_sequences_that_do_not_fit() -> None:
+    layer = SparseConv1d(3, 2, 3, mask=torch.ones(2, 3, 3))
+    assert repr(layer) == "SparseConv1d(3, 2, kernel_size=(3,), stride=(1,), bias=True, 18 of 18 weights left)"
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 9\); expected \(batch, 3, length\)"):
+        layer(torch.ones(1, 4, 9))
+    with pytest.raises(ValueError, match="the kernel reaches over 3 columns"):
+        layer(torch.ones(1, 3, 2))
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Conv1d"):
+        SparseConv1d.from_dense(nn.Conv2d(3, 2, 3))
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (0,)])
+def test_transposed_linear(shape: tuple[int, ...]) -> None:
+    layer = masked(pytest.importorskip("transformers.pytorch_utils").Conv1D(30, 20).double(), 0.2)
+    x = torch.randn(*shape, 20, dtype=torch.float64)
+    agree(layer, sparse(layer), x)
+    close(sparse(layer)._by_operators(x), layer(x), 1e-12)
+    again, other = sparse(layer).to_dense(), sparse(masked(type(layer)(30, 20).double(), 0.6))
+    close(again(x), layer(x), 1e-12)
+    assert torch.equal(again.weight_mask, layer.weight_mask)
+    other.load_state_dict(layer.state_dict())
+    close(other(x), layer(x), 1e-12)
 
 
 @pytest.mark.parametrize("case", CONVOLUTIONS)

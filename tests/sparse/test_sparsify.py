@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.utils import prune
+from torch.utils.flop_counter import FlopCounterMode
 
 from jacsparse import jacobian
 from jacsparse.sparse import SparseConv2d, SparseLinear, SparseModel, densify, sparsify
@@ -180,6 +181,81 @@ def test_what_stays_dense() -> None:
     assert "hooks" in reasons[2] and "Another" in reasons[3] and sparse.report().layers[4].is_sparse
     assert "bias is pruned" in reasons[5]
     close(sparse(torch.ones(2, 4)), model(torch.ones(2, 4)), 1e-5)
+
+
+def test_pruned_weights_that_have_no_sparse_layer() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru, self.lstm, self.conv = nn.GRU(4, 4), nn.LSTM(4, 4), nn.ConvTranspose1d(4, 4, 3)
+            self.embedding = nn.Embedding(20, 4, padding_idx=0)
+            self.token = nn.Parameter(torch.zeros(1, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.lstm(self.gru(x + self.token)[0])[0]
+            return self.conv(x.transpose(1, 2))
+
+    model = Model()
+    prune.l1_unstructured(model.gru, "weight_hh_l0", 0.5)
+    with torch.no_grad():
+        model.lstm.weight_ih_l0[:, :2] = 0
+        model.conv.weight[0] = 0
+    report = sparsify(model, torch.randn(5, 2, 4), measure=False).report()
+    assert [(each.path, each.left, each.total, each.reason) for each in report.layers] == [
+        ("gru", 72, 96, "GRU has no sparse layer"),
+        ("lstm", 96, 128, "LSTM has no sparse layer"),
+        ("conv", 36, 48, "ConvTranspose1d has no sparse layer"),
+    ]
+    assert "dense: GRU has no sparse layer" in str(report)
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sequences_in_blocks(batch: int) -> None:
+    model = nn.Sequential(
+        nn.Conv1d(3, 4, 3, padding=1), nn.BatchNorm1d(4), nn.ReLU(), nn.MaxPool1d(2), nn.Conv1d(4, 4, 3, 2), nn.GELU(),
+        nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 2),
+    ).double()  # fmt: skip
+    for place in (0, 4, 8):
+        with torch.no_grad():
+            prune.custom_from_mask(model[place], "weight", torch.rand(model[place].weight.shape) < 0.5)
+    x = torch.randn(batch, 3, 20, dtype=torch.float64)
+    sparse, results = sparsify(model, x), []
+    assert [each.kind for each in sparse.report().layers] == ["Conv1d", "Conv1d", "Linear"]
+    assert all(each.dense is not None for each in sparse.report().layers)
+    sparse = sparsify(model, x, measure=False)
+    for each in (sparse, model):
+        at = x.clone().requires_grad_()
+        y = each(at)
+        y.square().sum().backward()
+        results.append((y, at.grad))
+    for ours, expected in zip(*results, strict=True):
+        close(ours, expected, 1e-12)
+    close(densify(sparse.eval())(x), model.eval()(x), 1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 37])
+def test_flop_counter(batch: int) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Flatten(2), nn.Linear(4, 5), nn.Linear(5, 2),
+    )  # fmt: skip
+    x = torch.randn(batch, 3, 6, 6, dtype=torch.float64)
+    sparse = sparsify(pruned(model), x, measure=False)
+    left = [each.left for each in sparse.report().layers]
+    forward = [2 * batch * count * positions for count, positions in zip(left, (36, 16, 4, 4), strict=True)]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        sparse(x)
+    assert counter.get_total_flops() == sum(forward)
+    with FlopCounterMode(display=False) as counter:
+        sparse(x).sum().backward()
+    # The input has no gradient.
+    assert counter.get_total_flops() == 3 * sum(forward) - forward[0]
+    counts = counter.get_flop_counts()
+    assert sum(counts["SparseModel.model.0"].values()) == 2 * forward[0]
+    y, expected = sparse(x), model(x)
+    with FlopCounterMode(display=False):
+        close(sparse(x), y, 1e-15)
+    close(y, expected, 1e-12)
 
 
 def test_a_layer_that_runs_twice() -> None:
