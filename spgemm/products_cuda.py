@@ -193,7 +193,8 @@ def _at_entries(
 
 def matvec(pattern: Pattern, values: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
     """A sparse matrix times vectors."""
-    _kept(pattern, _matvec, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
+    if y.numel():
+        _kept(pattern, _matvec, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
 
 
 def _matvec(pattern: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:

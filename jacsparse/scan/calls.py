@@ -54,6 +54,8 @@ def vjp(
     (tensor([[5., 0.]]),)
     """
     check_input("x", x)
+    if not len(x):
+        return torch.func.vjp(check_module(module), x)  # type: ignore[no-any-return]
     chain, run = forward_pass(check_module(module), x, pruned=None, couples=True)
     scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 

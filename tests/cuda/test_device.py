@@ -24,7 +24,8 @@ from jacsparse.runtime import device_memory
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.cuda.test_linear_recurrence import FORMS, matrices
 from tests.cuda.test_products import values_of
-from tests.helpers import random_pattern
+from tests.cuda.test_scans import network
+from tests.helpers import FLOAT, random_pattern
 
 
 class Work(NamedTuple):
@@ -86,6 +87,17 @@ def linear(form: str, schedule: str) -> Work:
     return Work(leaves, run)
 
 
+def scan(schedule: str) -> Work:
+    model = network()
+    scan, x = jacsparse.nn.Scan(model, schedule=schedule), torch.randn(2, 2, 8, 8).to(DEVICE, FLOAT).requires_grad_()
+
+    def run() -> list[torch.Tensor]:
+        output = scan(x)
+        return [output.detach(), *torch.autograd.grad(output.square().sum(), [x, *model.parameters()])]
+
+    return Work([x], run)
+
+
 PRODUCTS: dict[str, Callable[[], Work]] = {
     f"{method}, batch {batch}": lambda method=method, batch=batch: product(method, batch)
     for method, batch in itertools.product(("merge", "rowwise"), (1, 33))
@@ -102,7 +114,10 @@ LINEAR: dict[str, Callable[[], Work]] = {
     f"{form}, {schedule}": lambda form=form, schedule=schedule: linear(form, schedule)
     for form, schedule in itertools.product(FORMS, ("sequential", "chunked:8", "blelloch", "relaxed:8"))
 }
-WORK = PRODUCTS | LAYERS | FORWARD | LINEAR
+SCANS: dict[str, Callable[[], Work]] = {
+    f"a scan, {schedule}": lambda schedule=schedule: scan(schedule) for schedule in ("linear", "blelloch:2")
+}
+WORK = PRODUCTS | LAYERS | FORWARD | LINEAR | SCANS
 
 
 def change(work: Work) -> None:

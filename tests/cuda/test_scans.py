@@ -13,7 +13,7 @@ from jacsparse.models import prune_weights
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse import jacobian, vjp
+from jacsparse import jacobian, prepare_jacobian, vjp
 from jacsparse.nn import Scan
 from jacsparse.stages import COSTS, forward_pass
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
@@ -302,3 +302,22 @@ def test_costs_are_those_of_the_device() -> None:
     for sample in range(2):
         expected = autograd_jacobian(model.cpu(), x[sample].cpu())
         assert (values.todense(sample if values.batch > 1 else 0).cpu() - expected).abs().max() <= BOUND
+
+
+def test_prepared_jacobians_look_at_masks_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each version of them, and raise where one lets in what the pattern leaves out."""
+    model, x = network()[:6], drawn(2, 2, 8, 8).to(DEVICE)
+    with emulated():
+        prepared = prepare_jacobian(model, x)
+        expected = prepared.values(x)
+        with no_waits(monkeypatch):
+            actual = prepared.values(x)
+        assert torch.equal(actual, expected)
+        for mask in masks_of(model):
+            mask.copy_(mask.clone())
+        assert torch.equal(prepared.values(x), expected)
+        with no_waits(monkeypatch):
+            prepared.values(x)
+        masks_of(model)[0].fill_(1)
+        with pytest.raises(RuntimeError, match=r"0.weight_mask and 0.weight_orig was zero where the pattern"):
+            prepared.values(x)

@@ -891,3 +891,11 @@ def test_other_dtypes_within(name: str) -> None:
             assert one.dtype == other.dtype
             limit = 0.0 if schedule == "linear" else tolerance * other.abs().max()
             assert (one - other).abs().max() <= limit
+
+
+@pytest.mark.parametrize("schedule", ["auto", "blelloch:2"])
+def test_pullbacks_of_no_samples(schedule: str) -> None:
+    module = nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU(), nn.Flatten(), nn.Linear(12, 2))
+    y, pullback = jacsparse.vjp(module, torch.empty(0, 2, 4, 4), schedule=schedule)
+    (gradient,) = pullback(torch.empty(0, 2))
+    assert y.shape == (0, 2) and gradient.shape == (0, 2, 4, 4)
