@@ -14,11 +14,10 @@ from torch import nn
 
 from ..patterns import Pattern
 from ..schedule import COUNTED, Schedule, Step, balanced, by_level, check_workers, linear, resolve
-from ..stages import Region, check_input, check_shape, machine_memory
-from ..terminal import nbytes as in_bytes
+from ..stages import Region, check_input, check_shape
 from ..tracing import check_module, samples_of
 from .counts import Counts, full_mask, input_step, multiply_mask
-from .estimate import ENOUGH, CountEstimate, estimate_count
+from .estimate import ENOUGH, CountEstimate, check_memory, estimate_count
 from .layer_flop import OperatorWork, StepFlop
 from .layers import layer_records
 from .network import Network
@@ -131,7 +130,7 @@ def count_flop(
     if accept is not None and not accept(estimate):
         plan = linear(plan.n)
     else:
-        _check_memory(f"counting {plan.name} takes {estimate}", estimate.nbytes, "pass schedule='linear'")
+        check_memory(f"counting {plan.name} takes {estimate}", estimate.nbytes, "pass schedule='linear'")
     numbers, total = itertools.count(1), runs * len(plan.products)
 
     def count_product() -> None:
@@ -173,13 +172,6 @@ def _subject(module: nn.Module, input_shape: Sequence[int] | None, inputs: Any) 
         return chain_subject(network)
     steps = network.samples()
     return sequence_subject(module, steps.shape[1:], None if inputs is None else steps)
-
-
-def _check_memory(what: str, nbytes: float, remedy: str) -> None:
-    """Raise MemoryError where the machine has less memory."""
-    memory = machine_memory(torch.device("cpu"))
-    if nbytes > memory:
-        raise MemoryError(f"{what}, and this machine has {in_bytes(memory)}; {remedy}")
 
 
 def _choices(

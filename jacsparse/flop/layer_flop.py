@@ -113,8 +113,10 @@ class StageLayers:
     work: tuple[OperatorWork, ...]
 
 
-def layers_of(records: Sequence[Record], sample: Callable[[], Trace]) -> list[StageLayers]:
+def layers_of(records: Sequence[Record], sample: Callable[[], Trace], joined: bool = False) -> list[StageLayers]:
     """The FLOP of each stage of a chain, from the records of one run; `sample` runs one sample.
+
+    What takes apart a joined input is no operator of the network.
 
     Products of constants, as of a recurrent layer's first state and its weight, are among those of the first stage.
     """
@@ -129,7 +131,9 @@ def layers_of(records: Sequence[Record], sample: Callable[[], Trace]) -> list[St
         needs_gradient[stage.start] = before
         layers, executed, entrywise, other_weights, work = [], 0, [], 0, []
         for target, group in groupby(stage.edges, lambda edge: edge.target):
-            edges = list(group)
+            edges = [edge for edge in group if not (joined and edge.source == 0)]
+            if not edges:
+                continue
             weights = _weights_of(record, edges[0], parameters)
             operands = sum(needs_gradient.get(edge.source, False) for edge in edges)
             # A weight that several operators read, such as those of a recurrence's steps, is counted once.
@@ -139,6 +143,9 @@ def layers_of(records: Sequence[Record], sample: Callable[[], Trace]) -> list[St
             values = dict(edges[0].operation.node.tensors)
             trained = {name for name in weights if _trains(record.trace, values[name])}
             layer = _layer(edges, operands, weights, trained, fresh)
+            if layer.weights:
+                # Whoever multiplies by a product of weights has their elements.
+                counted.update(_parameters(keys.values()))
             executed += _executed(edges)
             work.append(_work(stage, edges, [needs_gradient.get(edge.source, False) for edge in edges], layer))
             if layer.parameters or layer.forward:
@@ -179,6 +186,11 @@ def constant_products(trace: Trace) -> list[tuple[Node, int]]:
     return [(node, count) for node, count in products if count]
 
 
+def _parameters(keys: Iterable[Hashable]) -> set[Hashable]:
+    """The parameters that weights come from, of whose keys these are."""
+    return {parameter for key in keys if isinstance(key, tuple) for parameter in key[0]}
+
+
 def multiply_adds_of(trace: Trace, overload: Any, arguments: Iterable[Any], result: int) -> int:
     """Multiply-adds of the matrix products in a call's forward pass, for the whole batch."""
     count = flop_registry.get(getattr(overload, "_overloadpacket", None))
@@ -193,7 +205,7 @@ def _constant_layer(trace: Trace, node: Node, products: int, counted: set[Hashab
     keys = {name: _key(trace, value) for name, value in node.tensors if _trains(trace, value)}
     tensors = {name: trace.tensor(value).detach() for name, value in node.tensors if name in keys}
     counts = {name: (tensor.numel(), int(tensor.count_nonzero())) for name, tensor in tensors.items()}
-    fresh = [name for name, key in keys.items() if key not in counted]
+    fresh = [name for name, key in keys.items() if key not in counted and not counted.issuperset(_parameters([key]))]
     counted.update(keys.values())
     factors = [name for name in keys if name not in _summands(node.overload)]
     sparse = products

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
@@ -59,6 +60,7 @@ class Network(nn.Module):
         self.takes_several = named or several
         self._names = {key: f"inputs[{key!r}]" if self.takes_several else "inputs" for key in self._inputs}
         self.count = self._checked()
+        self._check_arguments()
         tensors = {key: value for key, value in self._inputs.items() if isinstance(value, torch.Tensor)}
         self._floats = [key for key, value in tensors.items() if value.is_floating_point()]
         self._integers = [key for key in tensors if key not in self._floats]
@@ -98,6 +100,21 @@ class Network(nn.Module):
             raise ValueError("inputs is an empty batch; a count needs at least one sample")
         return count
 
+    def _check_arguments(self) -> None:
+        """Raise ValueError where the module takes other arguments."""
+        try:
+            signature = inspect.signature(self.module.forward)
+        except ValueError:
+            # Code that is not Python's tells none.
+            return
+        try:
+            signature.bind(*self._positional(self._inputs), **self._keywords(self._inputs))
+        except TypeError as error:
+            raise ValueError(
+                f"{name_of(self)}: {error}; it takes {signature}: give all of them by inputs, a list or a dict of tensors, "
+                "or --input once for each"
+            ) from error
+
     def samples(self, number: int | None = None, copies: int = SAMPLES) -> torch.Tensor:
         """The tensor of all samples, or of copies of one, whose integers the next runs take.
 
@@ -121,7 +138,7 @@ class Network(nn.Module):
     def forward(self, x: torch.Tensor) -> Any:
         """The entry of the module's output that is counted; an output without entries as it is."""
         parts = [x]
-        if len(self._shapes) > 1:
+        if self.joins:
             pieces = x.split(list(map(math.prod, self._shapes)), 1)
             parts = [piece.reshape(len(x), *shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         arguments = {**self._arguments, **dict(zip(self._floats, parts, strict=False))}
@@ -132,8 +149,15 @@ class Network(nn.Module):
             return self._chosen(self._called(arguments), len(x))
 
     def _called(self, arguments: Mapping[Any, Any]) -> Any:
-        positional = [value for key, value in arguments.items() if isinstance(key, int)]
-        return self.module(*positional, **{key: value for key, value in arguments.items() if isinstance(key, str)})
+        return self.module(*self._positional(arguments), **self._keywords(arguments))
+
+    @staticmethod
+    def _positional(arguments: Mapping[Any, Any]) -> list[Any]:
+        return [value for key, value in arguments.items() if isinstance(key, int)]
+
+    @staticmethod
+    def _keywords(arguments: Mapping[Any, Any]) -> dict[str, Any]:
+        return {key: value for key, value in arguments.items() if isinstance(key, str)}
 
     def _memory(self) -> dict[int, str]:
         """The names of the integers that the module is given, by their memory."""
@@ -154,9 +178,17 @@ class Network(nn.Module):
         self._arguments = {
             key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in self._inputs.items()
         }
-        with undisturbed(self.module), torch.no_grad(), _Embeddings(self._memory(), noted):
-            self._called(self._arguments)
+        try:
+            with undisturbed(self.module), torch.no_grad(), _Embeddings(self._memory(), noted):
+                self._called(self._arguments)
+        except (RuntimeError, IndexError, TypeError, ValueError) as error:
+            raise ValueError(f"{name_of(self)}: {self._sizes()} does not fit it: {error}") from error
         return shapes
+
+    @property
+    def joins(self) -> bool:
+        """Whether the tensor is of several inputs, which `forward` takes apart."""
+        return len(self._shapes) > 1
 
     def _chosen(self, output: Any, count: int) -> Any:
         if isinstance(self.module, nn.RNNBase):
@@ -180,11 +212,14 @@ class Network(nn.Module):
         """What was counted, in words, after a run; empty for one tensor of one."""
         if not self._entry and not self._integers and not self.takes_several:
             return ""
-        sizes = (" × ".join(map(str, self._inputs[key].shape[1:])) for key in (*self._floats, *self._integers))
-        names = map(self._name, (*self._floats, *self._integers))
-        inputs = ", ".join(f"{name} ({size})" if size else name for name, size in zip(names, sizes, strict=True))
         ends = f" The gradient ends at the embeddings of {', '.join(dict.fromkeys(self._embedded))}."
-        return f"Counted: {self._entry or 'the output'} for {inputs}.{ends if self._embedded else ''}"
+        return f"Counted: {self._entry or 'the output'} for {self._sizes()}.{ends if self._embedded else ''}"
+
+    def _sizes(self) -> str:
+        """The inputs with a sample's sizes."""
+        tensors = {self._name(key): self._inputs[key] for key in (*self._floats, *self._integers)}
+        sizes = {name: " × ".join(map(str, tensor.shape[1:])) for name, tensor in tensors.items()}
+        return ", ".join(f"{name} ({size})" if size else name for name, size in sizes.items())
 
 
 class _Embeddings(TorchFunctionMode):

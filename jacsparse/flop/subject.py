@@ -21,10 +21,15 @@ from ..stages import (
     chain_of_trace,
     forward_pass,
 )
+from ..terminal import nbytes as in_bytes
 from ..tracing import traced, undisturbed
 from .coupled_edges import counted_record
+from .estimate import check_memory
 from .layer_flop import LayerFlop, OperatorWork, layers_of
 from .network import Network
+
+#: Bytes of an observed entry: its place in two patterns, and its value.
+_OBSERVED = 12
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,9 @@ def chain_subject(network: Network) -> Subject:
         trace = traced(network, network.samples(0), readable=False)
         chain = chain_of_trace(trace, couples=True)
         records = [counted_record(record) for record in chain.records(trace)]
-        stages = layers_of(records, lambda: traced(network, network.samples(0, copies=1), readable=False))
+        stages = layers_of(
+            records, lambda: traced(network, network.samples(0, copies=1), readable=False), network.joins
+        )
 
     def observed_pattern(record: Record, edge: Edge, sample: int) -> Pattern:
         if edge.shared or edge.coupling:
@@ -104,6 +111,9 @@ def chain_subject(network: Network) -> Subject:
         with undisturbed(network.module):
             records = forward_pass(network, x, couples=True, by_autograd=False)[1].records
         records = [counted_record(record) for record in records]
+        edges = [edge for record in records for edge in record.stage.edges if not (edge.shared or edge.coupling)]
+        nbytes = _OBSERVED * sum(edge.transposed_pattern.nnz for edge in edges)
+        check_memory(f"observing zeros takes {in_bytes(nbytes)} a sample", nbytes, "count the guaranteed structure")
         for n in range(count):
             factors = [
                 record.stage.factor([observed_pattern(record, edge, n) for edge in record.stage.edges])
