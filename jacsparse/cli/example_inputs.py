@@ -45,9 +45,10 @@ def arguments_of(texts: Sequence[str]) -> list[Argument] | None:
         expected = "sizes of one sample, as in 3,32,32, ids:12 for tokens, or NAME=ids:12 for a keyword argument"
         numbers = parse_numbers("--input", sizes.removeprefix(_INTEGERS), expected)
         arguments.append(Argument(name, numbers, integers))
-    if len({bool(argument.name) for argument in arguments}) > 1 or len({*texts}) < len(texts) and arguments[0].name:
+    names = [argument.name for argument in arguments]
+    if any(names) and (not all(names) or len({*names}) < len(names)):
         raise ValueError(f"--input is {', '.join(texts)}; name each of them once, or none, as the model takes them")
-    return None if len(arguments) == 1 and arguments[0][::2] == ("", False) else arguments
+    return None if len(arguments) == 1 and not (names[0] or arguments[0].integers) else arguments
 
 
 def example_inputs(arguments: Sequence[Argument], data: str | None, count: int, seed: int, dtype: torch.dtype) -> Any:
@@ -74,8 +75,8 @@ def example_inputs(arguments: Sequence[Argument], data: str | None, count: int, 
         if samples is not None:
             if tuple(samples.shape[1:]) != argument.sizes or len(samples) < count:
                 raise ValueError(
-                    f"--data {data} has {len(samples)} samples of shape {tuple(samples.shape[1:])}; expected {count} of "
-                    f"{argument.sizes}, as --input and --samples say"
+                    f"--data {data} has {len(samples)} samples of shape {tuple(samples.shape[1:])}; expected {count} "
+                    f"of {argument.sizes}, as --input and --samples say"
                 )
             value = samples[:count] if argument.integers else samples[:count].to(dtype)
         elif argument.integers:

@@ -191,10 +191,8 @@ def load_part(
     from .example_inputs import arguments_of, example_inputs
 
     arguments = arguments_of(input) if isinstance(input, list) else None
-    if isinstance(input, list) and arguments is None:
-        (input,) = input
-    named = input if arguments is None else arguments
-    module, shape, default_part = load_model(model, named, prune, checkpoint, seed, trust)
+    sizes = input[0] if isinstance(input, list) else input
+    module, shape, default_part = load_model(model, arguments or sizes, prune, checkpoint, seed, trust)
     path = part if part is not None or arguments else default_part
     x: Any
     if arguments is not None:

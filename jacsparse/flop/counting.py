@@ -130,7 +130,7 @@ def count_flop(
     if accept is not None and not accept(estimate):
         plan = linear(plan.n)
     else:
-        check_memory(f"counting {plan.name} takes {estimate}", estimate.nbytes, "pass schedule='linear'")
+        check_memory(f"counting the products of {plan.name} takes", estimate.nbytes, "pass schedule='linear'")
     numbers, total = itertools.count(1), runs * len(plan.products)
 
     def count_product() -> None:
@@ -158,20 +158,21 @@ def count_flop(
 
 def _subject(module: nn.Module, input_shape: Sequence[int] | None, inputs: Any) -> Subject:
     """What is counted of a module: a recurrent layer's steps, or the stages of a chain."""
-    if input_shape is None and inputs is None:
-        raise ValueError("input_shape is missing; give the shape of one sample, or inputs: tensors that the module takes")
-    shape = None if input_shape is None else check_shape(input_shape)
-    if shape is not None and inputs is not None:
-        check_input("inputs", inputs, shape)
-    network = Network(module, samples_of(check_module(module), shape) if inputs is None else inputs)
+    observed = inputs is not None
+    if observed and input_shape is not None:
+        check_input("inputs", inputs, check_shape(input_shape))
+    elif input_shape is not None:
+        inputs = samples_of(check_module(module), check_shape(input_shape))
+    elif not observed:
+        raise ValueError("input_shape is missing; give the shape of one sample, or inputs: what the module takes")
+    network = Network(module, inputs)
     if not isinstance(module, nn.RNNBase) or network.takes_several:
         return chain_subject(network)
     from .recurrent_subject import is_sequence, sequence_subject
 
     if not is_sequence(module):
         return chain_subject(network)
-    steps = network.samples()
-    return sequence_subject(module, steps.shape[1:], None if inputs is None else steps)
+    return sequence_subject(module, inputs.shape[1:], inputs if observed else None)
 
 
 def _choices(

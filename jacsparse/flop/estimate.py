@@ -96,10 +96,10 @@ def estimate_count(
 
 
 def check_memory(what: str, nbytes: float, remedy: str) -> None:
-    """Raise MemoryError where the machine has less memory than `what` takes, before it is taken."""
+    """Raise MemoryError, before memory is taken, where the machine has less than so many bytes."""
     memory = machine_memory(torch.device("cpu"))
     if nbytes > memory:
-        raise MemoryError(f"{what}, and this machine has {in_bytes(memory)}; {remedy}")
+        raise MemoryError(f"{what} {in_bytes(nbytes)} or more, and this machine has {in_bytes(memory)}; {remedy}")
 
 
 def applied_once(plan: Schedule) -> set[int]:

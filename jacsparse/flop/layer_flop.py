@@ -45,8 +45,8 @@ class LayerFlop:
     -----
     Dense FLOP are counted by the rules of ``torch.utils.flop_counter.FlopCounterMode`` for a training step, and equal
     its figures except where those are wrong or missing: it multiplies the gradient of a grouped convolution's weight by
-    the number of groups, and omits attention on the CPU and products of a matrix and a vector. Products of constants, as
-    of two weights or of a first state and a weight, are counted as often as a batch of one sample takes them.
+    the number of groups, and omits attention and LSTMs on the CPU and products of a matrix and a vector. Products of
+    constants, as of two weights or of a first state and a weight, are counted as a batch of one sample takes them.
     """
 
     path: str

@@ -45,11 +45,15 @@ class Network(nn.Module):
         The number of samples.
     """
 
+    #: What is counted, which is no part of its own.
+    module: nn.Module
+
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         super().__init__()
-        if isinstance(check_module(module), nn.RNNBase):
-            module = copy.copy(module)
-            module.batch_first = True
+        check_module(module)
+        if isinstance(module, nn.RNNBase):
+            layer = module = copy.copy(module)
+            layer.batch_first = True
         # Parts have the paths that they have in the module, and messages its name.
         names = ("_modules", "_parameters", "_buffers", "training")
         vars(self).update({name: vars(module)[name] for name in names}, __qualname__=name_of(module), module=module)
@@ -111,8 +115,8 @@ class Network(nn.Module):
             signature.bind(*self._positional(self._inputs), **self._keywords(self._inputs))
         except TypeError as error:
             raise ValueError(
-                f"{name_of(self)}: {error}; it takes {signature}: give all of them by inputs, a list or a dict of tensors, "
-                "or --input once for each"
+                f"{name_of(self)}: {error}; it takes {', '.join(signature.parameters)}: give those that it needs by "
+                "inputs, a list or a dict of tensors, or by --input once for each"
             ) from error
 
     def samples(self, number: int | None = None, copies: int = SAMPLES) -> torch.Tensor:

@@ -23,9 +23,7 @@ def is_sequence(module: nn.Module) -> bool:
     return isinstance(module, nn.RNNBase) and not (module.num_layers > 1 or module.bidirectional or module.proj_size)
 
 
-def sequence_subject(
-    module: nn.RNNBase, input_shape: Sequence[int], inputs: torch.Tensor | None = None
-) -> Subject:
+def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int], inputs: torch.Tensor | None = None) -> Subject:
     """The steps of a layer; their Jacobians with respect to the previous state have one pattern.
 
     Samples are observed of `inputs`, ``(batch, time, features)``.
@@ -71,7 +69,9 @@ def sequence_subject(
     dense_flop = StepFlop(layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
     operators[0] = replace(operators[0], work=(OperatorWork(layer, dense_flop),))
     weight_gradients = {"pruned": float(layer.weight_gradient_sparse), "observed": None}
-    return Subject(shape, [transposed] * time, operators, observe, (layer,), weight_gradients, samples=count, recurrent=True)
+    return Subject(
+        shape, [transposed] * time, operators, observe, (layer,), weight_gradients, samples=count, recurrent=True
+    )
 
 
 def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:

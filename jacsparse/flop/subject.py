@@ -21,7 +21,6 @@ from ..stages import (
     chain_of_trace,
     forward_pass,
 )
-from ..terminal import nbytes as in_bytes
 from ..tracing import traced, undisturbed
 from .coupled_edges import counted_record
 from .estimate import check_memory
@@ -113,7 +112,7 @@ def chain_subject(network: Network) -> Subject:
         records = [counted_record(record) for record in records]
         edges = [edge for record in records for edge in record.stage.edges if not (edge.shared or edge.coupling)]
         nbytes = _OBSERVED * sum(edge.transposed_pattern.nnz for edge in edges)
-        check_memory(f"observing zeros takes {in_bytes(nbytes)} a sample", nbytes, "count the guaranteed structure")
+        check_memory("the entries of observed Jacobians take", nbytes, "count the guaranteed structure")
         for n in range(count):
             factors = [
                 record.stage.factor([observed_pattern(record, edge, n) for edge in record.stage.edges])

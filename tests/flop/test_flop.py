@@ -662,7 +662,8 @@ def test_recurrent_layers_count_alike_alone_and_in_a_model(
         assert [sum(each[name] for each in layers_) for name in quantities] == [forward, backward, forward]
     for name in ("weights", "zeros", "pruned_step", "dense_step"):
         counts = [
-            sum(each[name] for each in report.layers if each["layer"] != "other operators") for report in (alone, inside)
+            sum(each[name] for each in report.layers if each["layer"] != "other operators")
+            for report in (alone, inside)
         ]
         assert counts[0] == counts[1], name
 

@@ -54,7 +54,13 @@ def resnet(units: int) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("lenet5", lenet5()), ("vgg11", vgg11()), ("resnet8", resnet(1)), ("resnet56", resnet(9)), ("resnet110", resnet(18))],
+    [
+        ("lenet5", lenet5()),
+        ("vgg11", vgg11()),
+        ("resnet8", resnet(1)),
+        ("resnet56", resnet(9)),
+        ("resnet110", resnet(18)),
+    ],
 )
 def test_convolutional_networks(name: str, expected: tuple[int, int, int]) -> None:
     assert counted(jacsparse.count_flop(build(name).eval(), (3, 32, 32), schedule="linear")) == expected
