@@ -104,12 +104,12 @@ def count_flop(
     >>> [(row.structure, row.activations, row.weights) for row in report.backpropagation]
     [('dense', 18.0, 36.0), ('pruned', 18.0, 36.0)]
 
-    Tokens are integers. Of the two parameters' gradients, that of the embedding takes no products:
+    Tokens are integers. The gradient ends at their embedding, which takes no products:
 
     >>> words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
     >>> report = count_flop(words, inputs=torch.zeros(1, 5, dtype=torch.long), schedule="linear")
-    >>> [(layer["layer"], layer["dense_step"]) for layer in report.layers]
-    [('1', 360.0)]
+    >>> report.layers[0]["layer"], report.layers[0]["dense_step"]
+    ('1', 360.0)
     >>> report.counted
     'Counted: the output for inputs (5). The gradient ends at the embeddings of inputs.'
     """
