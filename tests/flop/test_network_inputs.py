@@ -211,6 +211,30 @@ def test_a_selection_needs_no_index_of_attention(zeros: bool, monkeypatch: pytes
     assert report.input_gradient is not None and report.input_gradient.nnz == int(np.count_nonzero(gradient))
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_masks_of_many_scores_leave_nothing_out(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    none, causal = torch.ones(5, 5, dtype=torch.bool), torch.ones(5, 5, dtype=torch.bool).tril()
+    whole, masked = (count_flop(Masked(fused, mask), (2, 5, 4), schedule="linear") for mask in (none, causal))
+    monkeypatch.setattr("jacsparse.patterns.rules._MOST_LISTED", 10)
+    limited = count_flop(Masked(fused, causal), (2, 5, 4), schedule="linear")
+    flop = [report.backpropagation[1].input_gradient for report in (masked, limited, whole)]
+    # What fills scores takes no gradient of them in any case.
+    assert flop[0] < flop[1] <= flop[2] and (flop[1] == flop[2]) == fused
+
+
+class Masked(nn.Module):
+    """Attention with a mask, fused or step by step."""
+
+    def __init__(self, fused: bool, mask: torch.Tensor) -> None:
+        super().__init__()
+        self.fused, self.mask = fused, mask
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fused:
+            return nn.functional.scaled_dot_product_attention(x, x, x, attn_mask=self.mask)
+        return (x @ x.mT).masked_fill(~self.mask, -torch.inf).softmax(-1) @ x
+
+
 def test_memory_is_asked_for_before_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     model, x = nn.Sequential(*(nn.Conv2d(2, 2, 3, padding=1) for _ in range(4)), nn.ReLU()), torch.randn(1, 2, 9, 9)
     linear, scan = count_flop(model, (2, 9, 9), schedule="linear"), count_flop(model, (2, 9, 9))
