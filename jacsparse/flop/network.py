@@ -71,8 +71,9 @@ class Network(nn.Module):
         self._shapes = [tuple(tensors[key].shape[1:]) for key in self._floats]
         #: The integers that an embedding reads, and the entry of the output that is counted, by their names.
         self._embedded, self._entry = list[str](), ""
-        if self._integers:
-            self._shapes += self._embeddings()
+        #: Zeros that are added to what embeddings make of one sample.
+        self._terms = self._embeddings() if self._integers else []
+        self._shapes += [tuple(term.shape[1:]) for term in self._terms]
         if not self._shapes:
             raise ValueError(
                 f"{', '.join(self._names.values())}: no gradient ends there, as no embedding reads these integers as "
@@ -99,6 +100,11 @@ class Network(nn.Module):
         if len(set(counts.values())) > 1 or not counts:
             found = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no tensor"
             raise ValueError(f"inputs have other numbers of samples: {found}; expected tensors of as many samples")
+        tensors = {name: self._inputs[key] for key, name in self._names.items() if name in counts}
+        dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
+        if len(set(dtypes.values())) > 1:
+            found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise TypeError(f"inputs have several dtypes: {found}; convert them to one")
         count = next(iter(counts.values()))
         if not count:
             raise ValueError("inputs is an empty batch; a count needs at least one sample")
@@ -127,16 +133,11 @@ class Network(nn.Module):
         Tensor, (samples, *shape), or (samples, elements) of several inputs
         """
 
-        def chosen(value: Any) -> Any:
-            if not isinstance(value, torch.Tensor) or number is None:
-                return value
-            return value[number : number + 1].repeat(copies, *[1] * (value.ndim - 1))
-
-        self._arguments = {key: chosen(value) for key, value in self._inputs.items()}
-        floats = [self._arguments[key] for key in self._floats]
+        self._arguments = self._inputs
+        if number is not None:
+            self._arguments = {key: _repeated(value, number, copies) for key, value in self._inputs.items()}
         count = self.count if number is None else copies
-        like = floats[0] if floats else next(p for p in self.module.parameters() if p.is_floating_point()).detach()
-        parts = [*floats, *(like.new_zeros(count, *shape) for shape in self._shapes[len(floats) :])]
+        parts = [self._arguments[key] for key in self._floats] + [_repeated(term, 0, count) for term in self._terms]
         return parts[0] if len(parts) == 1 else torch.cat([part.reshape(count, -1) for part in parts], 1)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -146,8 +147,6 @@ class Network(nn.Module):
             pieces = x.split(list(map(math.prod, self._shapes)), 1)
             parts = [piece.reshape(len(x), *shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         arguments = {**self._arguments, **dict(zip(self._floats, parts, strict=False))}
-        if not self._integers:
-            return self._chosen(self._called(arguments), len(x))
         terms = iter(parts[len(self._floats) :])
         with _Embeddings(self._memory(), lambda result, _: result + next(terms)):
             return self._chosen(self._called(arguments), len(x))
@@ -170,24 +169,23 @@ class Network(nn.Module):
     def _name(self, key: Any) -> str:
         return key if isinstance(key, str) else self._names[key]
 
-    def _embeddings(self) -> list[tuple[int, ...]]:
-        """The shapes of what embeddings make of a sample's integers, in the order in which they run."""
-        shapes = list[tuple[int, ...]]()
+    def _embeddings(self) -> list[torch.Tensor]:
+        """Zeros as what embeddings make of one sample's integers, in the order in which they run."""
+        terms = list[torch.Tensor]()
 
         def noted(result: torch.Tensor, name: str) -> torch.Tensor:
-            shapes.append(tuple(result.shape[1:]))
+            terms.append(torch.zeros_like(result))
             self._embedded.append(name)
             return result
 
-        self._arguments = {
-            key: value[:1] if isinstance(value, torch.Tensor) else value for key, value in self._inputs.items()
-        }
+        # Copies: inputs that are one tensor have their own memory.
+        self._arguments = {key: _repeated(value, 0, 1) for key, value in self._inputs.items()}
         try:
             with undisturbed(self.module), torch.no_grad(), _Embeddings(self._memory(), noted):
                 self._called(self._arguments)
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{name_of(self)}: {self._sizes()} does not fit it: {error}") from error
-        return shapes
+        return terms
 
     @property
     def joins(self) -> bool:
@@ -226,6 +224,13 @@ class Network(nn.Module):
         return ", ".join(f"{name} ({size})" if size else name for name, size in sizes.items())
 
 
+def _repeated(value: Any, number: int, copies: int) -> Any:
+    """Copies of a sample; what is no tensor as it is."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value[number : number + 1].repeat(copies, *[1] * (value.ndim - 1))
+
+
 class _Embeddings(TorchFunctionMode):
     """Passes what embeddings make of some integers, with the name of these, through a function."""
 
@@ -234,9 +239,11 @@ class _Embeddings(TorchFunctionMode):
         self.names, self.passed = names, passed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = function(*args, **(kwargs or {}))
         if function not in _EMBEDDINGS:
-            return result
+            return function(*args, **(kwargs or {}))
         tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
+        if all(tensor.is_floating_point() for tensor in tensors):
+            raise ValueError("an embedding reads tokens: give integers by inputs, or by --input ids:12")
+        result = function(*args, **(kwargs or {}))
         name = next((self.names[memory_of(each)] for each in tensors if memory_of(each) in self.names), None)
         return result if name is None else self.passed(result, name)

@@ -176,6 +176,7 @@ def test_language_models(name: str) -> None:
         report = jacsparse.count_flop(model, inputs=arguments, schedule="linear")
         assert counted(report) == LANGUAGE_MODELS[name]
         assert report.counted.startswith(f"Counted: {entry} for input")
+        assert report.counted.endswith(f"the embeddings of {'input_ids' if isinstance(arguments, dict) else 'inputs'}.")
         assert report.counted in str(report) and report.to_dict()["counted"] == report.counted
     assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 

@@ -158,6 +158,7 @@ class Named(nn.Module):
         ),
         (nn.Identity(), TOKENS, "inputs: no gradient ends there, as no embedding reads these integers"),
         (Words(), TOKENS + 5, r"Words: inputs \(3\) does not fit it: index out of range"),
+        (Words(), torch.rand(2, 3), "an embedding reads tokens: give integers by inputs, or by --input ids:12"),
         (nn.Linear(3, 2), TOKENS, r"Linear: inputs \(3\) does not fit it"),
     ],
 )
@@ -175,6 +176,8 @@ def test_inputs_of_wrong_kinds() -> None:
         jacsparse.UnsupportedOperatorError, match="a dict with the entries a, b, of which none is loss, l"
     ):
         count_flop(Words(lambda y: {"a": y, "b": y}), inputs=TOKENS)
+    with pytest.raises(TypeError, match=r"several dtypes: inputs\[0\] torch.float32, inputs\[1\] torch.float64; conv"):
+        count_flop(Sum(), inputs=(torch.randn(2, 4), torch.randn(2, 5).double()))
     with pytest.raises(jacsparse.UnsupportedOperatorError, match="its output is a tuple; wrap it in a module"):
         count_flop(Words(lambda y: (y, y)), inputs=TOKENS)
 
