@@ -132,7 +132,6 @@ class Network(nn.Module):
         -------
         Tensor, (samples, *shape), or (samples, elements) of several inputs
         """
-
         self._arguments = self._inputs
         if number is not None:
             self._arguments = {key: _repeated(value, number, copies) for key, value in self._inputs.items()}
