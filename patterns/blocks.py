@@ -127,6 +127,7 @@ class _SoftmaxRule(_AxisLineRule):
     Scores that constants make minus infinity have no entries, unless all of their line are.
     """
 
+    lists_entries = True
     prunes_variables = False
 
     def pruned_arguments(self, call: Call) -> list[str]:

@@ -247,7 +247,6 @@ class Convolution(Structure):
         return self._indptr, frozen(repeated_shifted(template, self._templates[1], self._indptr, shift))
 
     def meeting(self, occupied: np.ndarray) -> np.ndarray:
-        """Entries of each row in the columns that are flagged: int64, without making the indices."""
         pairs = np.empty(self.shape[0], dtype=np.int64)
         template, shift = self._column_templates
         _, start = self._templates

@@ -196,6 +196,7 @@ class _AttentionRule(Rule):
 
     several = True
     entrywise = False
+    lists_entries = True
     prunes_variables = False
 
     def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
@@ -245,7 +246,8 @@ class _AttentionRule(Rule):
         return scores_left(value)
 
     def entries(self, call: Call) -> int:
-        return self.multiply_adds(call)
+        heads, queries, keys, width, values = self._shapes(call)
+        return heads * queries * keys * values * (width if call.argument == "key" else 1)
 
     def _present(self, call: Call, width: int) -> np.ndarray | None:
         """Which entries of the keys' or values' pattern a mask leaves; None without one."""

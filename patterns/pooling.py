@@ -116,6 +116,13 @@ class Pooling(Structure):
     def row_counts(self) -> np.ndarray:
         return np.tile(np.diff(self._single[0]).astype(np.int64), self.channels)
 
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        indptr, indices = self._single
+        rows, columns = (size // max(1, self.channels) for size in self.shape)
+        ones = np.ones(len(indices), dtype=np.int64)
+        single = scipy.sparse.csr_array((ones, indices, indptr), shape=(rows, columns))
+        return np.ravel((single @ occupied.reshape(self.channels, columns).T.astype(np.int64)).T)
+
     def csr(self) -> Arrays:
         indptr, indices = self._single
         dtype = index_dtype(self.nnz, *self.shape)

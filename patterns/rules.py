@@ -201,6 +201,8 @@ class Placement:
 
 #: A pattern leaves out zeros of weights where it has at most _FEW entries, or at least this share of them is zero.
 _FEW, _SHARE = 2**16, 0.25
+#: The most entries that are listed one by one to leave some of them out: 256 MiB of indices.
+_MOST_LISTED = 2**26
 
 
 class Rule(ABC):
@@ -215,6 +217,8 @@ class Rule(ABC):
     several: bool = False
     #: Whether the Jacobian by an operand in a list of tensors is the same whatever the others are.
     operands_apart: bool = False
+    #: Whether a pattern that leaves out pruned elements lists its entries, and is no structure.
+    lists_entries: bool = False
     #: Whether the rule is for each result of an operator with several results, not for the first alone.
     all_results: bool = False
     #: The tensors that `values` reads: the differentiated operand, "input", and the result, "output".
@@ -301,9 +305,15 @@ class Rule(ABC):
         return 0
 
     def prunes(self, call: Call, mask: torch.Tensor) -> bool:
-        """Whether it pays to leave out the entries of pruned weights; the mask is False where they are pruned."""
+        """Whether it pays to leave out the entries of pruned weights; the mask is False where they are pruned.
+
+        Masks of scores leave nothing out where the indices of the others would take more than 256 MiB.
+        """
         # A product without zeros needs no indices.
-        return self.entries(call) <= _FEW or int(mask.count_nonzero()) <= (1 - _SHARE) * mask.numel()
+        entries = self.entries(call)
+        if self.lists_entries and entries > _MOST_LISTED:
+            return False
+        return entries <= _FEW or int(mask.count_nonzero()) <= (1 - _SHARE) * mask.numel()
 
     @abstractmethod
     def pattern(self, call: Call) -> Pattern:

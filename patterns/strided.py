@@ -96,7 +96,7 @@ class Strided(Structure):
     def sources(self) -> np.ndarray:
         """The column of each row's entry before the transpose, -1 for none; int64."""
         places, box = np.full([axis.size for axis in self.axes], -1), self._columns()
-        places[tuple(slice(axis.first, axis.last) for axis in self.axes)] = box
+        places[self._box] = box
         return places.reshape(-1)
 
     def _columns(self) -> np.ndarray:
@@ -107,11 +107,20 @@ class Strided(Structure):
             columns = columns + steps.reshape(-1, *[1] * (len(self.axes) - number - 1))
         return columns
 
+    @property
+    def _box(self) -> tuple[slice, ...]:
+        """The places that have an entry."""
+        return tuple(slice(axis.first, axis.last) for axis in self.axes)
+
     def row_counts(self) -> np.ndarray:
+        return self.meeting(np.ones(self.shape[1], dtype=np.bool_))
+
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        sizes, columns = [axis.size for axis in self.axes], self._columns()
         if self.transposed:
-            return np.bincount(self._columns().reshape(-1), minlength=self.columns)
-        counts = np.zeros([axis.size for axis in self.axes], dtype=np.int64)
-        counts[tuple(slice(axis.first, axis.last) for axis in self.axes)] = 1
+            return np.bincount(columns[occupied.reshape(sizes)[self._box]], minlength=self.columns)
+        counts = np.zeros(sizes, dtype=np.int64)
+        counts[self._box] = occupied[columns]
         return counts.reshape(-1)
 
     def csr(self) -> Arrays:
@@ -134,7 +143,7 @@ class Strided(Structure):
         if min(strides, default=0) < 0:
             return None
         many, whole = len(vectors), [axis.size for axis in self.axes]
-        box = (slice(None), *(slice(axis.first, axis.last) for axis in self.axes))
+        box = (slice(None), *self._box)
         if self.transposed:
             vectors = vectors.contiguous()
             places = (many, *sizes), (self.columns, *strides), vectors.storage_offset() + begin

@@ -16,9 +16,18 @@ from typing import Any, ClassVar
 import numpy as np
 import scipy.sparse
 
-from ..runtime import frozen, index_dtype, row_starts
+from ..runtime import frozen, index_dtype, kernel, row_starts, run_rows
 
 Arrays = tuple[np.ndarray, np.ndarray]
+
+
+@kernel
+def _meet(first, last, indptr, indices, occupied, pairs):
+    for row in range(first, last):
+        total = 0
+        for entry in range(indptr[row], indptr[row + 1]):
+            total += occupied[indices[entry]]
+        pairs[row] = total
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +71,10 @@ class Structure(ABC):
     def column_counts(self) -> np.ndarray:
         """Entries in each column, int64."""
         return self.T.row_counts()
+
+    @abstractmethod
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        """Entries of each row in the columns that are flagged: int64, without making the indices."""
 
     @abstractmethod
     def csr(self) -> Arrays:
@@ -156,6 +169,9 @@ class Diagonal(Structure):
     def row_counts(self) -> np.ndarray:
         return np.ones(self.n, dtype=np.int64)
 
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        return occupied.astype(np.int64)
+
     def csr(self) -> Arrays:
         dtype = index_dtype(self.n, self.n, self.n)
         return np.arange(self.n + 1, dtype=dtype), np.arange(self.n, dtype=dtype)
@@ -190,6 +206,9 @@ class Full(Structure):
 
     def row_counts(self) -> np.ndarray:
         return np.full(self.m, self.n, dtype=np.int64)
+
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        return np.full(self.m, np.count_nonzero(occupied), dtype=np.int64)
 
     def csr(self) -> Arrays:
         dtype = index_dtype(self.nnz, self.m, self.n)
@@ -231,6 +250,11 @@ class Blocks(Structure):
     def row_counts(self) -> np.ndarray:
         return np.full(self.shape[0], self.columns, dtype=np.int64)
 
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        # All rows of a block meet the same columns.
+        met = np.count_nonzero(occupied.reshape(self.outer, self.columns, 1, self.inner), axis=1)
+        return np.broadcast_to(met, (self.outer, self.rows, self.inner)).reshape(-1)
+
     def csr(self) -> Arrays:
         dtype = index_dtype(self.nnz, *self.shape)
         line = np.arange(self.columns, dtype=dtype) * dtype(self.inner)
@@ -264,6 +288,11 @@ class Csr(Structure):
 
     def row_counts(self) -> np.ndarray:
         return np.diff(self.indptr).astype(np.int64)
+
+    def meeting(self, occupied: np.ndarray) -> np.ndarray:
+        pairs = np.empty(self.rows, dtype=np.int64)
+        run_rows(_meet, self.indptr, self.indptr, self.indices, occupied, pairs)
+        return pairs
 
     def column_counts(self) -> np.ndarray:
         return np.bincount(self.indices, minlength=self.columns)

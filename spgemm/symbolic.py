@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..codegen import lowest_bit, population
-from ..patterns import Convolution, Csr, Diagonal, Full, Identity, Pattern
+from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import cached_arrays, frozen, index_dtype, inlined, inlined_with_arrays, kernel, row_starts, run_rows
 
 #: Multiply-adds that take about as long as a read from disk.
@@ -169,15 +169,6 @@ def _fill_packed(first, last, a_indptr, a_indices, words, c_indptr, c_indices):
 
 
 @kernel
-def _meet(first, last, indptr, indices, occupied, pairs):
-    for row in range(first, last):
-        total = 0
-        for entry in range(indptr[row], indptr[row + 1]):
-            total += occupied[indices[entry]]
-        pairs[row] = total
-
-
-@kernel
 def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, occupied, counts, pairs):
     bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
@@ -313,18 +304,8 @@ def meeting(a: Pattern, occupied: np.ndarray) -> np.ndarray:
         Where `occupied` has another shape or dtype.
     """
     _check_occupied(a.shape[1], occupied)
-    if isinstance(a.structure, Diagonal):
-        return occupied.astype(np.int64)
-    if isinstance(a.structure, Full):
-        return np.full(a.shape[0], np.count_nonzero(occupied))
-    if occupied.all():
-        # The row counts need no indices.
-        return a.structure.row_counts()
-    if isinstance(a.structure, Convolution) and not a.has_indices:
-        return a.structure.meeting(occupied)
-    pairs = np.empty(a.shape[0], dtype=np.int64)
-    run_rows(_meet, a.indptr, a.indptr, a.indices, occupied, pairs)
-    return pairs
+    # Where all meet, the description alone has the counts.
+    return a.structure.row_counts() if occupied.all() else a.structure.meeting(occupied)
 
 
 def product_meeting(a: Pattern, b: Pattern, occupied: np.ndarray) -> tuple[int, np.ndarray]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..schedule import COUNTED
 from ..terminal import ratio
-from .inputs import check_outputs, echo, load_part, parse_numbers, progress_bar
-from .options import Checkpoint, Input, Model, Prune, Seed, Training, Trust
+from .inputs import Analysed, check_outputs, echo, load_part, parse_numbers, progress_bar
+from .options import Checkpoint, Inputs, Model, Prune, Seed, Training, Trust
 
 if TYPE_CHECKING:
     from ..flop import CountEstimate, FlopReport
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def flop(
     model: Model,
-    input: Input = None,
+    input: Inputs = None,
     prune: Prune = 0.0,
     checkpoint: Checkpoint = None,
     trust: Trust = False,
@@ -101,10 +101,8 @@ def flop(
     with progress_bar("counting products") as progress:
         report = count_flop(
             analysed.module,
-            tuple(analysed.x.shape[1:]),
+            **_arguments(analysed, observed=data is not None),
             schedule=schedule or COUNTED,
-            structure="observed" if data else "guaranteed",
-            inputs=analysed.x if data else None,
             executed=True,
             workers=counts,
             progress=progress,
@@ -123,6 +121,14 @@ def flop(
         report.plot(plot)
 
 
+def _arguments(analysed: Analysed, observed: bool) -> dict[str, Any]:
+    """What `count_flop` is given of a model's input: its shape, its samples, or all arguments."""
+    shape, samples = None, analysed.x
+    if not isinstance(samples, (list, dict)) and samples.is_floating_point():
+        shape, samples = tuple(samples.shape[1:]), samples if observed else None
+    return {"input_shape": shape, "inputs": samples, "structure": "observed" if observed else "guaranteed"}
+
+
 def _note(estimate: CountEstimate, report: FlopReport) -> str:
     """Why the scan is not counted, and what is known of it."""
     activations = next(each.activations for each in report.backpropagation if each.structure == "pruned")
@@ -135,9 +141,9 @@ def _note(estimate: CountEstimate, report: FlopReport) -> str:
     return f"Scan: not counted, as that takes {estimate}. {least}Ask for it with --schedule {COUNTED}."
 
 
-def _linear(model: str, sizes: str | None, checkpoint: Path, seed: int, part: str | None) -> FlopReport:
+def _linear(model: str, sizes: list[str] | None, checkpoint: Path, seed: int, part: str | None) -> FlopReport:
     """Back-propagation of a model with the weights of a checkpoint."""
     from .. import count_flop
 
     analysed = load_part(model, sizes, 0.0, checkpoint, seed, False, part, None)
-    return count_flop(analysed.module, tuple(analysed.x.shape[1:]), schedule="linear")
+    return count_flop(analysed.module, **_arguments(analysed, observed=False), schedule="linear")

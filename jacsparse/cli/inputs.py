@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from ..models import ExportedModel
+    from .example_inputs import Argument
 
 #: The parts that are analysed by default: those that are chains of many steps.
 _PARTS = {"vgg11": "features", "bitstream": "rnn", "irmas": "rnn"}
@@ -32,7 +33,7 @@ def parse_numbers(option: str, text: str, expected: str) -> tuple[int, ...]:
 
 
 def load_model(
-    name: str, input: str | None, prune: float, checkpoint: Path | None, seed: int, trust: bool
+    name: str, input: str | list[Argument] | None, prune: float, checkpoint: Path | None, seed: int, trust: bool
 ) -> tuple[nn.Module, tuple[int, ...], str | None]:
     """A model in eval mode, the shape of its samples, and the part that is analysed by default."""
     import torch
@@ -41,7 +42,7 @@ def load_model(
     from ..stages import check_shape
 
     sizes = None
-    if input is not None:
+    if isinstance(input, str):
         sizes = check_shape(parse_numbers("--input", input, "sizes of one sample, as in 3,32,32"))
     shape = _SAMPLES.get(name, (3, 32, 32))
     torch.manual_seed(seed)
@@ -55,7 +56,7 @@ def load_model(
         shape = exported.input_shape
     elif ":" in name:
         module = _from_factory(name)
-        if sizes is None:
+        if input is None:
             # In a log, too: an error that follows may come from these sizes.
             sizes_taken = ",".join(map(str, shape))
             typer.echo(f"Note: a sample is taken to have the sizes {sizes_taken}; --input names others.", err=True)
@@ -162,14 +163,15 @@ class Analysed(NamedTuple):
     """What a command analyses: a model or a part of it, the part's input, its path in the model, and its name."""
 
     module: nn.Module
-    x: torch.Tensor
+    #: A tensor; of several arguments, a list or a dict.
+    x: Any
     path: str | None
     name: str
 
 
 def load_part(
     model: str,
-    input: str | None,
+    input: str | list[str] | None,
     prune: float,
     checkpoint: Path | None,
     seed: int,
@@ -181,17 +183,27 @@ def load_part(
 ) -> Analysed:
     """The part of a model that a command analyses, with samples as its input.
 
-    Without data, a part has random ones, and a whole model a batch without samples.
+    Without data, a part has random ones, and a whole model a batch without samples. Of a list in `input`, samples are
+    all arguments of the model.
     """
     import torch
 
-    module, shape, default_part = load_model(model, input, prune, checkpoint, seed, trust)
-    path = part if part is not None else default_part
-    if data is None and not path:
+    from .example_inputs import arguments_of, example_inputs
+
+    arguments = arguments_of(input) if isinstance(input, list) else None
+    sizes = input[0] if isinstance(input, list) else input
+    module, shape, default_part = load_model(model, arguments or sizes, prune, checkpoint, seed, trust)
+    path = part if part is not None or arguments else default_part
+    x: Any
+    if arguments is not None:
+        if path:
+            raise ValueError(f"--part is {path!r}, whose input is found by one tensor of numbers; name it by --input")
+        x = example_inputs(arguments, data, count, seed, _dtype_of(module))
+    elif data is None and not path:
         x = torch.empty(0, *shape)
     else:
         x = make_samples("random" if data is None else data, count, shape, seed, module)
-    analysed, x = submodule_at(module, path, "--part", x)
+    analysed, x = (module, x) if arguments else submodule_at(module, path, "--part", x)
     name = f"{model}.{path}" if path else model
     _note_unpruned(prune, analysed, name)
     if training:
@@ -321,7 +333,7 @@ def make_samples(data: str, count: int, shape: tuple[int, ...], seed: int, modul
     own = Path(data).suffix in _READERS
     if not own and Path(data).is_file():
         raise ValueError(f"--data is the file {data}; expected samples in a file that ends in {', '.join(_READERS)}")
-    samples = _read_samples(Path(data)) if own else models.load_data(data).test_inputs
+    samples = read_samples(Path(data)) if own else models.load_data(data).test_inputs
     if tuple(samples.shape[1:]) != shape:
         has = f"--data {data} has samples of shape {tuple(samples.shape[1:])}, --input is {shape}"
         raise ValueError(f"{has}; convert the samples, or name their shape by --input")
@@ -331,11 +343,12 @@ def make_samples(data: str, count: int, shape: tuple[int, ...], seed: int, modul
     return samples[:count].to(dtype)
 
 
-def _read_samples(path: Path) -> torch.Tensor:
+def read_samples(path: Path, integers: bool = False) -> torch.Tensor:
     """The samples in a file, along the first axis; no code in the file runs."""
     samples = _read_tensor(path, "expected one tensor of samples, along its first axis")
-    if not samples.is_floating_point():
-        raise ValueError(f"{path} holds {samples.dtype}; expected floating-point samples, as the model takes them")
+    if samples.is_floating_point() == integers or samples.is_complex():
+        kind = "integer" if integers else "floating-point"
+        raise ValueError(f"{path} holds {samples.dtype}; expected {kind} samples, as the model takes them")
     if samples.ndim < 2:
         raise ValueError(f"{path} has shape {tuple(samples.shape)}; expected samples along the first of several axes")
     if not len(samples):

@@ -19,6 +19,15 @@ Input = Annotated[
     ),
 ]
 
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--input",
+        help="Sizes of one sample, as 3,32,32, or ids:12 for tokens; once for each input, or NAME=SIZES for keyword "
+        "arguments. Default: 3,32,32; bitstream: 1,1000; irmas: 38,259; a .pt2 file: its own.",
+    ),
+]
+
 Data = Annotated[
     str,
     typer.Option(

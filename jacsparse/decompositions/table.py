@@ -46,9 +46,11 @@ def _lstm_layer(
     *_: Any,
 ) -> list[torch.Tensor]:
     """A layer of an LSTM on ``(time, batch, features)``, which oneDNN computes as one operator."""
-    gates, states = torch.nn.functional.linear(x, w_ih, b_ih), []
+    # A layer without biases has zeros of the weights' shapes in their place.
+    biases = (b_ih, b_hh) if b_ih.ndim == 1 else (None, None)
+    gates, states = torch.nn.functional.linear(x, w_ih, biases[0]), []
     for step in reversed(gates.unbind(0)) if reverse else gates.unbind(0):
-        i, f, g, o = (step + torch.nn.functional.linear(h, w_hh, b_hh)).chunk(4, 1)
+        i, f, g, o = (step + torch.nn.functional.linear(h, w_hh, biases[1])).chunk(4, 1)
         c = f.sigmoid() * c + i.sigmoid() * g.tanh()
         h = o.sigmoid() * c.tanh()
         states.append(h)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,22 +14,24 @@ from torch import nn
 
 from ..patterns import Pattern
 from ..schedule import COUNTED, Schedule, Step, balanced, by_level, check_workers, linear, resolve
-from ..stages import Region, check_input
+from ..stages import Region, check_input, check_shape
+from ..tracing import check_module, samples_of
 from .counts import Counts, full_mask, input_step, multiply_mask
-from .estimate import ENOUGH, CountEstimate, estimate_count
+from .estimate import ENOUGH, CountEstimate, check_memory, estimate_count
 from .layer_flop import OperatorWork, StepFlop
 from .layers import layer_records
+from .network import Network
 from .report import BackPropagation, BaselineStep, FlopReport, FlopStep, ScheduleChoice
 from .subject import Subject, chain_subject
 
 
 def count_flop(
     module: nn.Module,
-    input_shape: Sequence[int],
+    input_shape: Sequence[int] | None = None,
     *,
     schedule: Schedule | str = COUNTED,
     structure: str = "guaranteed",
-    inputs: torch.Tensor | None = None,
+    inputs: Any = None,
     executed: bool | None = None,
     workers: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
@@ -39,18 +42,23 @@ def count_flop(
     Parameters
     ----------
     module : Module
-        A module, whose samples may depend on each other, as by batch normalisation in training mode; or an ``nn.RNN``,
-        ``nn.GRU`` or ``nn.LSTM`` of one layer in one direction, which is counted as a chain of its steps.
-    input_shape : sequence of int
-        Shape of one sample, without the batch axis; ``(time, features)`` for a recurrent layer.
+        A module, whose samples may depend on each other, as by batch normalisation in training mode. An ``nn.RNN``,
+        ``nn.GRU`` or ``nn.LSTM`` of one layer in one direction is counted as a chain of its steps. Of an output with
+        named entries, as those of ``transformers``, the first of ``loss``, ``logits`` and ``last_hidden_state`` is
+        counted, or the only one.
+    input_shape : sequence of int, optional
+        Shape of one sample, without the batch axis; ``(time, features)`` for a recurrent layer. It may be left out
+        where `inputs` are given.
     schedule : Schedule or str
         The schedule whose steps are counted: by default that of the papers' analysis, and not ``auto`` as where
         schedules are executed, which is the report's baseline.
     structure : {"guaranteed", "observed"}
         ``guaranteed`` omits guaranteed zeros, which are zero on every input. ``observed`` omits all zeros of the
         samples in `inputs`, such as those of ReLU and pooling, and averages the counts, as in Figure 5.5.
-    inputs : Tensor, (batch, *input_shape), optional
-        The samples for the observed structure.
+    inputs : Tensor, sequence or mapping, optional
+        The module's input, ``(batch, *input_shape)``; or all of its positional or keyword arguments, of which tensors
+        have samples along their first axis. The observed structure is that of all samples, the guaranteed one that of
+        the shapes. Gradients end at floating-point tensors, and at what embeddings make of integers, as of tokens.
     executed : bool, optional
         Whether to also count the FLOP that the scan executes. By default, only for the guaranteed structure: for the
         observed structure, this means to plan the guaranteed products as well.
@@ -70,12 +78,14 @@ def count_flop(
     Raises
     ------
     TypeError
-        If `workers` is no sequence of integers.
+        If `workers` is no sequence of integers, or an input is of a wrong kind, as a packed sequence.
     ValueError
-        If the structure is unknown, if it needs inputs that are missing, empty or of another shape, or if a number of
-        workers is less than 1.
+        If the structure is unknown, if it needs inputs that are missing, empty or of another shape, if no embedding
+        reads integers, or if a number of workers is less than 1.
+    MemoryError
+        If the machine has less memory than the indices of the schedule's products, or of observed Jacobians, take.
     UnsupportedOperatorError
-        If an operator has no rule.
+        If an operator has no rule, or an output has no entry that is counted.
 
     Notes
     -----
@@ -93,48 +103,76 @@ def count_flop(
     ([('mv', 12.0), ('mv', 6.0)], 24.0)
     >>> [(row.structure, row.activations, row.weights) for row in report.backpropagation]
     [('dense', 18.0, 36.0), ('pruned', 18.0, 36.0)]
+
+    Tokens are integers. The gradient ends at their embedding, which takes no products:
+
+    >>> words = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 3))
+    >>> report = count_flop(words, inputs=torch.zeros(1, 5, dtype=torch.long), schedule="linear")
+    >>> report.layers[0]["layer"], report.layers[0]["dense_step"]
+    ('1', 360.0)
+    >>> report.counted
+    'Counted: the output for inputs (5). The gradient ends at the embeddings of inputs.'
     """
     if structure not in ("guaranteed", "observed"):
         raise ValueError(f"structure is {structure!r}; expected 'guaranteed' or 'observed'")
     workers = check_workers(workers, fewest=0)
-    if isinstance(module, nn.RNNBase):
-        from .recurrent_subject import sequence_subject
-
-        subject = sequence_subject(module, input_shape)
-    else:
-        subject = chain_subject(module, input_shape)
+    if structure == "guaranteed" and inputs is not None and input_shape is not None:
+        raise ValueError(
+            "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
+        )
+    if structure == "observed" and inputs is None:
+        raise ValueError("structure='observed' needs inputs: a batch to observe")
+    subject = _subject(module, input_shape, inputs)
     plan = resolve(schedule, len(subject.factors), subject)
     observed_only = structure == "observed" and not (executed or workers)
-    runs = 1 if structure == "guaranteed" or inputs is None else len(inputs) + (not observed_only)
-    if accept is not None and not accept(estimate_count(plan, subject.factors, runs, enough=ENOUGH)):
+    runs = 1 if structure == "guaranteed" else subject.samples + (not observed_only)
+    estimate = estimate_count(plan, subject.factors, runs, enough=ENOUGH)
+    if accept is not None and not accept(estimate):
         plan = linear(plan.n)
+    else:
+        check_memory(f"counting the products of {plan.name} takes", estimate.nbytes, "pass schedule='linear'")
     numbers, total = itertools.count(1), runs * len(plan.products)
 
     def count_product() -> None:
         if progress is not None:
             progress(next(numbers), total)
 
-    if structure == "observed":
-        if inputs is None:
-            raise ValueError("structure='observed' needs inputs: a batch to observe")
-        check_input("inputs", inputs, subject.in_shape)
-        if not len(inputs):
-            raise ValueError("inputs is an empty batch; the observed structure needs at least one sample")
-    elif inputs is not None:
-        raise ValueError(
-            "inputs are given, but the guaranteed structure does not depend on them; pass structure='observed'"
-        )
     guaranteed = None if observed_only else Counts(plan, subject.factors).run(count_product)
-    samples = [guaranteed] if guaranteed is not None and inputs is None else []
+    samples = [guaranteed] if guaranteed is not None and structure == "guaranteed" else []
     observed = []
-    for factors, operands in () if inputs is None else subject.observe(inputs):
+    for factors, operands in () if structure == "guaranteed" else subject.observe():
         samples.append(Counts(plan, factors).run(count_product))
         observed.append(_backpropagated(subject, "observed", factors, operands)[:2])
     if executed is None:
         executed = structure == "guaranteed"
     report = _report(plan, subject, samples, guaranteed if executed else None, observed)
     choices = _choices(subject, plan, guaranteed, workers)
-    return replace(report, choices=choices, name=type(module).__name__, nan_weights=nan_weights(module))
+    return replace(
+        report,
+        choices=choices,
+        name=type(module).__name__,
+        counted=subject.counted,
+        nan_weights=nan_weights(module),
+    )
+
+
+def _subject(module: nn.Module, input_shape: Sequence[int] | None, inputs: Any) -> Subject:
+    """What is counted of a module: a recurrent layer's steps, or the stages of a chain."""
+    observed = inputs is not None
+    if observed and input_shape is not None:
+        check_input("inputs", inputs, check_shape(input_shape))
+    elif input_shape is not None:
+        inputs = samples_of(check_module(module), check_shape(input_shape))
+    elif not observed:
+        raise ValueError("input_shape is missing; give the shape of one sample, or inputs: what the module takes")
+    network = Network(module, inputs)
+    if not isinstance(module, nn.RNNBase) or network.takes_several:
+        return chain_subject(network)
+    from .recurrent_subject import is_sequence, sequence_subject
+
+    if not is_sequence(module):
+        return chain_subject(network)
+    return sequence_subject(module, inputs.shape[1:], inputs if observed else None)
 
 
 def _choices(

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torch.utils.flop_counter import flop_registry
-
 from ..patterns import Call
 from ..stages import Edge, Record, edge_of
-from ..tracing import Operation, Value
+from ..tracing import Operation
+from .layer_flop import multiply_adds_of
 
 
 def counted_record(record: Record) -> Record:
@@ -32,21 +31,9 @@ def _coupled(record: Record, operation: Operation, argument: str) -> Edge:
         return math.ceil(record.trace.tensor(value).numel() / record.batch)
 
     inputs, outputs = share(operation.operands[argument]), share(operation.value)
-    products = math.ceil(_multiply_adds(record, operation) / record.batch)
+    products = multiply_adds_of(record.trace, operation.overload, operation.referenced.values(), operation.value)
+    products = math.ceil(products / record.batch)
     path, where = operation.node.path, operation.node.source
     call = Call(operation.name, {"products": products}, (inputs,), (outputs,), path, where, argument)
     # Without products, half an operation for each element that is read and written.
     return Edge(operation, call, coupling=products or (inputs + outputs + 1) // 2)
-
-
-def _multiply_adds(record: Record, operation: Operation) -> int:
-    """Multiply-adds of the matrix products in an operator's forward pass, for the whole batch."""
-    count = flop_registry.get(getattr(operation.overload, "_overloadpacket", None))
-    if count is None:
-        return 0
-    trace = record.trace
-    arguments = [
-        trace.tensor(value.number) if isinstance(value, Value) else trace.read(value)
-        for value in operation.referenced.values()
-    ]
-    return int(count(*arguments, out_val=trace.tensor(operation.value))) // 2

@@ -8,12 +8,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from ..patterns import Convolution, Csr, Diagonal, Full, Pattern
 from ..runtime import thread_count
 from ..schedule import Schedule
 from ..spgemm import PACKED, counts, fresh_keys, spread
-from ..stages import Region
+from ..stages import Region, machine_memory
 from ..terminal import duration
 from ..terminal import nbytes as in_bytes
 
@@ -22,8 +23,8 @@ from ..terminal import nbytes as in_bytes
 PAIRS, BYTES, START = 4e8, 3.5e8, 0.3
 #: The most seconds and bytes of what is done without being asked for.
 LONG, LARGE = 20.0, 2**32
-#: Pairs and bytes beyond which it does not matter how many more there are.
-ENOUGH, ENOUGH_BYTES = 1e10, 2**33
+#: Pairs beyond which it does not matter how many more there are.
+ENOUGH = 1e10
 #: Entries of factors that estimates go through, at most: a few seconds.
 _BUDGET = 1e8
 #: Bytes of an entry of a pattern.
@@ -94,6 +95,13 @@ def estimate_count(
     return replace(estimate, pairs=runs * estimate.pairs, work=runs * estimate.work)
 
 
+def check_memory(what: str, nbytes: float, remedy: str) -> None:
+    """Raise MemoryError, before memory is taken, where the machine has less than so many bytes."""
+    memory = machine_memory(torch.device("cpu"))
+    if nbytes > memory:
+        raise MemoryError(f"{what} {in_bytes(nbytes)} or more, and this machine has {in_bytes(memory)}; {remedy}")
+
+
 def applied_once(plan: Schedule) -> set[int]:
     """The matrices that one vector alone is multiplied by, and nothing else."""
     users = Counter(value for step in plan.products for value in (step.left, step.right))
@@ -109,6 +117,7 @@ def _estimate_once(plan: Schedule, factors: Sequence[Pattern | Region], enough: 
         return least
     #: The entries of each factor that estimates go through, and how many they still may.
     entries, left_to_look_at = [*map(_looked_at, factors)], _BUDGET
+    memory = machine_memory(torch.device("cpu"))
     alike = all(factor is factors[0] for factor in factors)
     pairs, work, size, flop, complete = 0.0, 0.0, 0.0, 0.0, True
     #: The stages whose indices exist, and the matrices, by the stages that they span; whether each is full.
@@ -125,7 +134,7 @@ def _estimate_once(plan: Schedule, factors: Sequence[Pattern | Region], enough: 
             first, middle, start, last = 0, middle - first, middle - first + 1, middle - first + 1 + last - start
         if (first, last) in full:
             continue
-        if pairs > enough or size > ENOUGH_BYTES or left_to_look_at < 0:
+        if pairs > enough or size > memory or left_to_look_at < 0:
             complete = False
             continue
         left, right = factors[first : middle + 1], factors[start : last + 1]

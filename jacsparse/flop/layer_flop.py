@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.flop_counter import flop_registry
 
 from ..patterns import Identity
 from ..stages import Edge, Record, Stage
+from ..tracing import Node, Trace, Value
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,8 @@ class LayerFlop:
     -----
     Dense FLOP are counted by the rules of ``torch.utils.flop_counter.FlopCounterMode`` for a training step, and equal
     its figures except where those are wrong or missing: it multiplies the gradient of a grouped convolution's weight by
-    the number of groups, and omits attention on the CPU and products of a matrix and a vector. Operators that compute a
-    weight from other weights are not counted here.
+    the number of groups, and omits attention and LSTMs on the CPU and products of a matrix and a vector. Products of
+    constants, as of two weights or of a first state and a weight, are counted as a batch of one sample takes them.
     """
 
     path: str
@@ -111,27 +113,39 @@ class StageLayers:
     work: tuple[OperatorWork, ...]
 
 
-def layers_of(records: Sequence[Record]) -> list[StageLayers]:
-    """The FLOP of each stage of a chain, from the records of one run."""
+def layers_of(records: Sequence[Record], sample: Callable[[], Trace], joined: bool = False) -> list[StageLayers]:
+    """The FLOP of each stage of a chain, from the records of one run; `sample` runs one sample.
+
+    What takes apart a joined input is no operator of the network.
+
+    Products of constants, as of a recurrent layer's first state and its weight, are among those of the first stage.
+    """
     # Whether each tensor needs a gradient; the chain's input needs none.
     needs_gradient: dict[Any, bool] = {}
     before = False
     counted: set[Hashable] = set()
     stages = []
-    trained = records[0].trace.values_of([*records[0].trace.module.parameters()]) if records else frozenset()
+    parameters = records[0].trace.values_of([*records[0].trace.module.parameters()]) if records else frozenset()
     for record in records:
         stage = record.stage
         needs_gradient[stage.start] = before
         layers, executed, entrywise, other_weights, work = [], 0, [], 0, []
         for target, group in groupby(stage.edges, lambda edge: edge.target):
-            edges = list(group)
-            weights = _weights_of(record, edges[0], trained)
+            edges = [edge for edge in group if not (joined and edge.source == 0)]
+            if not edges:
+                continue
+            weights = _weights_of(record, edges[0], parameters)
             operands = sum(needs_gradient.get(edge.source, False) for edge in edges)
             # A weight that several operators read, such as those of a recurrence's steps, is counted once.
             keys = _keys(record, edges[0], weights)
             fresh = {name for name, key in keys.items() if key not in counted}
             counted.update(keys.values())
-            layer = _layer(edges, operands, weights, fresh)
+            values = dict(edges[0].operation.node.tensors)
+            trained = {name for name in weights if _trains(record.trace, values[name])}
+            layer = _layer(edges, operands, weights, trained, fresh)
+            if layer.weights:
+                # Whoever multiplies by a product of weights has their elements.
+                counted.update(_parameters(keys.values()))
             executed += _executed(edges)
             work.append(_work(stage, edges, [needs_gradient.get(edge.source, False) for edge in edges], layer))
             if layer.parameters or layer.forward:
@@ -140,10 +154,80 @@ def layers_of(records: Sequence[Record]) -> list[StageLayers]:
                 entrywise.append(0 if stage.operator is not None else stage.edges.index(edges[0]))
             else:
                 other_weights += layer.weight_gradient
-            needs_gradient[target] = operands > 0 or any(weight.requires_grad for weight in weights.values())
+            needs_gradient[target] = operands > 0 or bool(trained)
         before = needs_gradient.get(stage.stop, False)
         stages.append(StageLayers(tuple(layers), executed, tuple(entrywise), other_weights, tuple(work)))
+    if stages and constant_products(records[0].trace):
+        first, trace = stages[0], sample()
+        constants = [_constant_layer(trace, *product, counted) for product in constant_products(trace)]
+        work = [OperatorWork(layer, StepFlop(layer.forward, 0, layer.backward)) for layer in constants]
+        stages[0] = replace(
+            first,
+            layers=(*constants, *first.layers),
+            other_weights=first.other_weights + sum(layer.weight_gradient_sparse for layer in constants),
+            work=(*work, *first.work),
+        )
     return stages
+
+
+def constant_products(trace: Trace) -> list[tuple[Node, int]]:
+    """The calls with products of which none depends on the input but the output does, with their multiply-adds."""
+    graph, used = trace.graph, set[int]()
+    waiting = [graph.output]
+    while waiting:
+        value = waiting.pop()
+        if value not in used:
+            used.add(value)
+            info = graph.infos[value]
+            waiting += (each for node in (info.maker, info.whole) if node is not None for _, each in node.tensors)
+    parts = (each for node in graph.nodes for each in (node, *node.parts))
+    nodes = (node for node in parts if not node.operands and not used.isdisjoint(node.results))
+    products = ((node, multiply_adds_of(trace, node.overload, node.args, node.results[0])) for node in nodes)
+    return [(node, count) for node, count in products if count]
+
+
+def _parameters(keys: Iterable[Hashable]) -> set[Hashable]:
+    """The parameters that weights come from, of whose keys these are."""
+    return {parameter for key in keys if isinstance(key, tuple) for parameter in key[0]}
+
+
+def multiply_adds_of(trace: Trace, overload: Any, arguments: Iterable[Any], result: int) -> int:
+    """Multiply-adds of the matrix products in a call's forward pass, for the whole batch."""
+    count = flop_registry.get(getattr(overload, "_overloadpacket", None))
+    if count is None:
+        return 0
+    read = [trace.tensor(each.number) if isinstance(each, Value) else trace.read(each) for each in arguments]
+    return int(count(*read, out_val=trace.tensor(result))) // 2
+
+
+def _constant_layer(trace: Trace, node: Node, products: int, counted: set[Hashable]) -> LayerFlop:
+    """The FLOP of a product of constants, some of which may be weights."""
+    keys = {name: _key(trace, value) for name, value in node.tensors if _trains(trace, value)}
+    tensors = {name: trace.tensor(value).detach() for name, value in node.tensors if name in keys}
+    counts = {name: (tensor.numel(), int(tensor.count_nonzero())) for name, tensor in tensors.items()}
+    fresh = [name for name, key in keys.items() if key not in counted and not counted.issuperset(_parameters([key]))]
+    counted.update(keys.values())
+    factors = [name for name in keys if name not in _summands(node.overload)]
+    sparse = products
+    if len(factors) == 1:
+        elements, nonzero = counts[factors[0]]
+        sparse = products * nonzero // max(1, elements)
+    return LayerFlop(
+        path=node.path,
+        operator=node.name,
+        parameters=sum(counts[name][0] for name in fresh),
+        nonzero=sum(counts[name][1] for name in fresh),
+        weights=sum(counts[name][0] for name in fresh if name in factors),
+        zeros=sum(counts[name][0] - counts[name][1] for name in fresh if name in factors),
+        forward=2 * products,
+        forward_sparse=2 * sparse,
+        backward=2 * products * len(factors),
+        backward_sparse=2 * sparse * len(factors),
+        jacobian_nnz=0,
+        jacobian_nbytes=0,
+        weight_gradient=2 * products * len(factors),
+        weight_gradient_sparse=2 * sparse * len(factors),
+    )
 
 
 def _work(stage: Stage, edges: Sequence[Edge], needed: Sequence[bool], layer: LayerFlop) -> OperatorWork:
@@ -196,34 +280,56 @@ def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[
     return {
         name: trace.tensor(value)
         for name, value in constants.items()
-        if trace.tensor(value).requires_grad or trace.graph.made_of(value, parameters)
+        if _trains(trace, value) or trace.graph.made_of(value, parameters)
     }
+
+
+def _trains(trace: Trace, value: int) -> bool:
+    """Whether a value has a gradient, or is computed of what has one: the parts of a call are recorded without."""
+    return trace.tensor(value).requires_grad or bool(trace.graph.infos[value].externals)
 
 
 def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
     """What is the same for two weights that are one: the parameters that they come from, and the part of these."""
-    trace, values = record.trace, dict(edge.operation.node.tensors)
-
-    def key(value: int) -> Hashable:
-        tensor, parameters = trace.tensor(value), trace.graph.infos[value].externals
-        return (parameters, tensor.storage_offset(), tensor.numel()) if parameters else id(tensor)
-
-    return {name: key(values[name]) for name in weights}
+    values = dict(edge.operation.node.tensors)
+    return {name: _key(record.trace, values[name]) for name in weights}
 
 
-def _layer(edges: Sequence[Edge], operands: int, weights: dict[str, torch.Tensor], fresh: Collection[str]) -> LayerFlop:
-    """The FLOP of an operator with `operands` operands that need a gradient; `fresh` weights are not counted yet."""
+def _key(trace: Trace, value: int) -> Hashable:
+    """What is the same for two weights that are one, also in another run."""
+    tensor, places = trace.tensor(value), trace.graph.infos[value].externals
+    parameters = frozenset(id(trace.tensor(trace.graph.externals[place])) for place in places)
+    return (parameters, tensor.storage_offset(), tensor.numel()) if parameters else id(tensor)
+
+
+def _summands(overload: Any) -> Collection[str]:
+    """The arguments that are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators."""
+    scaled = any(argument.name == "beta" for argument in overload._schema.arguments)
+    return ("bias", "attn_mask", "self") if scaled else ("bias", "attn_mask")
+
+
+def _layer(
+    edges: Sequence[Edge],
+    operands: int,
+    weights: Mapping[str, torch.Tensor],
+    trained: Set[str],
+    fresh: Collection[str],
+) -> LayerFlop:
+    """The FLOP of an operator with `operands` operands that need a gradient.
+
+    Of the weights, `trained` ones have gradients, and `fresh` ones are not counted yet.
+    """
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
     patterns = [edge.transposed_pattern for edge in edges if not edge.coupling]
     nnz = sum(pattern.nnz for pattern in patterns)
     sparse = nnz if _is_entrywise(edges) else dense
-    # Summands are no factors; `beta` scales the summand `self` of ``aten.addmm`` and similar operators.
-    summands = ("bias", "attn_mask", *(["self"] if "beta" in call.arguments else []))
-    factors = [name for name in weights if dense and name not in summands]
-    counted = {name: (weights[name].numel(), int(weights[name].detach().count_nonzero())) for name in fresh}
+    factors = [name for name in weights if dense and name not in _summands(edges[0].operation.overload)]
+    # Of a weight that samples have each, as what an embedding gives, one sample's counts.
+    of_sample = {name: edges[0].operation.of_sample(name, weights[name].detach()) for name in fresh}
+    counted = {name: (weight.numel(), int(weight.count_nonzero())) for name, weight in of_sample.items()}
     multiplied = [counted[name] for name in factors if name in fresh]
-    trains = any(weights[name].requires_grad for name in factors)
+    trains = not trained.isdisjoint(factors)
     backward = [rule.backward_multiply_adds(call, operands, trains, count) for count in (dense, sparse)]
     of_inputs = [rule.backward_multiply_adds(call, operands, False, count) for count in (dense, sparse)]
     return LayerFlop(

@@ -18,14 +18,22 @@ from .subject import CountedOperator, Observation, Subject, without_zeros
 _NAMES = ("weight_ih_l0", "weight_hh_l0", "bias_ih_l0", "bias_hh_l0")
 
 
-def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
-    """The steps of a layer; their Jacobians with respect to the previous state have one pattern."""
+def is_sequence(module: nn.Module) -> bool:
+    """Whether a module is one recurrent layer in one direction: a chain of its steps."""
+    return isinstance(module, nn.RNNBase) and not (module.num_layers > 1 or module.bidirectional or module.proj_size)
+
+
+def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int], inputs: torch.Tensor | None = None) -> Subject:
+    """The steps of a layer; their Jacobians with respect to the previous state have one pattern.
+
+    Samples are observed of `inputs`, ``(batch, time, features)``.
+    """
     shape = check_shape(input_shape)
     if len(shape) != 2 or shape[1] != module.input_size:
         raise ValueError(f"input_shape is {shape}; expected (time, {module.input_size})")
-    if module.num_layers > 1 or module.bidirectional or module.proj_size:
+    if not is_sequence(module):
         raise UnsupportedOperatorError(
-            f"{module} is no chain of steps; count its layers and directions one by one, without projections"
+            f"{module} is no chain of steps; take its layers and directions one by one, without projections"
         )
     cell = module.cell if isinstance(module, Recurrent) else CELLS.get(module.mode)
     if cell is None or not cell.terms:
@@ -49,9 +57,10 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
         values = values[torch.from_numpy(jacobian.pattern.transposition.astype("int64"))]
         return [without_zeros(transposed, values[:, step].cpu().numpy()) for step in range(time)], [{}] * time
 
-    def observe(inputs: torch.Tensor) -> Iterator[Observation]:
-        return map(observed, inputs.split(1))
+    def observe() -> Iterator[Observation]:
+        return map(observed, () if inputs is None else inputs.split(1))
 
+    count = 0 if inputs is None else len(inputs)
     operators = [
         CountedOperator(f"step {step}", module.mode.lower(), lambda _: gate_flop, dense, dense) for step in range(time)
     ]
@@ -60,7 +69,9 @@ def sequence_subject(module: nn.RNNBase, input_shape: Sequence[int]) -> Subject:
     dense_flop = StepFlop(layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
     operators[0] = replace(operators[0], work=(OperatorWork(layer, dense_flop),))
     weight_gradients = {"pruned": float(layer.weight_gradient_sparse), "observed": None}
-    return Subject(shape, [transposed] * time, operators, observe, (layer,), weight_gradients, recurrent=True)
+    return Subject(
+        shape, [transposed] * time, operators, observe, (layer,), weight_gradients, samples=count, recurrent=True
+    )
 
 
 def _layer(module: nn.RNNBase, transposed: Pattern, time: int) -> LayerFlop:

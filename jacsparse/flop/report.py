@@ -193,6 +193,8 @@ class FlopReport(PrintedReport):
         What was counted: the module's class, or the model as named on the command line.
     pays_from : int or None
         The least power of two of workers with which the schedule is done before back-propagation of the same structure.
+    counted : str
+        Which inputs and which entry of the output were counted, in words; empty for one tensor of one.
     note : str
         Why no scan was counted, in words.
     constant : bool
@@ -213,6 +215,7 @@ class FlopReport(PrintedReport):
     backpropagation: tuple[BackPropagation, ...] = ()
     name: str = ""
     pays_from: int | None = None
+    counted: str = ""
     note: str = ""
     constant: bool = False
     nan_weights: dict[str, int] = field(default_factory=dict)

@@ -9,7 +9,6 @@ from functools import partial
 
 import numpy as np
 import torch
-from torch import nn
 
 from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
 from ..runtime import frozen, row_starts
@@ -20,12 +19,16 @@ from ..stages import (
     Stage,
     boundaries,
     chain_of_trace,
-    check_shape,
     forward_pass,
 )
-from ..tracing import SAMPLES, check_module, samples_of, traced, undisturbed
+from ..tracing import traced, undisturbed
 from .coupled_edges import counted_record
+from .estimate import check_memory
 from .layer_flop import LayerFlop, OperatorWork, layers_of
+from .network import Network
+
+#: Bytes of an observed entry: its place in two patterns, and its value.
+_OBSERVED = 12
 
 
 @dataclass(frozen=True)
@@ -60,14 +63,18 @@ class Subject:
     #: The operators' transposed Jacobians.
     factors: Sequence[Pattern | Region]
     operators: Sequence[CountedOperator]
-    #: Takes samples, ``(batch, *in_shape)``; the factors of each in turn have only the entries that are not zero.
-    observe: Callable[[torch.Tensor], Iterator[Observation]]
+    #: Goes through the samples; the factors of each in turn have only the entries that are not zero.
+    observe: Callable[[], Iterator[Observation]]
     #: The operators that have weights.
     layers: tuple[LayerFlop, ...]
     #: FLOP of the gradients of weights other than those of entrywise edges, by `BackPropagation.structure`.
     weights: Mapping[str, float | None]
     #: The numbers of the operators that couple samples.
     coupling: tuple[int, ...] = ()
+    #: The number of samples to observe.
+    samples: int = 0
+    #: What is counted of the inputs and of the output, in words.
+    counted: str = ""
     #: Whether the operators are steps, of which the first takes a state and not the network's input.
     recurrent: bool = False
 
@@ -79,15 +86,15 @@ class Subject:
         return boundaries(self.factors[first:stop], workers)
 
 
-def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
-    """The stages of a module's chain."""
-    check_module(module)
-    shape = check_shape(input_shape)
-    with undisturbed(module):
-        trace = traced(module, samples_of(module, shape), readable=False)
+def chain_subject(network: Network) -> Subject:
+    """The stages of a network's chain."""
+    with undisturbed(network.module):
+        trace = traced(network, network.samples(0), readable=False)
         chain = chain_of_trace(trace, couples=True)
         records = [counted_record(record) for record in chain.records(trace)]
-        stages = layers_of(records)
+        stages = layers_of(
+            records, lambda: traced(network, network.samples(0, copies=1), readable=False), network.joins
+        )
 
     def observed_pattern(record: Record, edge: Edge, sample: int) -> Pattern:
         if edge.shared or edge.coupling:
@@ -100,10 +107,12 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
         return {number: (record.call(edges[number]).input[sample] != 0).flatten().cpu().numpy() for number in entrywise}
 
     def observed(x: torch.Tensor, count: int) -> Iterator[Observation]:
-        with undisturbed(module):
-            records = [
-                counted_record(record) for record in forward_pass(module, x, couples=True, by_autograd=False)[1].records
-            ]
+        with undisturbed(network.module):
+            records = forward_pass(network, x, couples=True, by_autograd=False)[1].records
+        records = [counted_record(record) for record in records]
+        edges = [edge for record in records for edge in record.stage.edges if not (edge.shared or edge.coupling)]
+        nbytes = _OBSERVED * sum(edge.transposed_pattern.nnz for edge in edges)
+        check_memory("the entries of observed Jacobians take", nbytes, "count the guaranteed structure")
         for n in range(count):
             factors = [
                 record.stage.factor([observed_pattern(record, edge, n) for edge in record.stage.edges])
@@ -114,14 +123,14 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
                 [nonzero_operands(record, layers.entrywise, n) for record, layers in zip(records, stages, strict=True)],
             )
 
-    def observe(inputs: torch.Tensor) -> Iterator[Observation]:
-        if chain.coupling and len(inputs) > 1:
+    def observe() -> Iterator[Observation]:
+        if chain.coupling and network.count > 1:
             # Samples that depend on each other stay together.
-            yield from observed(inputs, len(inputs))
+            yield from observed(network.samples(), network.count)
             return
-        for x in inputs.split(1):
+        for number in range(network.count):
             # As many copies as before: the chain is found again. Of one, it would be cut into other stages.
-            yield from observed(x.repeat(SAMPLES, *[1] * (x.ndim - 1)), 1)
+            yield from observed(network.samples(number), 1)
 
     operators = [
         CountedOperator(
@@ -138,7 +147,17 @@ def chain_subject(module: nn.Module, input_shape: Sequence[int]) -> Subject:
     weights = dict.fromkeys(("pruned", "observed"), float(sum(layers.other_weights for layers in stages)))
     all_layers = tuple(layer for layers in stages for layer in layers.layers)
     factors = [record.stage.factor() for record in records]
-    return Subject(chain.in_shape, factors, operators, observe, all_layers, weights, chain.coupling)
+    return Subject(
+        chain.in_shape,
+        factors,
+        operators,
+        observe,
+        all_layers,
+        weights,
+        chain.coupling,
+        network.count,
+        network.counted,
+    )
 
 
 def without_zeros(pattern: Pattern, values: np.ndarray) -> Pattern:

@@ -112,6 +112,8 @@ class FlopSummary:
         last of `steps`.
     scan : ScanCosts or None
         The scan that was counted.
+    counted : str
+        Which inputs and which entry of the output were counted, in words.
     note : str
         Why no scan was counted, in words.
     without_weights, without_gradient : tuple of str
@@ -130,6 +132,7 @@ class FlopSummary:
     densest: tuple[tuple[str, float], ...]
     largest: tuple[tuple[str, float], ...]
     scan: ScanCosts | None
+    counted: str
     note: str
     without_weights: tuple[str, ...]
     without_gradient: tuple[str, ...]
@@ -170,6 +173,8 @@ class FlopSummary:
             yield f"{self.name}: {percent(self.sparsity)} of {self.weights:,} weights are zero."
         else:
             yield f"{self.name}: none of {self.weights:,} weights is zero."
+        if self.counted:
+            yield self.counted
         yield _steps(self.steps)
         yield from self.sentences()
 
@@ -252,6 +257,7 @@ def summary_of(report: FlopReport) -> FlopSummary:
         tuple(by_share[:EXAMPLES]),
         tuple(largest),
         _scan_costs(report),
+        report.counted,
         report.note,
         *_cut_off(report),
         4 * parameters,

@@ -14,7 +14,7 @@ from ..flop import counted_record, layers_of, sequence_subject
 from ..patterns import Pattern
 from ..stages import Record, check_input, forward_pass
 from ..terminal import layer_in_words
-from ..tracing import check_module, undisturbed
+from ..tracing import check_module, traced, undisturbed
 from .workload import StageCost, Workload
 
 
@@ -88,7 +88,8 @@ def _chain(module: nn.Module, x: torch.Tensor, rate: float) -> tuple[Workload, l
         run = forward_pass(module, _samples(x), couples=True, by_autograd=False)[1]
         records = [counted_record(record) for record in run.records]
         stages, seen, seconds = list[StageCost](), set[int](), len(x) / rate
-        for record, layers in zip(records, layers_of(records), strict=True):
+        counted = layers_of(records, lambda: traced(module, x[:1]))
+        for record, layers in zip(records, counted, strict=True):
             stage, factor = record.stage, record.stage.factor()
             forward, errors, gradients = map(sum, zip(*(each.dense for each in layers.work), strict=True))
             weights = sum(record.trace.externals[place].nbytes for place in record.externals - seen)

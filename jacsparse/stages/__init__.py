@@ -32,7 +32,16 @@ Steps within folded entries are `WeightedSums` of `jacsparse.jacobians.terms`.
 
 from .accumulation import Accumulation, Region, empty_pattern, is_light, matrix_of
 from .balance import boundaries
-from .chains import Chain, chain, chain_for_all, chain_of, check_size, refuse_hooks, refuse_other_derivatives
+from .chains import (
+    Chain,
+    chain,
+    chain_for_all,
+    chain_of,
+    check_size,
+    machine_memory,
+    refuse_hooks,
+    refuse_other_derivatives,
+)
 from .checks import agree, check_batch, check_input, check_shape, check_tensor, is_fit
 from .costs import COSTS, Costs
 from .elimination import eliminate
@@ -79,6 +88,7 @@ __all__ = [
     "has_hooks",
     "is_fit",
     "is_light",
+    "machine_memory",
     "matrix_of",
     "owner_of",
     "pull_back",

@@ -8,7 +8,7 @@ import inspect
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .capture import Recorder
 
 _CALL = nn.Module._call_impl.__code__
+_PACK = torch.ops.aten._pack_padded_sequence.default
 _LIBRARY = sys.modules[__name__.partition(".")[0]]
 #: The folders of PyTorch and of this library, some of whose packages lie beside the others in a checkout; and the file
 #: of contexts that decorate its functions.
@@ -106,7 +107,7 @@ class Callers:
         self.call: tuple[Any, Any] | None = None
         self.spans: list[tuple[int, int]] = []
         #: The calls of operators so far.
-        self.calls: Sized = ()
+        self.calls: Sequence[Any] = ()
         self._outer: list[tuple[str, int]] = []
         self._thread = threading.get_ident()
         #: By a module's id. No cached property, which slows down all attributes of an object.
@@ -156,6 +157,9 @@ class Callers:
         if overload is not None and torch.Tag.dynamic_output_shape in overload.tags:
             remedy = "take elements by their numbers, or keep the shape, with torch.where"
             return self.unsupported("a size depends on what a tensor holds", remedy)
+        if any(call[0] is _PACK for call in self.calls):
+            remedy = "give its recurrent layer the padded sequences, (batch, time, features), of one length"
+            return self.unsupported("it reads the lengths of packed sequences, which may differ", remedy)
         remedy = (
             "no pattern holds for all inputs: use PyTorch's functions, as torch.sin for math.sin or NumPy's, and "
             "torch.where for a branch; or call jacsparse.jacobian, which runs the function each time"

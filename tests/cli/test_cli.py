@@ -62,6 +62,18 @@ def double_model() -> nn.Module:
     return nn.Sequential(nn.Conv2d(2, 3, 3), nn.ReLU()).double()
 
 
+class Words(nn.Module):
+    """Of words and, where they are given, a number for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.head = nn.Embedding(9, 4), nn.Linear(4, 2)
+
+    def forward(self, ids: torch.Tensor, weights: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        x = self.words(ids)
+        return {"logits": self.head(x if weights is None else x * weights[..., None])}
+
+
 def test_version_and_help(jac) -> None:
     assert jac("--version")[1].strip() == jacsparse.__version__
     status, out, _ = jac("flop", "--help")
@@ -416,6 +428,38 @@ def test_samples_of_ones_own(jac, tmp_path: Path) -> None:
         assert status == 2 and name in err and not out
 
 
+@pytest.mark.parametrize(
+    ("words", "counted"),
+    [
+        (["--input", "ids:5"], "inputs (5)"),
+        (["--input", "ids:5", "--input", "5"], "inputs[1] (5), inputs[0] (5)"),
+        (["--input", "weights=5", "--input", "ids=ids:5"], "weights (5), ids (5)"),
+    ],
+)
+def test_tokens_and_several_inputs(jac, tmp_path: Path, words: list[str], counted: str) -> None:
+    status, out, err = jac("flop", f"{__name__}:Words", *words, "--json", tmp_path / "report.json")
+    assert status == 0 and not err, err
+    assert f"Counted: logits for {counted}. The gradient ends at the embeddings of " in " ".join(out.split())
+    report = json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    (head,) = (layer for layer in report["layers"] if layer["layer"] == "head")
+    assert head["dense_step"] == 3 * 2 * 5 * 4 * 2
+
+
+def test_tokens_of_ones_own(jac, tmp_path: Path) -> None:
+    file, words = tmp_path / "tokens.npy", ("flop", f"{__name__}:Words", "--input", "ids:5", "--samples", 2, "--data")
+    np.save(file, np.arange(15).reshape(3, 5) % 9)
+    status, out, err = jac(*words, file)
+    assert status == 0 and "structure observed on 2 samples" not in err and "and without the data's zeros" in out, err
+    for samples, message in (
+        (np.zeros((3, 4), np.int64), "has 3 samples of shape (4,); expected 2 of (5,)"),
+        (np.zeros((1, 5), np.int64), "has 1 samples of shape (5,); expected 2 of (5,)"),
+        (np.zeros((3, 5)), "holds torch.float64; expected integer samples"),
+    ):
+        np.save(file, samples)
+        status, out, err = jac(*words, file)
+        assert status == 2 and message in err and not out
+
+
 LAYER = ("lenet5", "--layer", "features.0", "--out", "J.npz")
 BAD = {
     "model": (["flop", "vgg99"], "vgg99"),
@@ -450,6 +494,19 @@ BAD = {
     "input": (["flop", "lenet5", "--input", "3,x"], "--input is '3,x'"),
     "input zero": (["flop", "lenet5", "--input", "0,32,32"], "--input is '0,32,32'; expected sizes of one sample"),
     "input shape": (["flop", "lenet5", "--input", "1,32,32"], "0: an input of shape (1, 32, 32) does not fit"),
+    "input of integers": (["flop", "lenet5", "--input", "ids:x"], "--input is 'x'; expected sizes of one sample"),
+    "inputs partly named": (["flop", "lenet5", "--input", "3", "--input", "y=3"], "name each of them once, or none"),
+    "inputs named twice": (["flop", "lenet5", "--input", "x=3", "--input", "x=4"], "name each of them once, or none"),
+    "inputs of a part": (
+        ["flop", "lenet5", "--input", "x=3,32,32", "--part", "features"],
+        "--part is 'features', whose input is found by one tensor",
+    ),
+    "tokens without data": (["flop", "lenet5", "--input", "ids:3", "--data", "random"], "--data is random: which tok"),
+    "inputs beside data": (
+        ["flop", "lenet5", "--input", "3", "--input", "4", "--data", "x.npy"],
+        "give a file of the samples of one input",
+    ),
+    "inputs of another model": (["flop", "lenet5", "--input", "3,32,32", "--input", "2"], "too many positional arg"),
     "prune": (["flop", "lenet5", "--prune", "1.0"], "1.0"),
     "prune negative": (["flop", "lenet5", "--prune", "-0.1"], "-0.1"),
     "trust of nothing": (["flop", "lenet5", "--trust"], "--trust is of no use: lenet5 is no .pt2 file"),

@@ -9,6 +9,7 @@ import time
 import tracemalloc
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import jacsparse
 from jacsparse import FlopReport, count_flop
 from jacsparse.flop import CountEstimate, FlopStep, Page, counting, estimate, totals
+from jacsparse.flop.network import Network
 from jacsparse.flop.report import BackPropagation
 from jacsparse.flop.subject import chain_subject
 from jacsparse.schedule import Schedule, balanced, blelloch, linear
@@ -627,11 +629,127 @@ def test_recurrent_layers_observed() -> None:
     assert 0 < observed.total < guaranteed.total
 
 
-def test_recurrent_layers_that_are_no_chain() -> None:
-    with pytest.raises(jacsparse.UnsupportedOperatorError, match="is no chain of steps"):
-        jacsparse.count_flop(nn.GRU(3, 4, num_layers=2), (5, 3))
+class InModel(nn.Module):
+    """A recurrent layer as a part, as ``layer``."""
+
+    def __init__(self, layer: nn.RNNBase) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x)[0]  # type: ignore[no-any-return]
+
+
+#: Gates of each kind of layer.
+RECURRENT = {nn.RNN: 1, nn.GRU: 3, nn.LSTM: 4}
+STACKS: list[dict[str, Any]] = [
+    {},
+    {"bias": False},
+    {"num_layers": 3},
+    {"bidirectional": True},
+    {"num_layers": 2, "bidirectional": True},
+    {"proj_size": 5},
+    {"num_layers": 2, "proj_size": 5},
+]
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+@pytest.mark.parametrize("options", STACKS, ids=str)
+@pytest.mark.parametrize("kind", RECURRENT)
+@pytest.mark.parametrize("time", [1, 5])
+def test_recurrent_layers_count_alike_alone_and_in_a_model(
+    kind: type[nn.RNNBase], options: dict[str, Any], time: int
+) -> None:
+    if "proj_size" in options and kind is not nn.LSTM:
+        pytest.skip("projections are an LSTM's")
+    layer = pruned_layer(kind, batch_first=True, **options)
+    # By hand: a step of each direction multiplies its input and its state, of which the first is of zeros.
+    gates, ways, layers = 16 * RECURRENT[kind], 1 + layer.bidirectional, layer.num_layers
+    state = layer.proj_size or 16
+    inputs = [3] + [ways * state] * (layers - 1)
+    of_inputs = [ways * gates * into for into in inputs]
+    of_states = layers * ways * (gates * state + layer.proj_size * 16)
+    # Gradients of a step's state, and of the inputs of all layers but the first.
+    of_first_state = layers * ways * gates * state
+    forward = 2 * time * (sum(of_inputs) + of_states)
+    backward = 2 * time * (sum(of_inputs[1:]) + of_states) - 2 * of_first_state
+    alone, inside = (count_flop(each, (time, 3), schedule="linear") for each in (layer, InModel(layer)))
+    for report in (alone, inside):
+        layers_ = [each for each in report.layers if each["layer"] != "other operators"]
+        quantities = ("dense_forward", "dense_input_gradient", "dense_weight_gradient")
+        assert [sum(each[name] for each in layers_) for name in quantities] == [forward, backward, forward]
+    for name in ("weights", "zeros", "pruned_step", "dense_step"):
+        counts = [
+            sum(each[name] for each in report.layers if each["layer"] != "other operators")
+            for report in (alone, inside)
+        ]
+        assert counts[0] == counts[1], name
+
+
+def test_recurrent_layers_as_pytorch_counts_them() -> None:
+    model = InModel(nn.GRU(3, 16, 2, batch_first=True, bidirectional=True))
+    with FlopCounterMode(display=False) as counter:
+        model(torch.randn(1, 4, 3)).sum().backward()
+    (layer,) = (each for each in count_flop(model, (4, 3), schedule="linear").layers if each["layer"] == "layer")
+    assert layer["dense_step"] == counter.get_total_flops()
+
+
+def test_stacks_are_observed_whichever_axis_is_first() -> None:
+    x, layer = torch.randn(2, 5, 3), nn.GRU(3, 4, 2)
+    first = nn.GRU(3, 4, 2, batch_first=True)
+    first.load_state_dict(layer.state_dict())
+    one, other, guaranteed = (
+        count_flop(layer, structure="observed", inputs=x, schedule="linear"),
+        count_flop(first, (5, 3), structure="observed", inputs=x, schedule="linear"),
+        count_flop(layer, (5, 3), schedule="linear"),
+    )
+    assert one.total == other.total <= guaranteed.total and one.samples == 2 and not layer.batch_first
+    single = count_flop(nn.GRU(3, 4), structure="observed", inputs=x, schedule="linear")
+    assert single.samples == 2 and len(single.baseline) == 5
+
+
+def test_recurrent_layers_take_other_shapes() -> None:
     with pytest.raises(ValueError, match=r"input_shape is \(5, 4\); expected \(time, 3\)"):
-        jacsparse.count_flop(nn.GRU(3, 4), (5, 4))
+        count_flop(nn.GRU(3, 4), (5, 4))
+    with pytest.raises(ValueError, match=r"an input of shape \(5, 4\) does not fit GRU"):
+        count_flop(nn.GRU(3, 4, 2), (5, 4))
+
+
+class Packed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(3, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), x.shape[1]), batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0]
+
+
+def test_packed_sequences_are_refused_with_what_helps() -> None:
+    expected = r"gru: it reads the lengths of packed sequences, .*; give its recurrent layer the padded sequences"
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=expected):
+        count_flop(Packed(), (5, 3))
+    packed = nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)])
+    with pytest.raises(TypeError, match=r"inputs is a PackedSequence; .*give a padded batch"):
+        count_flop(nn.GRU(3, 4), inputs=packed)
+
+
+class Product(nn.Linear):
+    """A linear layer whose weight is the product of two parameters."""
+
+    def __init__(self, into: int, inner: int, out: int) -> None:
+        super().__init__(inner, out, bias=False)
+        self.first = nn.Parameter(torch.randn(inner, into))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight @ self.first)
+
+
+def test_products_of_weights_are_counted_once_for_a_sample() -> None:
+    layer, others = count_flop(Product(5, 3, 4), (7, 5), schedule="linear").layers
+    assert layer["dense_forward"] == 2 * (7 * 5 * 4 + 5 * 3 * 4)
+    assert layer["dense_weight_gradient"] == 2 * (7 * 5 * 4 + 2 * 5 * 3 * 4)
+    assert others["layer"] == "other operators" and not others["weights"] and layer["dense_input_gradient"] == 0
 
 
 def test_pruned_recurrent_layers_count_the_weights_in_use() -> None:
@@ -805,7 +923,7 @@ def test_totals_keep_their_names_at_80_columns() -> None:
 def test_an_incomplete_estimate_is_a_lower_bound(budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("resnet8").eval()
     prune_weights(model, 0.9)
-    subject = chain_subject(model, (3, 16, 16))
+    subject = chain_subject(Network(model, torch.randn(3, 3, 16, 16)))
     plan = blelloch(len(subject.factors), levels=2)
     whole, counted = estimate.estimate_count(plan, subject.factors), count_flop(model, (3, 16, 16), schedule=plan)
     assert whole.complete and 0.4 * counted.total < whole.flop < 2 * counted.total

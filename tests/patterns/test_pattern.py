@@ -16,8 +16,9 @@ import scipy.sparse
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jacsparse.patterns import Adaptive, Convolution, Csr, Diagonal, Full, Identity, Pooling, Sliding, Structure
+from jacsparse.patterns import Adaptive, Blocks, Convolution, Csr, Diagonal, Full, Identity, Pooling, Sliding, Structure
 from jacsparse.patterns.strided import Steps, Strided
+from jacsparse.spgemm import meeting
 from torch import nn
 
 import jacsparse
@@ -29,6 +30,8 @@ STRUCTURES = [
     Identity(4),
     Full(3, 4),
     Full(0, 3),
+    Blocks(2, 3, 4, 5),
+    Blocks(2, 3, 0, 4),
     Convolution(4, 2, 2, (Sliding(5, 3, 2, 1, 0, 1), Sliding(4, 2)), np.packbits(np.arange(24) % 3 > 0).tobytes()),
     Convolution(3, 2, 1, ()).T,
     Pooling(2, (Sliding(5, 2, 2, 1, 1, 1, True), Sliding(4, 3)), selects=True),
@@ -91,6 +94,20 @@ def test_a_scaled_pattern_has_the_same_entries_of_any_values(structure: Structur
     for scaled in (pattern.scaled(), pattern.T.scaled().T):
         assert scaled == pattern
         assert not isinstance(scaled.structure, Identity) and not getattr(scaled.structure, "selects", False)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES, ids=repr)
+def test_what_meets_a_vector_is_counted_without_indices(structure: Structure, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an attention of 197 tokens would take gigabytes."""
+    for each in (structure, structure.T):
+        matrix = Pattern.of(each).to_scipy().astype(np.int64)
+        with monkeypatch.context() as patch:
+            patch.setattr(type(each), "csr", lambda _: pytest.fail("indices were made"))
+            for density in (0.0, 0.2, 0.7, 1.0):
+                occupied = np.random.default_rng(3).random(each.shape[1]) < density
+                pairs = meeting(Pattern.of(each), occupied)
+                assert pairs.dtype == np.int64
+                assert pairs.tolist() == (matrix @ occupied.astype(np.int64)).tolist()
 
 
 def test_published_sparsities() -> None:

@@ -187,7 +187,7 @@ def test_what_meets_a_convolution_is_counted_without_its_indices(
     pairs = meeting(pattern, occupied)
     assert not pattern.has_indices
     expected = again.to_scipy().astype(np.int64) @ occupied.astype(np.int64)
-    assert again.has_indices and pairs.tolist() == expected.tolist() == meeting(again, occupied).tolist()
+    assert again.has_indices and pairs.tolist() == expected.tolist()
 
 
 @given(factors(), BATCHES, dtypes, st.integers(0, 2**31))
