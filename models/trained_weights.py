@@ -137,8 +137,7 @@ def weights_in(
     if masks is not None and not outside:
         name = next(iter(expected), "weight")
         raise ValueError(f"{masks} has no mask of {_described(module)}; name masks as their weights, as {name}_mask")
-    # What computes a weight is the weight, where its mask comes from elsewhere.
-    plain = {keys: _without_wrappers(state, expected, bool(outside)) for keys, state in states.items()}
+    plain = {keys: _without_wrappers(state, expected, tuple(outside)) for keys, state in states.items()}
     place = _chosen(path, plain, module, prefix)
     weights = {
         name.removeprefix(place.start): value
@@ -226,9 +225,12 @@ def _is_leftover(name: str, expected: Iterable[str]) -> bool:
 
 
 def _without_wrappers(
-    state: Mapping[str, torch.Tensor], expected: Iterable[str], has_masks: bool
+    state: Mapping[str, torch.Tensor], expected: Iterable[str], masked_elsewhere: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
-    """A state dict whose names leave out wrappers, and those of masking parametrizations are as pruning's."""
+    """A state dict whose names leave out wrappers, and those of masking parametrizations are as pruning's.
+
+    The weight behind a parametrization whose mask is in a file of its own is a weight like any other.
+    """
     is_wrapped = any(map(_WRAPPERS.search, expected))
     tensors = {name if is_wrapped else _WRAPPERS.sub("", name): value for name, value in state.items()}
     if any("parametrizations." in name for name in expected):
@@ -238,7 +240,7 @@ def _without_wrappers(
             weight, part = match.groups()
             if part != "original" or f"{name.removesuffix('original')}0.mask" in state:
                 end = f"{weight}_orig" if part == "original" else f"{weight}_mask"
-            elif has_masks:
+            elif (name[: match.start()] + weight).endswith(masked_elsewhere):
                 end = weight
             else:
                 continue
