@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
-from ..runtime import a_type, check_writable, replacing
+from ..runtime import HEADER, a_type, check_writable, write_safetensors
 from ..tracing import check_initialised
 from .arguments import check_count, check_one_of
 from .pruning import pruned_fraction
@@ -21,8 +20,6 @@ from .registry import MODELS, build, describe, name_of
 from .trained_weights import States, fit_weights, read_tensors, unfit, weights_in
 
 _FORMAT = 1
-# Key of the metadata in a file's header.
-_OURS = "jacsparse"
 # Prefix of the training state's tensors; no module has a slash in its path.
 _STATE = "training/"
 
@@ -89,9 +86,7 @@ def save_checkpoint(
     }
     tensors = {key: value.bool() if key.endswith("_mask") else value for key, value in module.state_dict().items()}
     tensors |= {_STATE + key: value for key, value in (state or {}).items()}
-    tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
-    with replacing(path) as temporary:
-        safetensors.torch.save_file(tensors, temporary, metadata={_OURS: json.dumps(header)})
+    write_safetensors(path, tensors, header)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
@@ -174,7 +169,7 @@ def load_weights(
     """
     check_initialised(module)
     states, header = read_tensors(path)
-    if _OURS not in header:
+    if HEADER not in header:
         fit_weights(module, weights_in(path, states, module, prefix=prefix, masks=masks))
         return {}
     if prefix is not None or masks is not None:
@@ -203,7 +198,7 @@ def built_from(name: str, path: str | os.PathLike[str]) -> nn.Module:
         Where it is damaged, or has the weights of another model.
     """
     states, header = read_tensors(path)
-    if _OURS not in header:
+    if HEADER not in header:
         module = build(name)
         fit_weights(module, weights_in(path, states, module))
         return module.eval()
@@ -243,13 +238,13 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _checkpoint(path: Path, states: States, header: Mapping[str, str]) -> Checkpoint:
-    if _OURS not in header:
+    if HEADER not in header:
         raise ValueError(
             f"{path} was not saved by jacsparse, so it does not say which model it holds; build the model and load the "
             "file with jacsparse.models.load_weights"
         )
     try:
-        metadata = json.loads(header[_OURS])
+        metadata = json.loads(header[HEADER])
         if metadata["format"] != _FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, this jacsparse reads {_FORMAT}")
         check_one_of("model", metadata["model"], MODELS)

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import safetensors
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
+from ..runtime import read_safetensors
 from ..tracing import refresh_weights
 from .pruning import mask_attention
 from .registry import describe, name_of
@@ -44,20 +44,11 @@ def read_tensors(path: str | os.PathLike[str]) -> tuple[States, Mapping[str, str
         raise IsADirectoryError(f"{path} is a folder; name the checkpoint in it")
     if not path.is_file():
         raise FileNotFoundError(f"there is no checkpoint {path}; make one with jacsparse train --out {path}")
-    return (_unpickled(path), {}) if path.suffix in _PYTORCH else _safetensors(path)
-
-
-def _safetensors(path: Path) -> tuple[States, Mapping[str, str]]:
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            # The tensors are copied, since the file may change under a memory map.
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
-            return {"": tensors}, file.metadata() or {}
-    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
-        raise ValueError(
-            f"{path} cannot be read as a checkpoint ({error}); it is damaged or no safetensors file: "
-            "make it again with jacsparse train, or give a PyTorch file one of the suffixes " + ", ".join(_PYTORCH)
-        ) from error
+    if path.suffix in _PYTORCH:
+        return _unpickled(path), {}
+    remedy = "make it again with jacsparse train, or give a PyTorch file one of the suffixes " + ", ".join(_PYTORCH)
+    tensors, metadata = read_safetensors(path, "checkpoint", remedy)
+    return {"": tensors}, metadata
 
 
 def _unpickled(path: Path) -> States:
