@@ -332,7 +332,7 @@ def _fitting(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[st
             tensor[places.long()] = values
             tensor = tensor.view(expected.shape)
         else:
-            tensor = tensors.pop(name, None)
+            tensor = tensors.pop(name) if name in tensors else None
         if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             found = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
             raise ValueError(f"{name} is {found}, not {expected.dtype} of {tuple(expected.shape)}")

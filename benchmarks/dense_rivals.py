@@ -1,0 +1,148 @@
+"""Pruned networks beside what serves dense ones fast: half precision, and ONNX Runtime and OpenVINO, also in int8."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import jacsparse
+
+from ._calls import Call, in_mode
+from ._context import Context
+from ._experiment import Grid
+from ._figures import COLOURS, Bars, Panel, Picture, Straight
+from ._programs import package
+from ._rows import Group, Row, values_of, where
+from ._workloads import pruned_resnet18, whole_pruned_vgg11
+from .sparse_networks import ONNX_RUNTIME, PrunedNetwork, exported, forward_call, onnx_runtime_call, step_call, unmasked
+
+_OURS, _FLOAT32, _BFLOAT16 = "jacsparse", "PyTorch, float32", "PyTorch, bfloat16 autocast"
+_OPENVINO = "OpenVINO"
+_BATCHES = (1, 16, 64)
+
+
+@dataclass(frozen=True)
+class DenseRivals(Grid):
+    """Steps and forward passes of pruned networks, beside those of the same networks by what computes densely."""
+
+    networks: tuple[PrunedNetwork, ...] = (
+        PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, _BATCHES),
+        PrunedNetwork("ResNet-18, 95 % pruned", pruned_resnet18, _BATCHES),
+    )
+
+    name = "dense_rivals"
+    title = "Pruned networks beside dense inference and training in lower precision"
+    source = "PyTorch's autocast, ONNX Runtime and OpenVINO on CPUs"
+
+    def cases(self, context: Context) -> Iterable[tuple[str, PrunedNetwork, int]]:
+        for what, network in itertools.product(("inference", "training step"), self.networks):
+            yield from ((what, network, batch) for batch in network.batches)
+
+    def measure(self, case: tuple[str, PrunedNetwork, int], context: Context) -> list[Row]:
+        """A row for each function; those of others are compared with ours, which is sparse wherever it is pruned."""
+        what, network, batch = case
+        torch.manual_seed(0)
+        x, rows = torch.randn(batch, *network.input_shape), Group(f"{what}, {network.name}, batch {batch}")
+        call = forward_call if what == "inference" else step_call
+
+        def build() -> nn.Module:
+            return network.build().train(what != "inference")
+
+        def dense() -> nn.Module:
+            return unmasked(build()) if what == "inference" else build()
+
+        with tempfile.TemporaryDirectory() as folder:
+            int8 = functools.cache(lambda: _in_int8(build(), x, folder))
+            prepare: dict[str, Callable[[], Call]] = {
+                _OURS: lambda: _ours(build(), x),
+                _FLOAT32: lambda: call(dense(), x),
+                _BFLOAT16: lambda: _in_bfloat16(call(dense(), x)),
+            }
+            if what == "inference":
+                prepare |= {
+                    f"{ONNX_RUNTIME}, float32": lambda: onnx_runtime_call(exported(build(), x, folder), x),
+                    f"{ONNX_RUNTIME}, int8": lambda: onnx_runtime_call(int8(), x),
+                    f"{_OPENVINO}, float32": lambda: _openvino_call(exported(build(), x, folder), x),
+                    f"{_OPENVINO}, int8": lambda: _openvino_call(int8(), x),
+                }
+            calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
+            data = {"what": what, "network": network.name, "batch": batch}
+            of_row, peers = {label: {**data, "label": label} for label in calls}, [*calls][1:]
+            rows.in_turns(context, calls, role=dict.fromkeys(peers, "peer"), data=of_row)
+        for label in peers:
+            rows.compare(f"{label} / {_OURS}", label, _OURS)
+        return rows.rows()
+
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        timed = [row for row in rows if row.fastest]
+        colours, panels = dict(zip(values_of(timed, "label"), (*COLOURS, "0.45", "0.75"), strict=False)), list[Panel]()
+        for what, network in itertools.product(values_of(timed, "what"), values_of(timed, "network")):
+            of_panel = where(timed, what=what, network=network)
+            batches = values_of(of_panel, "batch")
+            times = {(row.data["label"], row.data["batch"]): row.fastest or 0.0 for row in of_panel}
+            labels = values_of(of_panel, "label")
+            speeds = {label: [_ratio(times, batch, label) for batch in batches] for label in labels}
+            drawn = [colours[label] for label in labels]
+            bars = Bars([f"batch {batch}" for batch in batches], speeds, drawn, "%.1f")
+            y = "times as fast as PyTorch, float32"
+            panels.append(Panel([bars, Straight(1.0)], f"{what}, {network}", "", y, "y", grid="y"))
+        return Picture(f"{self.title}, by the fastest runs", panels, (12.0, 7.6), columns=2, legend=4)
+
+
+def _ratio(times: Mapping[tuple[str, int], float], batch: int, label: str) -> float | None:
+    """How many times as fast as PyTorch a label is for a batch; None where one of both has no time."""
+    dense, time = times.get((_FLOAT32, batch)), times.get((label, batch))
+    return dense / time if dense and time else None
+
+
+def _ours(model: nn.Module, x: torch.Tensor) -> Call:
+    """A step, or a forward pass of the frozen model, with sparse layers wherever weights are pruned."""
+    sparse = jacsparse.sparsify(model, x, measure=False)
+    return step_call(sparse, x) if model.training else forward_call(jacsparse.freeze(sparse, x), x)
+
+
+def _in_bfloat16(call: Call) -> Call:
+    def run() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            call()
+
+    return run
+
+
+def _in_int8(model: nn.Module, x: torch.Tensor, folder: str) -> str:
+    """The path of the exported model in int8, calibrated on 32 samples; both runtimes take its pairs of operators."""
+    package("onnx", "onnx", "pip install 'jacsparse[rivals]'")
+    quantization: Any = package("onnxruntime.quantization", ONNX_RUNTIME, "pip install 'jacsparse[rivals]'")
+    samples = torch.randn(max(1, 32 // len(x)), *x.shape).numpy()
+    path, quantized = exported(model, x, folder), f"{folder}/int8.onnx"
+    feeds = iter([{"x": batch} for batch in samples])
+
+    class Samples(quantization.CalibrationDataReader):  # type: ignore[misc]
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            return next(feeds, None)
+
+    quantization.shape_inference.quant_pre_process(path, quantized)
+    quantization.quantize_static(quantized, quantized, Samples(), per_channel=True)
+    return quantized
+
+
+def _openvino_call(path: str, x: torch.Tensor) -> Call:
+    """A run by OpenVINO on as many threads as PyTorch uses; what is float32 is computed so, and not in bfloat16."""
+    openvino = package("openvino", _OPENVINO, "pip install 'jacsparse[rivals]'")
+    options = {
+        "INFERENCE_NUM_THREADS": torch.get_num_threads(),
+        "INFERENCE_PRECISION_HINT": "f32",
+        "PERFORMANCE_HINT": "LATENCY",
+    }
+    request = (
+        openvino.Core().compile_model(path, "CPU", {"PERFORMANCE_HINT": "LATENCY", **options}).create_infer_request()
+    )
+    return lambda: request.infer([x.numpy()])
