@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from ._context import Context
 from ._experiment import Grid
 from ._figures import COLOURS, Bars, Panel, Picture, Straight
 from ._programs import package
-from ._rows import Group, Row, values_of, where
+from ._rows import Group, Row
 from ._workloads import pruned_resnet18, whole_pruned_vgg11
 from .sparse_networks import ONNX_RUNTIME, PrunedNetwork, exported, forward_call, onnx_runtime_call, step_call, unmasked
 
@@ -74,33 +74,29 @@ class DenseRivals(Grid):
                     f"{_OPENVINO}, int8": lambda: _openvino_call(int8(), x),
                 }
             calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
-            data = {"what": what, "network": network.name, "batch": batch}
-            of_row, peers = {label: {**data, "label": label} for label in calls}, [*calls][1:]
-            rows.in_turns(context, calls, role=dict.fromkeys(peers, "peer"), data=of_row)
+            peers = [*calls][1:]
+            rows.in_turns(context, calls, role=dict.fromkeys(peers, "peer"))
         for label in peers:
             rows.compare(f"{label} / {_OURS}", label, _OURS)
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
-        timed = [row for row in rows if row.fastest]
-        colours, panels = dict(zip(values_of(timed, "label"), (*COLOURS, "0.45", "0.75"), strict=False)), list[Panel]()
-        for what, network in itertools.product(values_of(timed, "what"), values_of(timed, "network")):
-            of_panel = where(timed, what=what, network=network)
-            batches = values_of(of_panel, "batch")
-            times = {(row.data["label"], row.data["batch"]): row.fastest or 0.0 for row in of_panel}
-            labels = values_of(of_panel, "label")
-            speeds = {label: [_ratio(times, batch, label) for batch in batches] for label in labels}
-            drawn = [colours[label] for label in labels]
-            bars = Bars([f"batch {batch}" for batch in batches], speeds, drawn, "%.1f")
+        times: dict[str, dict[str, dict[str, float]]] = {}
+        for row in rows:
+            panel, _, batch = row.group.rpartition(", ")
+            if row.fastest:
+                times.setdefault(panel, {}).setdefault(row.label, {})[batch] = row.fastest
+        panels = []
+        for panel, by_label in times.items():
+            batches = [*by_label[_FLOAT32]]
+            speeds: dict[str, list[float | None]] = {
+                label: [by_label[_FLOAT32][batch] / of_label[batch] for batch in batches]
+                for label, of_label in by_label.items()
+            }
+            bars = Bars(batches, speeds, (*COLOURS, "0.45", "0.75"), "%.1f")
             y = "times as fast as PyTorch, float32"
-            panels.append(Panel([bars, Straight(1.0)], f"{what}, {network}", "", y, "y", grid="y"))
+            panels.append(Panel([bars, Straight(1.0)], panel, "", y, "y", grid="y"))
         return Picture(f"{self.title}, by the fastest runs", panels, (12.0, 7.6), columns=2, legend=4)
-
-
-def _ratio(times: Mapping[tuple[str, int], float], batch: int, label: str) -> float | None:
-    """How many times as fast as PyTorch a label is for a batch; None where one of both has no time."""
-    dense, time = times.get((_FLOAT32, batch)), times.get((label, batch))
-    return dense / time if dense and time else None
 
 
 def _ours(model: nn.Module, x: torch.Tensor) -> Call:
