@@ -30,7 +30,7 @@ _DENSE, _COMPILED = "PyTorch, dense with masks", "PyTorch, dense, torch.compile"
 _OURS, _FROZEN = "jacsparse.sparsify", "jacsparse.freeze"
 
 
-def step_call(model: nn.Module, x: torch.Tensor) -> Call:
+def step_call(model: Any, x: torch.Tensor) -> Call:
     """A training step: forward pass, loss, backward pass, and SGD with momentum."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
     targets = torch.randint(0, 2, (len(x),))
@@ -43,7 +43,7 @@ def step_call(model: nn.Module, x: torch.Tensor) -> Call:
     return step
 
 
-def forward_call(model: Callable[[torch.Tensor], Any], x: torch.Tensor) -> Call:
+def forward_call(model: Any, x: torch.Tensor) -> Call:
     """A forward pass."""
 
     def inference() -> object:
@@ -83,9 +83,6 @@ class _PrunedGrid(Grid):
     def cases(self, context: Context) -> Iterable[tuple[PrunedNetwork, int]]:
         return [(network, batch) for network in self.networks for batch in network.batches]
 
-    #: What is timed of a model.
-    call: ClassVar[Callable[[Any, torch.Tensor], Call]]
-
     @abstractmethod
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
         """Functions that prepare further calls, or raise the reason why there are none, by label."""
@@ -95,19 +92,19 @@ class _PrunedGrid(Grid):
         network, batch = case
         torch.manual_seed(0)
         x = torch.randn(batch, *network.input_shape)
-        rows = Group(f"{network.name}, batch {batch}")
+        rows, call_of = Group(f"{network.name}, batch {batch}"), step_call if self.training else forward_call
 
         def build() -> nn.Module:
             return network.build().train(self.training)
 
         with tempfile.TemporaryDirectory() as folder:
             prepare: dict[str, Callable[[], Call]] = {
-                _DENSE: lambda: self.call(build(), x),
-                _OURS: lambda: self.call(jacsparse.sparsify(build(), x), x),
+                _DENSE: lambda: call_of(build(), x),
+                _OURS: lambda: call_of(jacsparse.sparsify(build(), x), x),
                 **self.others(build, x, folder),
             }
             if self.compiled:
-                prepare[_COMPILED] = lambda: self.call(torch.compile(build()), x)
+                prepare[_COMPILED] = lambda: call_of(torch.compile(build()), x)
             calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
             timings = rows.in_turns(context, calls, role={label: "peer" for label in calls if label not in self.ours})
         for label, timing in timings.items():
@@ -152,8 +149,6 @@ class SparseTraining(_PrunedGrid):
     name = "sparse_training"
     title = "A training step of a pruned network"
     source = "Nikdan et al., SparseProp (2023): training at the cost of the weights that are left"
-
-    call = staticmethod(step_call)
 
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
         return {SPARSEPROP: lambda: step_call(sparseprop_model(build(), tuple(x.shape)), x)}
@@ -218,11 +213,9 @@ class SparseInference(_PrunedGrid):
     title = "Inference with a pruned network"
     source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
 
-    call = staticmethod(forward_call)
-
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
         return {
-            _FROZEN: lambda: self.call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
+            _FROZEN: lambda: forward_call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
             ONNX_RUNTIME: lambda: onnx_runtime_call(exported(build(), x, folder), x),
             DEEPSPARSE: lambda: deepsparse_call(build(), x, folder),
         }

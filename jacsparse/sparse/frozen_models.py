@@ -322,8 +322,9 @@ def _fitting(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[st
     """A model's weights among a file's tensors; ValueError where they are not those of the state dict."""
     weights: dict[str, torch.Tensor] = {}
     for name, expected in state.items():
-        values, places = tensors.pop(name + _VALUES, None), tensors.pop(name + _PLACES, None)
-        if values is not None and places is not None:
+        tensor = tensors.pop(name) if name in tensors else None
+        if {name + _VALUES, name + _PLACES} <= tensors.keys():
+            values, places = tensors.pop(name + _VALUES), tensors.pop(name + _PLACES)
             # Of the model's size, whatever the file says.
             tensor = torch.zeros(expected.numel(), dtype=values.dtype)
             is_index = places.dtype == torch.int32 and places.shape == values.shape == (len(values),)
@@ -331,8 +332,6 @@ def _fitting(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[st
                 raise ValueError(f"the places of {name} are none")
             tensor[places.long()] = values
             tensor = tensor.view(expected.shape)
-        else:
-            tensor = tensors.pop(name) if name in tensors else None
         if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
             found = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
             raise ValueError(f"{name} is {found}, not {expected.dtype} of {tuple(expected.shape)}")
