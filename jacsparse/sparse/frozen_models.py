@@ -34,7 +34,8 @@ class FrozenModel:
 
     def __init__(self, model: nn.Module) -> None:
         """Copy a model, and record nothing yet."""
-        self._model = copied(model)
+        with torch.inference_mode(False), torch.no_grad():
+            self._model = copied(model)
         self._name = name_of(model.model if isinstance(model, SparseModel) else model)
         self._runs: dict[tuple[Any, ...], FrozenRun] = {}
         #: What is known of the examples of each run's inputs.

@@ -63,6 +63,20 @@ def test_several_shapes_share_the_weights(dtype: torch.dtype) -> None:
     assert all(values in of_run for of_run in addresses[:2])
 
 
+def test_within_inference_mode(file: Path) -> None:
+    model, x = pruned(), images(2)
+    with torch.inference_mode():
+        frozen = freeze(sparsify(model, x, measure=False), x)
+        frozen.save(file)
+        loaded = FrozenModel.load(file, network())
+        loaded.add(images(3))
+    loaded.add(images(4))
+    for batch in (2, 3, 4):
+        x = images(batch)
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(x), model(x), rtol=0, atol=1e-5)
+
+
 def test_a_second_shape_with_a_state() -> None:
     """What one shape's recording writes is not the other's."""
 
