@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 import jacsparse
 
 from ._calls import Call, in_mode
-from ._context import Context
+from ._context import Context, Timing
 from ._experiment import Grid
 from ._figures import COLOURS, Bars, Panel, Picture, Straight
 from ._programs import package
@@ -30,8 +31,30 @@ _BATCHES = (1, 16, 64)
 
 
 @dataclass(frozen=True)
+class _TimedByProcessor:
+    """A call whose runs are timed by what they take of the processor, on any thread."""
+
+    call: Call
+
+    def __call__(self) -> object:
+        return self.call()
+
+    def turn(self, seconds: float) -> Timing:
+        """The timing of runs that take that long together."""
+        times: list[float] = []
+        while sum(times) < seconds:
+            begin = time.process_time()
+            self.call()
+            times.append(time.process_time() - begin)
+        return Timing(times, len(times))
+
+
+@dataclass(frozen=True)
 class DenseRivals(Grid):
-    """Steps and forward passes of pruned networks, beside those of the same networks by what computes densely."""
+    """Steps and forward passes of pruned networks on one thread, beside the same networks by what computes densely.
+
+    Times are the processor's, which others on the machine hardly change; where it is idle they are the clock's.
+    """
 
     networks: tuple[PrunedNetwork, ...] = (
         PrunedNetwork("VGG-11, 97 % of each convolution pruned", whole_pruned_vgg11, _BATCHES),
@@ -41,6 +64,7 @@ class DenseRivals(Grid):
     name = "dense_rivals"
     title = "Pruned networks beside dense inference and training in lower precision"
     source = "PyTorch's autocast, ONNX Runtime and OpenVINO on CPUs"
+    single_thread = True
 
     def cases(self, context: Context) -> Iterable[tuple[str, PrunedNetwork, int]]:
         for what, network in itertools.product(("inference", "training step"), self.networks):
@@ -73,9 +97,9 @@ class DenseRivals(Grid):
                     f"{_OPENVINO}, float32": lambda: _openvino_call(exported(build(), x, folder), x),
                     f"{_OPENVINO}, int8": lambda: _openvino_call(int8(), x),
                 }
-            calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
+            calls = {label: _TimedByProcessor(in_mode(prepared, "")) for label, prepared in prepare.items()}
             peers = [*calls][1:]
-            rows.in_turns(context, calls, role=dict.fromkeys(peers, "peer"))
+            rows.in_turns(context, calls, role=dict.fromkeys(peers, "peer"), quantity="processor time")
         for label in peers:
             rows.compare(f"{label} / {_OURS}", label, _OURS)
         return rows.rows()
