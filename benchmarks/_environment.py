@@ -19,7 +19,7 @@ import jacsparse
 
 _PACKAGES = (
     *("torch", "numpy", "numba", "scipy", "mkl", "sparse_dot_mkl", "python-graphblas"),
-    *("cupy-cuda12x", "cupy-cuda13x", "nvmath-python"),
+    *("cupy-cuda12x", "cupy-cuda13x", "nvmath-python", "onnxruntime", "openvino"),
 )
 # Instruction sets of vector units, which decide how fast numbers move.
 _VECTOR_UNITS = (

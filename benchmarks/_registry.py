@@ -11,7 +11,7 @@ from ._experiment import Experiment
 #: The files of experiments, in the order of the report.
 _FILES = (
     *("jacobian_generation", "spgemm", "flop_analysis", "whole_jacobian", "sparse_jacobian", "sparse_networks"),
-    *("sparse_kernels", "sparse_convergence", "discretised_equations", "stiff_equations", "solving"),
+    *("dense_rivals", "sparse_kernels", "sparse_convergence", "discretised_equations", "stiff_equations", "solving"),
     *(
         "triangular_solvers",
         "triangular_costs",

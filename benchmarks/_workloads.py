@@ -12,6 +12,7 @@ from jacsparse.models import VGG11, Dataset, default_settings, load_data, prune_
 from torch import nn
 
 from examples.demo import vgg11_settings
+from examples.ways_back import Block
 
 
 class Trained(NamedTuple):
@@ -52,35 +53,13 @@ def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     return build().eval()
 
 
-class _Residual(nn.Module):
-    """A basic block of a ResNet, with a convolution of 1 × 1 where the shape changes."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.branch = nn.Sequential(
-            nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False),
-            nn.BatchNorm2d(channels),
-            nn.ReLU(),
-            nn.Conv2d(channels, channels, 3, 1, 1, bias=False),
-            nn.BatchNorm2d(channels),
-        )
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-            )
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.relu(self.branch(x) + self.shortcut(x))
-
-
 def pruned_resnet18() -> nn.Module:
     """ResNet-18 for images of 32 × 32 with random weights, the smallest 95 % of each convolution pruned."""
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.BatchNorm2d(64), nn.ReLU()]
     channels = 64
     for width in (64, 128, 256, 512):
-        layers += [_Residual(channels, width, 1 if width == 64 else 2), _Residual(width, width, 1)]
+        layers += [Block(channels, width, 1 if width == 64 else 2), Block(width, width)]
         channels = width
     features = nn.Sequential(*layers)
     prune_weights(features, 0.95)

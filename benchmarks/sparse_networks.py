@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import io
 import itertools
 import tempfile
@@ -15,7 +14,6 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.utils import prune
 
 import jacsparse
 
@@ -30,6 +28,29 @@ from ._workloads import pruned_resnet18, whole_pruned_vgg11
 SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE = "SparseProp", "ONNX Runtime", "DeepSparse"
 _DENSE, _COMPILED = "PyTorch, dense with masks", "PyTorch, dense, torch.compile"
 _OURS, _FROZEN = "jacsparse.sparsify", "jacsparse.freeze"
+
+
+def step_call(model: Any, x: torch.Tensor) -> Call:
+    """A training step: forward pass, loss, backward pass, and SGD with momentum."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
+    targets = torch.randint(0, 2, (len(x),))
+
+    def step() -> None:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), targets).backward()
+        optimizer.step()
+
+    return step
+
+
+def forward_call(model: Any, x: torch.Tensor) -> Call:
+    """A forward pass."""
+
+    def inference() -> object:
+        with torch.inference_mode():
+            return model(x)
+
+    return inference
 
 
 @dataclass(frozen=True)
@@ -63,10 +84,6 @@ class _PrunedGrid(Grid):
         return [(network, batch) for network in self.networks for batch in network.batches]
 
     @abstractmethod
-    def call(self, model: Any, x: torch.Tensor) -> Call:
-        """What is timed of a model."""
-
-    @abstractmethod
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
         """Functions that prepare further calls, or raise the reason why there are none, by label."""
 
@@ -75,19 +92,19 @@ class _PrunedGrid(Grid):
         network, batch = case
         torch.manual_seed(0)
         x = torch.randn(batch, *network.input_shape)
-        rows = Group(f"{network.name}, batch {batch}")
+        rows, call_of = Group(f"{network.name}, batch {batch}"), step_call if self.training else forward_call
 
         def build() -> nn.Module:
             return network.build().train(self.training)
 
         with tempfile.TemporaryDirectory() as folder:
             prepare: dict[str, Callable[[], Call]] = {
-                _DENSE: lambda: self.call(build(), x),
-                _OURS: lambda: self.call(jacsparse.sparsify(build(), x), x),
+                _DENSE: lambda: call_of(build(), x),
+                _OURS: lambda: call_of(jacsparse.sparsify(build(), x), x),
                 **self.others(build, x, folder),
             }
             if self.compiled:
-                prepare[_COMPILED] = lambda: self.call(torch.compile(build()), x)
+                prepare[_COMPILED] = lambda: call_of(torch.compile(build()), x)
             calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
             timings = rows.in_turns(context, calls, role={label: "peer" for label in calls if label not in self.ours})
         for label, timing in timings.items():
@@ -133,11 +150,8 @@ class SparseTraining(_PrunedGrid):
     title = "A training step of a pruned network"
     source = "Nikdan et al., SparseProp (2023): training at the cost of the weights that are left"
 
-    def call(self, model: Any, x: torch.Tensor) -> Call:
-        return _step(model, x)
-
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
-        return {SPARSEPROP: lambda: _step(sparseprop_model(build(), tuple(x.shape)), x)}
+        return {SPARSEPROP: lambda: step_call(sparseprop_model(build(), tuple(x.shape)), x)}
 
 
 @dataclass(frozen=True)
@@ -163,7 +177,7 @@ class SparseCrossover(Grid):
         rows, x = Group(f"batch {batch}, {100 * share:g} % pruned"), torch.randn(batch, *self.input_shape)
         data = {_OURS: {"share": share, "batch": batch}}
         models = {_DENSE: self.build(share).train(), _OURS: jacsparse.sparsify(self.build(share).train(), x)}
-        steps = {label: _step(model, x) for label, model in models.items()}
+        steps = {label: step_call(model, x) for label, model in models.items()}
         rows.in_turns(context, steps, seconds=self.seconds, role={_DENSE: "peer"}, data=data)
         rows.compare("dense / jacsparse", _DENSE, _OURS, at_least=0.95)
         return rows.rows()
@@ -184,18 +198,6 @@ class SparseCrossover(Grid):
         return Picture(self.title, [Panel(lines, "", x, y, "xy", settings=settings)], (7.0, 4.4))
 
 
-def _step(model: nn.Module, x: torch.Tensor) -> Call:
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9, fused=True)
-    targets = torch.randint(0, 2, (len(x),))
-
-    def step() -> None:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(x), targets).backward()
-        optimizer.step()
-
-    return step
-
-
 @dataclass(frozen=True)
 class SparseInference(_PrunedGrid):
     """A forward pass in evaluation mode."""
@@ -211,17 +213,10 @@ class SparseInference(_PrunedGrid):
     title = "Inference with a pruned network"
     source = "Kurtz et al. (2020), and DeepSparse: inference at the cost of the weights that are left"
 
-    def call(self, model: Any, x: torch.Tensor) -> Call:
-        def inference() -> object:
-            with torch.inference_mode():
-                return model(x)
-
-        return inference
-
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
         return {
-            _FROZEN: lambda: self.call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
-            ONNX_RUNTIME: lambda: onnx_runtime_call(build(), x, folder),
+            _FROZEN: lambda: forward_call(jacsparse.freeze(jacsparse.sparsify(build(), x), x), x),
+            ONNX_RUNTIME: lambda: onnx_runtime_call(exported(build(), x, folder), x),
             DEEPSPARSE: lambda: deepsparse_call(build(), x, folder),
         }
 
@@ -229,13 +224,9 @@ class SparseInference(_PrunedGrid):
 # Peers that train or run pruned networks; each raises ImportError where it is not installed.
 
 
-def _without_masks(model: nn.Module) -> nn.Module:
+def unmasked(model: nn.Module) -> nn.Module:
     """A copy whose weights hold zeros where they are pruned."""
-    model = copy.deepcopy(model)
-    for part in model.modules():
-        if hasattr(part, "weight_mask"):
-            prune.remove(part, "weight")
-    return model
+    return jacsparse.densify(model, masks=False)
 
 
 def sparseprop_model(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
@@ -243,15 +234,14 @@ def sparseprop_model(model: nn.Module, shape: tuple[int, ...]) -> nn.Module:
     sparseprop = package("sparseprop.utils", SPARSEPROP, "pip install sparseprop")
     # It prints what it chooses.
     with contextlib.redirect_stdout(io.StringIO()):
-        return sparseprop.swap_modules_with_sparse(_without_masks(model), shape)  # type: ignore[no-any-return]
+        return sparseprop.swap_modules_with_sparse(unmasked(model), shape)  # type: ignore[no-any-return]
 
 
-def onnx_runtime_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
-    """A run of the model by ONNX Runtime on as many threads as PyTorch uses, from a file in a folder."""
-    onnxruntime = package("onnxruntime", ONNX_RUNTIME, "pip install onnx onnxruntime")
+def onnx_runtime_call(path: str, x: torch.Tensor) -> Call:
+    """A run of an exported model by ONNX Runtime on as many threads as PyTorch uses."""
+    onnxruntime = package("onnxruntime", ONNX_RUNTIME, "pip install 'jacsparse[rivals]'")
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
-    path = _exported(model, x, folder)
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     inputs = {session.get_inputs()[0].name: x.numpy()}
     return lambda: session.run(None, inputs)
@@ -261,14 +251,15 @@ def deepsparse_call(model: nn.Module, x: torch.Tensor, folder: str) -> Call:
     """A run of the model by DeepSparse, whose licence allows evaluation alone."""
     deepsparse = package("deepsparse", DEEPSPARSE, "it needs Python 3.11 and an environment of its own")
     # It reads no newer set of operators.
-    path = _exported(model, x, folder, opset=13)
+    path = exported(model, x, folder, opset=13)
     engine = deepsparse.compile_model(path, batch_size=len(x), num_cores=torch.get_num_threads())
     inputs = [x.numpy()]
     return lambda: engine.run(inputs)
 
 
-def _exported(model: nn.Module, x: torch.Tensor, folder: str, opset: int | None = None) -> str:
-    package("onnx", "onnx", "pip install onnx")
+def exported(model: nn.Module, x: torch.Tensor, folder: str, opset: int | None = None) -> str:
+    """The path of the dense model in a folder, as ONNX."""
+    package("onnx", "onnx", "pip install 'jacsparse[rivals]'")
     path = f"{folder}/model.onnx"
-    torch.onnx.export(_without_masks(model), (x,), path, dynamo=False, opset_version=opset)
+    torch.onnx.export(unmasked(model), (x,), path, dynamo=False, opset_version=opset, input_names=["x"])
     return path

@@ -9,20 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 from torch import nn
 
-from ..runtime import a_type, check_writable, replacing
+from ..runtime import HEADER, a_type, check_writable, write_safetensors
 from ..tracing import check_initialised
 from .arguments import check_count, check_one_of
 from .pruning import pruned_fraction
 from .registry import MODELS, build, describe, name_of
-from .trained_weights import fit_weights, read_tensors, unfit, unwrapped
+from .trained_weights import States, fit_weights, read_tensors, unfit, weights_in
 
 _FORMAT = 1
-# Key of the metadata in a file's header.
-_OURS = "jacsparse"
 # Prefix of the training state's tensors; no module has a slash in its path.
 _STATE = "training/"
 
@@ -89,9 +86,7 @@ def save_checkpoint(
     }
     tensors = {key: value.bool() if key.endswith("_mask") else value for key, value in module.state_dict().items()}
     tensors |= {_STATE + key: value for key, value in (state or {}).items()}
-    tensors = {key: value.detach().cpu().clone(memory_format=torch.contiguous_format) for key, value in tensors.items()}
-    with replacing(path) as temporary:
-        safetensors.torch.save_file(tensors, temporary, metadata={_OURS: json.dumps(header)})
+    write_safetensors(path, tensors, header)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, Any]]:
@@ -122,8 +117,18 @@ def load_checkpoint(path: str | os.PathLike[str]) -> tuple[nn.Module, dict[str, 
     return model_of(checkpoint).eval(), checkpoint.metadata
 
 
-def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> dict[str, Any]:
+def load_weights(
+    module: nn.Module,
+    path: str | os.PathLike[str],
+    *,
+    prefix: str | None = None,
+    masks: str | os.PathLike[str] | None = None,
+) -> dict[str, Any]:
     """Load a file's weights and masks into a module of the same architecture; they replace the module's masks.
+
+    What wraps a model in training puts a prefix before all names of its weights, as Lightning's ``model.`` and the
+    ``module.`` of ``DataParallel`` and averaged models, and scripts put the state dict under a key. Where one prefix
+    leads to all weights of the module, and no others are beside them, it is found.
 
     Parameters
     ----------
@@ -132,7 +137,13 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> dict[str, A
     path : path-like
         A checkpoint of `save_checkpoint`; a safetensors file of any origin; or a PyTorch file (.pt, .pth, .bin, .ckpt,
         .tar) with a state dict, whose code is not executed. Pairs of ``weight_orig`` and ``weight_mask``, as
-        ``torch.nn.utils.prune`` leaves them, become a pruned weight.
+        ``torch.nn.utils.prune`` leaves them, become a pruned weight; so do those of ``torch.ao.pruning``.
+    prefix : str, optional
+        What stands before the names, with the keys of the dicts around them, as ``model_ema.`` or
+        ``state_dict.student.``: where a file has the weights several times, or other modules' beside them.
+    masks : path-like, optional
+        A file of masks, of zeros and ones or bools, each named as its weight, alone or with ``_mask`` or ``.mask``
+        behind it, under any prefix; of a sparsifier of ``torch.ao``, ``torch.save(dict(sparsifier.state), masks)``.
 
     Returns
     -------
@@ -144,14 +155,26 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str]) -> dict[str, A
     FileNotFoundError
         Where there is no such file.
     ValueError
-        Where it is damaged, has no weights, or those of another architecture; the module is left as it was.
+        Where it is damaged, has no weights, or those of another architecture, or has them several times or beside
+        others; the module is left as it was.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> model, averaged = nn.Linear(2, 2), torch.optim.swa_utils.AveragedModel(nn.Linear(2, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     torch.save({"model": model.state_dict(), "ema": averaged.state_dict()}, f"{folder}/last.ckpt")
+    ...     load_weights(model, f"{folder}/last.ckpt", prefix="ema.module.")
+    {}
     """
     check_initialised(module)
-    tensors, header = read_tensors(path)
-    if _OURS not in header:
-        _load_foreign(module, Path(path), tensors)
+    states, header = read_tensors(path)
+    if HEADER not in header:
+        fit_weights(module, weights_in(path, states, module, prefix=prefix, masks=masks))
         return {}
-    checkpoint = _checkpoint(Path(path), tensors, header)
+    if prefix is not None or masks is not None:
+        raise ValueError(f"{path} was saved by jacsparse, with one model and its masks: leave out prefix and masks")
+    checkpoint = _checkpoint(Path(path), states, header)
     _check_fits(module, checkpoint)
     fit_weights(module, checkpoint.weights)
     return checkpoint.metadata
@@ -174,25 +197,15 @@ def built_from(name: str, path: str | os.PathLike[str]) -> nn.Module:
     ValueError
         Where it is damaged, or has the weights of another model.
     """
-    tensors, header = read_tensors(path)
-    if _OURS not in header:
+    states, header = read_tensors(path)
+    if HEADER not in header:
         module = build(name)
-        _load_foreign(module, Path(path), tensors)
+        fit_weights(module, weights_in(path, states, module))
         return module.eval()
-    checkpoint = _checkpoint(Path(path), tensors, header)
+    checkpoint = _checkpoint(Path(path), states, header)
     if checkpoint.metadata["model"] != name:
         raise ValueError(f"{path} holds {checkpoint.metadata['model']}, not {name}; name the model that it holds")
     return model_of(checkpoint).eval()
-
-
-def _load_foreign(module: nn.Module, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    # Unchanged names are tried first, since a part of the model may be called like a wrapper's prefix.
-    if unfit(module, tensors):
-        tensors = unwrapped(tensors)
-    reason = unfit(module, tensors)
-    if reason:
-        raise ValueError(f"{path} does not fit {reason}; build the model that it holds, or take another file")
-    fit_weights(module, tensors)
 
 
 def model_of(checkpoint: Checkpoint) -> nn.Module:
@@ -224,14 +237,14 @@ def read_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return _checkpoint(Path(path), *read_tensors(path))
 
 
-def _checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping[str, str]) -> Checkpoint:
-    if _OURS not in header:
+def _checkpoint(path: Path, states: States, header: Mapping[str, str]) -> Checkpoint:
+    if HEADER not in header:
         raise ValueError(
             f"{path} was not saved by jacsparse, so it does not say which model it holds; build the model and load the "
             "file with jacsparse.models.load_weights"
         )
     try:
-        metadata = json.loads(header[_OURS])
+        metadata = json.loads(header[HEADER])
         if metadata["format"] != _FORMAT:
             raise ValueError(f"its format is {metadata['format']!r}, this jacsparse reads {_FORMAT}")
         check_one_of("model", metadata["model"], MODELS)
@@ -243,6 +256,7 @@ def _checkpoint(path: Path, tensors: Mapping[str, torch.Tensor], header: Mapping
             f"{path} has metadata that cannot be used ({error}); it is damaged or of another version of "
             "jacsparse: make it again with jacsparse train"
         ) from error
+    (tensors,) = states.values()
     state = {key.removeprefix(_STATE): value for key, value in tensors.items() if key.startswith(_STATE)}
     weights = {key: value for key, value in tensors.items() if not key.startswith(_STATE)}
     return Checkpoint(path, metadata, weights, state)

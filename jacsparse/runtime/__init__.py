@@ -1,6 +1,6 @@
 """What runs the numbers: compiled kernels, threads, devices, and files. Knows nothing of the packages above it."""
 
-from .archive import array_in, read_archive, write_archive
+from .archive import HEADER, array_in, read_archive, read_safetensors, write_archive, write_safetensors
 from .arrays import frozen, index_dtype, row_starts, unsigned, within_rows
 from .cuda import (
     INDEX,
@@ -21,7 +21,7 @@ from .cuda import (
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
 from .device_memory import allocated, before_captures, extend_lives, host_flag, memory_for, multiprocessors, uploaded
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
-from .dynamo import uncompiled
+from .dynamo import run_while_traced, uncompiled
 from .files import check_writable, replacing
 from .interception import intercept
 from .kernels import compiled_module, flushing, inlined, inlined_with_arrays, kernel, kernel_cache
@@ -39,6 +39,7 @@ from .torch_versions import (
 from .tracers import check_tensor_itself, has_tangent, is_batched, is_traced, is_transformed, transform_under_way
 
 __all__ = [
+    "HEADER",
     "INDEX",
     "KERNEL_FILES",
     "MEMORY_POOL",
@@ -98,9 +99,11 @@ __all__ = [
     "on_this_thread",
     "parts_of_program",
     "read_archive",
+    "read_safetensors",
     "replacing",
     "row_starts",
     "run_rows",
+    "run_while_traced",
     "shelves",
     "split",
     "symbolic_limit",
@@ -112,4 +115,5 @@ __all__ = [
     "within_rows",
     "without_compiling",
     "write_archive",
+    "write_safetensors",
 ]

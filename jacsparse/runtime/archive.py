@@ -1,4 +1,4 @@
-"""``.npz`` archives without pickle, checked before anything in them is used."""
+"""``.npz`` archives and safetensors files, which cannot execute code, checked before anything in them is used."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
+import torch
 
 from .files import replacing
+
+#: Key of what is ours in the metadata of a safetensors file.
+HEADER = "jacsparse"
 
 
 def write_archive(path: str | os.PathLike[str], kind: str, content: Mapping[str, Any]) -> None:
@@ -56,6 +61,31 @@ def read_archive(path: str | os.PathLike[str], kind: str) -> dict[str, Any]:
     if stored_kind != kind:
         raise ValueError(f"{path} holds a {stored_kind}, not a {kind}")
     return {**header, **content}
+
+
+def write_safetensors(
+    path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], header: Mapping[str, Any]
+) -> None:
+    """Write tensors, and plain values as JSON in the file's metadata; the file appears whole or not at all."""
+    separate = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format) for name, value in tensors.items()
+    }
+    with replacing(path) as temporary:
+        safetensors.torch.save_file(separate, temporary, metadata={HEADER: json.dumps(header)})
+
+
+def read_safetensors(
+    path: str | os.PathLike[str], kind: str, remedy: str
+) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """The tensors of a safetensors file, and its metadata; ValueError with the remedy where it cannot be read."""
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            # The tensors are copied, since the file may change under a memory map.
+            return {key: file.get_tensor(key).clone() for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    except (safetensors.SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(
+            f"{path} cannot be read as a {kind} ({error}); it is damaged or no safetensors file: {remedy}"
+        ) from error
 
 
 def array_in(

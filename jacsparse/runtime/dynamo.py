@@ -13,6 +13,15 @@ from .torch_versions import compiler_of_frames, without_dynamo
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+def run_while_traced(function: Function) -> Function:
+    """Decorator: what traces the caller's Python code calls the function as it traces.
+
+    As torch.compiler.assume_constant_result, which imports the compiler at once.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def uncompiled(function: Function) -> Function:
     """Decorator: torch.compile leaves the function as it is.
 

@@ -2,7 +2,7 @@
 
 from .conversion import LayerChoice, SparseModel, SparsityReport, densify, sparsify
 from .convolutional import SparseConv1d, SparseConv2d
-from .freezing import FrozenModel, freeze
+from .frozen_models import FrozenModel, freeze
 from .layers import SparseLayer
 from .linear import SparseLinear
 

@@ -13,16 +13,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..runtime import DispatchMode, KernelSequence, a_type, thread_count
-from ..tracing import check_initialised, check_module, facts_of, name_of
+from ..runtime import DispatchMode, KernelSequence, thread_count
+from ..tracing import facts_of
 from .blocks import BlockTensor
-from .conversion import SparseModel, copied
 from .frozen_outputs import check_frozen, copies_of
 from .kernel_runs import BLOCK_DIMENSIONS, TensorKernelRun, recorder
 from .outputs import leaves_of, plain
@@ -36,14 +35,11 @@ _Move = Callable[[torch.Tensor], torch.Tensor]
 _EMPTY = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
 
 
-class FrozenModel:
-    """A model for inference alone, on inputs of some shapes; made by `freeze`."""
+class FrozenRun:
+    """What a model runs for inputs of one shape, to be run again for others; made by `record_run`."""
 
-    #: As a module in evaluation mode has it.
-    training = False
-
-    def __init__(self, name: str, inputs: Sequence[torch.Tensor], steps: Sequence[_Step], output: Any) -> None:
-        self._name, self._inputs = name, tuple(inputs)
+    def __init__(self, inputs: Sequence[torch.Tensor], steps: Sequence[_Step], output: Any) -> None:
+        self._inputs = tuple(inputs)
         self._leaves = leaves_of(output)
         outside = [*inputs, *_tensors(self._leaves)]
         self._kernel_count = sum(step.run is not None for step in steps)
@@ -62,29 +58,7 @@ class FrozenModel:
         self._lock = threading.Lock()
 
     def __call__(self, *inputs: torch.Tensor) -> Any:
-        """The model's output, in memory of its own.
-
-        Parameters
-        ----------
-        *inputs : Tensor
-            Of the shapes and dtypes of those that the model was frozen for.
-
-        Raises
-        ------
-        TypeError, ValueError
-            Where they are others.
-        """
-        if len(inputs) != len(self._inputs):
-            raise TypeError(f"the frozen {self._name} takes {_counted(len(self._inputs), 'input')}, not {len(inputs)}")
-        for x, place in zip(inputs, self._inputs, strict=True):
-            if not isinstance(x, torch.Tensor):
-                raise TypeError(f"an input of the frozen {self._name} is {a_type(x)}; expected a tensor")
-            if x.shape != place.shape or x.dtype != place.dtype or x.device != place.device:
-                raise ValueError(
-                    f"an input of the frozen {self._name} is of shape {tuple(x.shape)}, {x.dtype} on {x.device}; "
-                    f"it was frozen for {tuple(place.shape)}, {place.dtype} on {place.device}: freeze the model for "
-                    "each shape that you use"
-                )
+        """The output, in memory of its own, for inputs of the shapes and dtypes of those that were recorded."""
         with self._lock, torch.no_grad():
             for x, place in zip(inputs, self._inputs, strict=True):
                 place.copy_(x)
@@ -93,27 +67,8 @@ class FrozenModel:
             copies = {id(each): each.clone() if isinstance(each, torch.Tensor) else each for each in self._leaves}
             return copy.deepcopy(self._output, copies)
 
-    def eval(self) -> FrozenModel:
-        """The model itself, which is in evaluation mode as it was frozen."""
-        return self.train(False)
-
-    def train(self, mode: bool = True) -> FrozenModel:
-        """As ``Module.train``, for code that sets the mode that it finds; ValueError for training."""
-        if mode:
-            raise ValueError(f"the frozen {self._name} is for inference alone: train the model, and freeze it anew")
-        return self
-
-    def __repr__(self) -> str:
-        shapes = ", ".join(str(tuple(each.shape)) for each in self._inputs)
-        return (
-            f"FrozenModel({self._name} of {shapes}: {_counted(self._kernel_count, 'sparse kernel')}, "
-            f"{_counted(self._operators, 'operator')} of PyTorch)"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"the frozen {self._name} is no file's content: save the model's state_dict, and freeze it anew"
-        )
+    def __str__(self) -> str:
+        return f"{_counted(self._kernel_count, 'sparse kernel')}, {_counted(self._operators, 'operator')} of PyTorch"
 
 
 def _is_kernel(call: object) -> bool:
@@ -124,62 +79,20 @@ def _counted(count: int, name: str) -> str:
     return f"{count} {name}" if count == 1 else f"{count} {name}s"
 
 
-def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
-    """A model's inference on inputs of one shape, without the model's own Python code.
+def record_run(name: str, model: nn.Module, inputs: Sequence[torch.Tensor]) -> FrozenRun:
+    """Record what a model runs for some inputs, and compare it with the model for others.
 
     The model runs once, and what it runs is recorded: sparse layers' kernels, and PyTorch's operators. Weights,
-    running statistics and all else that no input reaches are constants from then on. A call of what is returned gives
-    what the model gives, in less time where layers are small; it has no gradients.
-
-    Parameters
-    ----------
-    model : Module
-        In evaluation mode, and on the CPU; mostly from `sparsify`. It does not change, and later changes of it have no
-        effect.
-    *inputs : Tensor
-        What the model is called with: each shape takes a frozen model of its own.
-
-    Returns
-    -------
-    FrozenModel
-        To be called as the model.
+    running statistics and all else that no input reaches are constants from then on.
 
     Raises
     ------
-    TypeError
-        Where the model is no module, or an input no tensor.
     ValueError
-        Where the model is in training mode, or is not on the CPU; where what it computes depends on the values of an
-        input in Python, as in ``if x.sum() > 0``; or where it gives something else for other values of the inputs than
-        its recorded steps.
-
-    Examples
-    --------
-    >>> from torch.nn.utils import prune
-    >>> from jacsparse import freeze, sparsify
-    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()).eval()
-    >>> _ = prune.l1_unstructured(model[0], "weight", 0.9)
-    >>> x = torch.randn(1, 3, 8, 8)
-    >>> frozen = freeze(sparsify(model, x, measure=False), x)
-    >>> torch.allclose(frozen(x), model(x), atol=1e-6)
-    True
+        Where what the model computes depends on the values of an input in Python, as in ``if x.sum() > 0``; or where it
+        gives something else for other values of the inputs than its recorded steps.
     """
-    check_module(model)
-    check_initialised(model)
-    name = name_of(model.model if isinstance(model, SparseModel) else model)
-    if not inputs:
-        raise TypeError(f"freeze takes what {name} is called with: at least one tensor")
-    for each in inputs:
-        if not isinstance(each, torch.Tensor):
-            raise TypeError(f"an input is {a_type(each)}; expected a tensor, as the model is called with")
-    if training := [path for path, part in model.named_modules() if part.training]:
-        where = training[0] or name
-        raise ValueError(f"{where} is in training mode; freeze takes a model for inference: call its eval() first")
-    for path, tensor in (*model.named_parameters(), *model.named_buffers(), *(("an input", each) for each in inputs)):
-        if tensor.device.type != "cpu":
-            raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     with torch.inference_mode(False), torch.no_grad():
-        compared, model = copied(model), copied(model)
+        compared, model = _twin(model), _twin(model)
         places, steps = copies_of(inputs), list[_Step]()
         # What a model makes when it first runs is no part of later runs.
         model(*copies_of(inputs))
@@ -191,11 +104,16 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
         finally:
             recorder.reset(token)
         steps = _needed(name, steps, places)
-        frozen = FrozenModel(name, places, steps, output)
+        frozen = FrozenRun(places, steps, output)
         compared(*copies_of(inputs))
         compared(*copies_of(inputs))
         check_frozen(frozen, name, compared, inputs)
     return frozen
+
+
+def _twin(model: nn.Module) -> nn.Module:
+    """A copy with the same parameters, so that recordings for several shapes have one memory for them."""
+    return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
 
 
 @dataclass(eq=False)

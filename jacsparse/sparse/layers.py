@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from typing import Any, Self
 
 import torch
 from torch import nn
 from torch.nn.utils import prune
 
-from ..runtime import a_type, is_exporting, is_traced, is_transformed, uncompiled
+from ..runtime import a_type, is_exporting, is_traced, is_transformed, run_while_traced, uncompiled
 from ..tracing import check_initialised, is_recording
 from .blocks import BlockTensor
 from .convolution import BlockConvolution
@@ -20,6 +21,17 @@ from .windows import Pair, Window
 
 #: The most sizes of inputs and batches for which a layer holds index arrays.
 _MOST_SIZES = 32
+
+
+@run_while_traced
+def warn_of_dense_program() -> None:
+    """Warn that an exported program multiplies zeros; a strict export calls it once, as it traces."""
+    warnings.warn(
+        "the program that is traced here holds dense weights for sparse layers, and multiplies their zeros: serve the "
+        "model by jacsparse.freeze(model, x), whose save(path) writes it; or export the dense model that it is, "
+        "jacsparse.densify(model, masks=False)",
+        stacklevel=2,
+    )
 
 
 class SparseLayer(nn.Module):
@@ -165,6 +177,7 @@ class SparseLayer(nn.Module):
         transforms of ``torch.func``, and `jacsparse.jacobian` and its like, which see no kernels of ours.
         """
         if is_exporting() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+            warn_of_dense_program()
             return self._by_operators(x)
         return self._run(x)
 

@@ -36,6 +36,7 @@ from benchmarks.chunk_sweep import ChunkSweep
 from benchmarks.ddg_convergence import DdgConvergence
 from benchmarks.ddg_scaling import DdgScaling
 from benchmarks.ddg_theory import DdgTheory
+from benchmarks.dense_rivals import DenseRivals
 from benchmarks.discretised_equations import DiscretisedEquations
 from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
@@ -105,6 +106,7 @@ SMALL: list[Experiment] = [
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
     SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
+    DenseRivals(networks=(SMALL_PRUNED,)),
     SparseKernels(build=small_network, input_shape=(2, 6, 6), batches=(3,)),
     SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),

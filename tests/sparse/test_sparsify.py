@@ -418,7 +418,10 @@ def test_programs_and_transforms() -> None:
     model = pruned(MODELS["pooled"]()).eval()
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     sparse, expected = sparsify(model, x, measure=False), model(x)
-    close(torch.export.export(sparse, (x,)).module()(x), expected, 1e-12)
+    for strict in (False, True):
+        with pytest.warns(UserWarning, match=r"holds dense weights .*: serve the model by jacsparse.freeze"):
+            program = torch.export.export(sparse, (x,), strict=strict)
+        close(program.module()(x), expected, 1e-12)
     close(torch.func.vmap(lambda each: sparse(each[None])[0])(x), expected, 1e-12)
     v = torch.randn_like(x)
     close(torch.func.jvp(sparse, (x,), (v,))[1], torch.func.jvp(model, (x,), (v,))[1], 1e-12)
