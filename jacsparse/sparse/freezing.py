@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ..runtime import DispatchMode, KernelSequence, a_type, thread_count
+from ..runtime import DispatchMode, KernelSequence, a_type, run_times, thread_count
 from ..tracing import check_initialised, check_module, facts_of, name_of
 from .blocks import BlockTensor
-from .conversion import SparseModel, copied
+from .conversion import SparseModel, copied, expected_frozen
 from .kernel_runs import BLOCK_DIMENSIONS, TensorKernelRun, recorder
 
 aten = torch.ops.aten
@@ -173,6 +173,17 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
     for path, tensor in (*model.named_parameters(), *model.named_buffers(), *(("an input", each) for each in inputs)):
         if tensor.device.type != "cpu":
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
+    frozen = _frozen(name, model, inputs)
+    if isinstance(model, SparseModel) and (expected := expected_frozen(model, inputs)) is not None:
+        other = _frozen(name, expected, inputs)
+        as_sparsified, as_expected = run_times(lambda: frozen(*inputs), lambda: other(*inputs))
+        if not as_sparsified.clearly_below(as_expected):
+            return other
+    return frozen
+
+
+def _frozen(name: str, model: nn.Module, inputs: Sequence[torch.Tensor]) -> FrozenModel:
+    """A model's steps, recorded from one run and compared with two others."""
     with torch.inference_mode(False), torch.no_grad():
         compared, model = copied(model), copied(model)
         places, steps = _copies(inputs), list[_Step]()
