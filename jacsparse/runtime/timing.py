@@ -1,8 +1,8 @@
 """Times of calls that take turns, by their fastest runs, and whether the machine was quiet enough to tell.
 
-Runs repeat until the fastest three of each call agree (the K-best scheme of Bryant and O'Hallaron, Computer Systems, first
-edition, chapter 9). Runs that agree may still all have been stalled alike, by the scheduler's slices of time; and so those
-in which a thread of this process waited for a processor do not count, as Linux tells it.
+Runs repeat until the fastest three of each call agree (the K-best scheme of Bryant and O'Hallaron, Computer Systems,
+first edition, chapter 9). Three runs may agree because each was stalled for the same slice of the scheduler's time. So
+no run counts in which threads of this process waited for a processor, as Linux tells.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ _AGREEING, _TOLERANCE = 3, 0.05
 _MARGIN = 0.1
 #: The share of a run for which threads may wait for a processor.
 _MOST_WAITING = 0.05
-#: Seconds for which calls are repeated at least, and at most once each has run three times.
-_LEAST, _MOST = 0.05, 0.5
+#: Seconds for which calls are repeated at least, and at most once each has run three times; and the most turns.
+_LEAST, _MOST, _TURNS = 0.05, 0.5, 100
 #: Where Linux tells how long each thread of this process waited for a processor.
 _THREADS = Path("/proc/self/task")
-_CLOCK = time.perf_counter
 
 
 @dataclass(frozen=True)
@@ -39,12 +38,16 @@ class RunTime:
         """How much longer the slowest of the fastest three took, as a share of the fastest."""
         return self.slowest / self.fastest - 1 if self.fastest else 0.0
 
+    def over(self, other: RunTime) -> float | None:
+        """How many times as long this call takes as another; None where one of them is not stable."""
+        return self.fastest / other.fastest if self.is_stable and other.is_stable else None
+
     def clearly_below(self, other: RunTime) -> bool:
         """Whether both are stable, and this one is shorter by a tenth or more."""
         return self.is_stable and other.is_stable and (1 + _MARGIN) * self.slowest < other.fastest
 
     def __str__(self) -> str:
-        return f"{1000 * self.fastest:.3f} ms ± {100 * self.spread:.0f} %"
+        return f"{1000 * self.fastest:.3f} ms " + (f"± {100 * self.spread:.0f} %" if self.is_stable else "busy")
 
 
 def run_times(*calls: Callable[[], object], most: float = _MOST) -> tuple[RunTime, ...]:
@@ -55,28 +58,35 @@ def run_times(*calls: Callable[[], object], most: float = _MOST) -> tuple[RunTim
     *calls : callable
         Each runs once before the first run that counts.
     most : float
-        Seconds after which no further turn begins, once there were three.
+        Seconds of runs after which no further turn begins, once there were three.
 
     Examples
     --------
-    >>> sums, products = run_times(lambda: sum(range(99)), lambda: [x * x for x in range(9999)], most=0.01)
-    >>> sums.fastest < products.fastest
+    >>> one, other = run_times(lambda: sum(range(99)), lambda: sum(range(999)), most=0.01)
+    >>> 0 < one.fastest <= one.slowest
     True
     """
     for call in calls:
         call()
     runs: list[list[tuple[float, float]]] = [[] for _ in calls]
-    started = _CLOCK()
+    passed = 0.0
     while True:
         for call, of_call in zip(calls, runs, strict=True):
-            waited, begin = _waited(), _CLOCK()
-            call()
-            seconds = _CLOCK() - begin
-            of_call.append((seconds, _waited() - waited))
-        times, passed = tuple(map(_run_time, runs)), _CLOCK() - started
+            of_call.append(_timed(call))
+            passed += of_call[-1][0]
+        times, turns = tuple(map(_run_time, runs)), len(runs[0])
         settled = passed >= _LEAST and all(each.is_stable for each in times)
-        if len(runs[0]) >= _AGREEING and (settled or passed >= most):
+        if turns >= _AGREEING and (settled or passed >= most or turns >= _TURNS):
             return times
+
+
+def _timed(call: Callable[[], object]) -> tuple[float, float]:
+    """Seconds of a run, and those for which threads waited meanwhile."""
+    waited, begin = _waited(), time.perf_counter()
+    call()
+    seconds = time.perf_counter() - begin
+    # A thread that ends takes its own seconds along.
+    return seconds, abs(_waited() - waited)
 
 
 def _run_time(runs: Sequence[tuple[float, float]]) -> RunTime:

@@ -75,12 +75,12 @@ class SparsityReport:
                 f"{'sparse' if layer.is_sparse else 'dense'}: {layer.reason}"
             )
         lines.append(f"{'whole model':24} {'':22} {_shown(self.dense)} {_shown(self.sparse)}  {self.reason}")
-        lines.append(f"Milliseconds of {measured}: the fastest run, and how much longer the third fastest took.")
+        lines.append(f"Milliseconds of {measured}: the fastest run, and by how much the fastest three differ.")
         return "\n".join(lines)
 
 
 def _shown(time: RunTime | None) -> str:
-    return f"{'-':>15}" if time is None else f"{1000 * time.fastest:9.3f} ±{100 * time.spread:3.0f}%"
+    return f"{'-':>15}" if time is None else f"{str(time).replace(' ms', ''):>15}"
 
 
 class SparseModel(nn.Module):
@@ -205,9 +205,8 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         lost = "faster by itself, and the whole model is not"
         choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
     else:
-        result, reason = _converted(model, paths), "sparse as expected; " + BUSY
-        if of_dense.is_stable and of_sparse.is_stable:
-            reason = f"{of_dense.fastest / of_sparse.fastest:.1f} times as fast with sparse layers"
+        result, speed = _converted(model, paths), of_dense.over(of_sparse)
+        reason = f"sparse by its sizes; {BUSY}" if speed is None else f"{speed:.1f} times as fast with sparse layers"
     return SparseModel(result, SparsityReport(tuple(choices), training, of_dense, of_sparse, reason))
 
 
@@ -403,9 +402,9 @@ def _measured(path: str, layer: Any, x: _Input, training: bool) -> dict[str, Any
         most=_OF_LAYER,
     )
     is_sparse = sparse.clearly_below(dense) or (expected >= _LEAST_EXPECTED and not dense.clearly_below(sparse))
-    reason = f"expected {expected:.1f} times as fast as dense; this machine is busy"
-    if dense.is_stable and sparse.is_stable:
-        reason = f"sparse is {dense.fastest / sparse.fastest:.1f} times as fast, by its sizes {expected:.1f}"
+    reason, speed = f"{expected:.1f} times as fast as dense by its sizes", dense.over(sparse)
+    reason = f"{reason}; this machine is busy" if speed is None else f"{speed:.1f} times as fast as dense; {reason}"
+    reason = reason if is_sparse else f"sparse is {reason}"
     return {"dense": dense, "sparse": sparse, "is_sparse": is_sparse, "reason": reason}
 
 

@@ -1,10 +1,10 @@
 """What a layer is expected to take, dense and sparse, by its sizes and the weights that are left: a roofline.
 
-Both ways multiply and add vectors, and move bytes. Dense kernels keep their operands in registers and do two vectors in the
-time of a sparse kernel's one, which it loads from the second-level cache. The rates are those of a core of AMD's Zen 4
-(``python -m benchmarks run sparse_kernels``). Processors differ most in the clock and the width of vectors, which change
-both ways alike: what counts is the ratio. For nine of ten layers, of 20 sizes, with 5 to 80 % of their weights and batches of
-1 to 64, it is within a factor of two of what was measured.
+Both ways multiply and add vectors, and move bytes. Dense kernels keep their operands in registers and do two vectors
+in the time of a sparse kernel's one, which it loads from the second-level cache. The rates are those of a core of AMD's
+Zen 4 (``python -m benchmarks run sparse_kernels``). Processors differ most in the clock and in the width of vectors,
+which change both ways alike: what counts is the ratio. For nine of ten layers, of 18 sizes, with 5 to 80 % of their
+weights and batches of 1 to 64, it is within a factor of two of what was measured on one thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WEIGHT, _REORDERED = 0.15e-9, 4e-9
 _DEPTHWISE = 6.0
 #: Bytes a second: of activations, of a dense convolution's weights, which PyTorch lays out anew, of a linear layer's.
 _ACTIVATIONS, _LAID_OUT, _WEIGHTS = 14e9, 5e9, 40e9
-#: Dense and sparse: how many forward passes a use takes, as sparse gradients share loads, and seconds beside the kernels.
+#: Dense and sparse: how many forward passes a use takes (sparse gradients share loads), and seconds beside kernels.
 _PASSES = {"training": (3.5, 2.6), "inference": (1.0, 1.0), "frozen": (1.0, 1.0)}
 _CALLS = {"training": (90e-6, 200e-6), "inference": (15e-6, 45e-6), "frozen": (10e-6, 10e-6)}
 
