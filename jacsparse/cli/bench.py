@@ -37,7 +37,7 @@ def bench(
         if problem := _problem(module.eval(), x):
             raise ValueError(
                 f"{model} does not take samples of the sizes {','.join(map(str, shape))} ({problem}); name those of a "
-                "sample by --input. What takes no random numbers, as token ids, is measured by jacsparse.sparsify"
+                "sample by --input, and measure a model of token ids by jacsparse.sparsify(model, ids)"
             )
         for training in (True, False):
             what = f"{'training' if training else 'inference'}, batch {size}"
