@@ -18,7 +18,6 @@ from jacsparse.spgemm import SparseJacobian
 from torch import nn
 from torch.utils import _pytree
 
-from jacsparse.runtime import timing
 from jacsparse.stages import forward_pass
 
 REFERENCE = Path(__file__).parent / "reference"
@@ -153,5 +152,5 @@ def made_up_runs(monkeypatch: pytest.MonkeyPatch, *calls: list[float | tuple[flo
         run = calls[place][turn % len(calls[place])]
         return run if isinstance(run, tuple) else (run, 0.0)
 
-    monkeypatch.setattr(timing, "_timed", timed)
+    monkeypatch.setattr("jacsparse.runtime.timing._timed", timed)
     return lambda: count
