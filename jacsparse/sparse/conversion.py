@@ -191,7 +191,9 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         choices = _choices(dense, (x,), training, judge)
     paths = _sparse_paths(choices)
     if not paths:
-        return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, "no layer is sparse"))
+        busy = any(each.dense and each.sparse and each.dense.over(each.sparse) is None for each in choices)
+        reason = f"no layer is sparse by its sizes; {BUSY}" if busy else "no layer is sparse"
+        return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, reason))
     if not measure:
         report = SparsityReport(tuple(choices), training, None, None, "not measured", is_chosen=False)
         return SparseModel(_converted(model, paths), report)

@@ -795,7 +795,7 @@ def test_bench_measures_training_inference_and_what_is_frozen(jac, monkeypatch: 
     made_up_runs(monkeypatch, [(0.008, 0.007)], [0.002])
     status, out, _ = jac(*words, "2")
     busy = "this machine is busy: rerun, or measure=False"
-    assert status == 0 and "training, batch 2: dense; no layer is sparse" in out
+    assert status == 0 and f"training, batch 2: dense; no layer is sparse by its sizes; {busy}" in out
     assert f"by jacsparse.freeze 2.000 ms ± 0 %, {busy}" in out
     made_up_runs(monkeypatch, [0.04] * 6 + [0.001], [0.03] * 6 + [0.002])
     status, out, _ = jac(*words, "2")

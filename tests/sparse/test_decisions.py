@@ -55,8 +55,8 @@ def test_a_busy_machine_decides_by_sizes(
         report = model.report()
         assert all(layer.reason.endswith("by its sizes; this machine is busy") for layer in report.layers)
         assert all(layer.reason.startswith("sparse is ") is not expected for layer in report.layers)
-        whole = "sparse by its sizes; this machine is busy: rerun, or measure=False"
-        assert report.reason == (whole if expected else "no layer is sparse")
+        whole = "sparse by its sizes" if expected else "no layer is sparse by its sizes"
+        assert report.reason == f"{whole}; this machine is busy: rerun, or measure=False"
         assert (" busy" in str(report) and "±" in str(report)) or dense == sparse
 
 
