@@ -404,8 +404,9 @@ def _measured(path: str, layer: Any, x: _Input, training: bool) -> dict[str, Any
         most=_OF_LAYER,
     )
     is_sparse = sparse.clearly_below(dense) or (expected >= _LEAST_EXPECTED and not dense.clearly_below(sparse))
-    reason, speed = f"{expected:.1f} times as fast as dense by its sizes", dense.over(sparse)
-    reason = f"{reason}; this machine is busy" if speed is None else f"{speed:.1f} times as fast as dense; {reason}"
+    reason = f"{expected:.1f} times as fast as dense by its sizes; this machine is busy"
+    if (speed := dense.over(sparse)) is not None:
+        reason = f"{speed:.1f} times as fast as dense, by its sizes {expected:.1f}"
     reason = reason if is_sparse else f"sparse is {reason}"
     return {"dense": dense, "sparse": sparse, "is_sparse": is_sparse, "reason": reason}
 

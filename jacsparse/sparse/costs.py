@@ -27,10 +27,10 @@ _WEIGHT, _REORDERED = 0.15e-9, 4e-9
 #: How many times as long dense kernels take where an output channel reads one input channel, as in depthwise layers.
 _DEPTHWISE = 6.0
 #: Bytes a second: of activations, of a dense convolution's weights, which PyTorch lays out anew, of a linear layer's.
-_ACTIVATIONS, _LAID_OUT, _WEIGHTS = 14e9, 5e9, 40e9
+_ACTIVATIONS, _LAID_OUT, _WEIGHTS = 14e9, 15e9, 40e9
 #: Dense and sparse: how many forward passes a use takes (sparse gradients share loads), and seconds beside kernels.
 _PASSES = {"training": (3.5, 2.6), "inference": (1.0, 1.0), "frozen": (1.0, 1.0)}
-_CALLS = {"training": (90e-6, 200e-6), "inference": (15e-6, 45e-6), "frozen": (10e-6, 10e-6)}
+_CALLS = {"training": (90e-6, 200e-6), "inference": (15e-6, 60e-6), "frozen": (10e-6, 10e-6)}
 
 
 def expected_seconds(layer: SparseLayer, shape: tuple[int, ...], use: Use) -> tuple[float, float]:

@@ -72,7 +72,7 @@ def test_only_a_clear_difference_overrules_the_sizes(
     assert choices(model) == is_sparse(model) == [expected, expected]
     for layer in model.report().layers:
         assert layer.dense.fastest == dense and layer.sparse.fastest == sparse
-        assert f"{dense / sparse:.1f} times as fast as dense; " in layer.reason
+        assert f"{dense / sparse:.1f} times as fast as dense, by its sizes " in layer.reason
     if expected:
         assert model.report().reason == f"{dense / sparse:.1f} times as fast with sparse layers"
 
