@@ -24,14 +24,14 @@ STALLED = (0.016, 0.015)
 
 
 def pruned_network(share: float) -> nn.Module:
-    """Two convolutions of a size that is worth while at 95 % and not at 20 %, which share a plane of 16 × 16."""
+    """Two convolutions that are faster sparse with 95 % of their weights pruned, and slower with 20 %."""
     model = nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 64, 3))
     for layer in (model[0], model[3]):
         prune.l1_unstructured(layer, "weight", share)
     return model.eval()
 
 
-X = torch.linspace(-1, 1, 64 * 16 * 16).view(1, 64, 16, 16)
+X = torch.linspace(-1, 1, 64 * 32 * 32).view(1, 64, 32, 32)
 
 
 def choices(model: SparseModel) -> list[bool]:
