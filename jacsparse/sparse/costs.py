@@ -41,15 +41,16 @@ def expected_seconds(layer: SparseLayer, shape: tuple[int, ...], use: Use) -> tu
     >>> import torch
     >>> from jacsparse.nn import SparseConv2d
     >>> layer = SparseConv2d(64, 64, 3, padding=1, mask=torch.arange(64 * 64 * 9).view(64, 64, 3, 3) % 20 == 0)
-    >>> dense, sparse = expected_seconds(layer, (16, 64, 32, 32), "inference")
-    >>> dense > 4 * sparse
+    >>> dense, sparse = expected_seconds(layer, (16, 64, 32, 32), "frozen")
+    >>> dense > 2 * sparse
     True
     """
     total, left, itemsize = math.prod(layer.weight_shape), len(layer.values), layer.values.dtype.itemsize
     channels, is_window, window = layer._structure.forward, len(layer.weight_shape) == 4, layer._window()
     in_size = (shape[-2], shape[-1]) if is_window else (1, 1)
-    rows, columns = out_size = layer.out_size(in_size)
     samples = math.prod(shape) // max(1, channels.sources * math.prod(in_size))
+    in_size = layer._read_size(in_size)
+    rows, columns = out_size = layer.out_size(in_size)
     elements = samples * (channels.sources * math.prod(in_size) + channels.channels * rows * columns)
     moving = itemsize * elements / _ACTIVATIONS
 

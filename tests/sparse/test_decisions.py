@@ -142,6 +142,8 @@ def test_expected_seconds_of_other_layers() -> None:
     assert dense > 1.25 * sparse
     linear = SparseLinear(512, 512, mask=random_mask(512, 512, left=0.05))
     assert expected_seconds(linear, (4, 8, 512), "frozen") == expected_seconds(linear, (32, 512), "frozen")
+    reflecting = SparseConv2d(4, 4, 3, padding=1, padding_mode="reflect", mask=torch.ones(4, 4, 3, 3))
+    assert expected_seconds(reflecting, (2, 4, 2, 2), "frozen")[1] > 0
     for layer, shape in ((linear, (0, 512)), (depthwise, (0, 64, 8, 8)), (depthwise, (64, 8, 8))):
         assert all(0 < seconds < 1e-3 for seconds in expected_seconds(layer, shape, "inference"))
     none = SparseLinear(0, 3, mask=torch.ones(3, 0))
