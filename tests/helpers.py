@@ -136,3 +136,21 @@ def assert_equal(jacobian: SparseJacobian, expected: torch.Tensor) -> None:
     actual = torch.stack([jacobian.todense(sample) for sample in range(len(expected))])
     assert actual.shape == expected.shape
     assert (actual - expected).abs().amax() <= BOUND * expected.abs().amax()
+
+
+def made_up_runs(monkeypatch: pytest.MonkeyPatch, *calls: list[float | tuple[float, float]]) -> Callable[[], int]:
+    """Give runs that are timed made-up seconds, of each call in turns; the number of runs so far.
+
+    A pair of seconds is what a run takes, and for how long of it threads wait for a processor.
+    """
+    count = 0
+
+    def timed(call: Callable[[], object]) -> tuple[float, float]:
+        nonlocal count
+        turn, place = divmod(count, len(calls))
+        count += 1
+        run = calls[place][turn % len(calls[place])]
+        return run if isinstance(run, tuple) else (run, 0.0)
+
+    monkeypatch.setattr("jacsparse.runtime.timing._timed", timed)
+    return lambda: count

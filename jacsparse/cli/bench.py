@@ -9,6 +9,9 @@ import typer
 from .inputs import load_model, parse_numbers
 from .options import Checkpoint, Input, Model, Prune, Seed, Trust
 
+#: Seconds after which a frozen model is measured no longer.
+_SECONDS = 2.0
+
 
 def bench(
     model: Model,
@@ -31,33 +34,62 @@ def bench(
     verdicts = []
     for size in batches:
         x = torch.randn(size, *shape)
+        if problem := _problem(module.eval(), x):
+            raise ValueError(
+                f"{model} does not take samples of the sizes {','.join(map(str, shape))} ({problem}); name those of a "
+                "sample by --input, and measure a model of token ids by jacsparse.sparsify(model, ids)"
+            )
         for training in (True, False):
-            sparse = sparsify(module.train(training), x, training=training)
-            report = sparse.report()
             what = f"{'training' if training else 'inference'}, batch {size}"
+            if problem := _problem(module.train(training), x):
+                verdicts.append(f"{what}: not measured, as the model does not run so ({problem}); try a larger --batch")
+                continue
+            sparse = sparsify(module, x, training=training)
+            report = sparse.report()
             typer.echo(f"{what}\n{report}\n")
-            if report.dense is None or report.sparse is None:
-                verdict = f"dense; {report.reason}"
-            elif report.sparse < report.dense:
-                verdict = f"sparse, {report.dense / report.sparse:.1f} times as fast as dense"
-            else:
-                verdict = f"dense; with sparse layers {report.sparse / report.dense:.2f} of its time"
-            verdicts.append(f"{what}: {verdict}" + ("" if training else _frozen(sparse, x, report.dense)))
+            verdicts.append(f"{what}: {_verdict(report)}" + ("" if training else _frozen(module, sparse, x)))
     typer.echo("\n".join(verdicts))
 
 
-def _frozen(model: Any, x: Any, dense: float | None) -> str:
-    """What a frozen model takes, or why it cannot be frozen."""
-    from torch.utils.benchmark import Timer
-
-    from .. import freeze
-    from ..runtime import thread_count
+def _problem(module: Any, x: Any) -> str:
+    """Why a model does not run on a batch, in one line; nothing where it does."""
+    import torch
 
     try:
-        frozen = freeze(model, x)
+        with torch.no_grad():
+            module(x)
+    except Exception as error:
+        # The user's code may raise any exception.
+        return f"{type(error).__name__}: {error}".split("\n", 1)[0]
+    return ""
+
+
+def _verdict(report: Any) -> str:
+    if report.dense is None:
+        return f"dense; {report.reason}"
+    if (speed := report.dense.over(report.sparse)) is None:
+        return str(report.reason)
+    if any(layer.is_sparse for layer in report.layers):
+        return f"sparse, {report.sparse}, {speed:.1f} times as fast as dense"
+    return f"dense, {report.dense}; with sparse layers {1 / speed:.2f} of the time"
+
+
+def _frozen(module: Any, sparse: Any, x: Any) -> str:
+    """What a frozen model takes beside the dense one, or why it cannot be frozen."""
+    import torch
+
+    from .. import densify, freeze
+    from ..runtime import run_times
+    from ..sparse import BUSY
+
+    try:
+        frozen = freeze(sparse, x)
     except ValueError as error:
         return f"; jacsparse.freeze refuses it: {error}"
-    timer = Timer("frozen(x)", globals={"frozen": frozen, "x": x}, num_threads=thread_count())
-    milliseconds = 1000 * min(timer.blocked_autorange(min_run_time=0.1).times)
-    factor = "" if dense is None else f", {dense / milliseconds:.1f} times as fast as dense"
-    return f"; by jacsparse.freeze {milliseconds:.3f} ms{factor}"
+    # Serving computes no masks.
+    unmasked = densify(module, masks=False)
+    with torch.no_grad():
+        of_dense, of_frozen = run_times(lambda: unmasked(x), lambda: frozen(x), most=_SECONDS)
+    speed = of_dense.over(of_frozen)
+    compared = BUSY if speed is None else f"{speed:.1f} times as fast as dense"
+    return f"; by jacsparse.freeze {of_frozen}, {compared}"

@@ -28,6 +28,7 @@ from .kernels import compiled_module, flushing, inlined, inlined_with_arrays, ke
 from .memory_pool import MEMORY_POOL, SMALLEST
 from .messages import a_type, announce, announced_where_long
 from .threads import SIMD, KernelRun, KernelSequence, RowWork, on_this_thread, run_rows, split, thread_count
+from .timing import RunTime, run_times
 from .torch_versions import (
     DispatchMode,
     destroy_process_groups,
@@ -55,6 +56,7 @@ __all__ = [
     "KernelSequence",
     "Launch",
     "RowWork",
+    "RunTime",
     "Shelf",
     "a_type",
     "active_backend",
@@ -103,6 +105,7 @@ __all__ = [
     "replacing",
     "row_starts",
     "run_rows",
+    "run_times",
     "run_while_traced",
     "shelves",
     "split",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import time
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,12 +13,13 @@ from torch import nn
 from torch.nn.utils import prune
 from torch.utils._pytree import tree_leaves
 
-from ..runtime import a_type, announced_where_long, is_exporting, thread_count, uncompiled
+from ..runtime import RunTime, a_type, announced_where_long, is_exporting, run_times, uncompiled
 from ..tracing import check_initialised, check_module
 from . import operators
 from .attention import UnpackedAttention, fuse_again, leave_fused, unpack_attentions
 from .blocks import BlockTensor
 from .candidates import LayerInput, is_layer, obstacle_of, shared_parameters, sparse_class, weight_counts
+from .costs import expected_seconds
 from .layers import SparseLayer, rename_state
 from .layouts import enter
 from .outputs import plain
@@ -26,10 +27,12 @@ from .processor import lanes_for
 
 assert operators
 
-#: Seconds for which a layer, or a model, is timed each way at least, and the least and most runs.
-_SECONDS, _LEAST_RUNS, _MOST_RUNS = 0.05, 3, 50
-#: By layer, input and what runs, seconds of dense and sparse runs.
-_COSTS: dict[Any, tuple[float, float]] = {}
+#: How many times as fast a sparse layer has to be expected, as what is expected may be wrong by more than that.
+_LEAST_EXPECTED = 1.25
+#: Seconds after which a layer and a whole model are measured no longer.
+_OF_LAYER, _OF_MODEL = 0.25, 2.0
+#: What a person can do where measurements tell nothing.
+BUSY = "this machine is busy: rerun, or measure=False"
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,9 @@ class LayerChoice:
     #: Weights that are left, and all.
     left: int
     total: int
-    #: Milliseconds of the dense and of the sparse layer; None where they were not measured.
-    dense: float | None
-    sparse: float | None
+    #: Times of the dense and of the sparse layer; None where they were not measured.
+    dense: RunTime | None
+    sparse: RunTime | None
     is_sparse: bool
     reason: str
 
@@ -55,14 +58,16 @@ class SparsityReport:
     layers: tuple[LayerChoice, ...]
     #: Whether forward and backward passes were measured, or forward passes alone.
     training: bool
-    #: Milliseconds of the whole model, dense and with sparse layers.
-    dense: float | None
-    sparse: float | None
+    #: Times of the whole model, dense and with sparse layers; None where they were not measured.
+    dense: RunTime | None
+    sparse: RunTime | None
     reason: str
+    #: Whether layers were chosen, and not all sparse that can be.
+    is_chosen: bool = True
 
     def __str__(self) -> str:
         measured = "forward and backward" if self.training else "forward"
-        lines = [f"{'layer':24} {'weights left':>22} {'dense ms':>9} {'sparse ms':>9}  runs"]
+        lines = [f"{'layer':24} {'weights left':>22} {'dense ms':>15} {'sparse ms':>15}  runs"]
         for layer in self.layers:
             share = f"{layer.left} of {layer.total}"
             lines.append(
@@ -70,11 +75,12 @@ class SparsityReport:
                 f"{'sparse' if layer.is_sparse else 'dense'}: {layer.reason}"
             )
         lines.append(f"{'whole model':24} {'':22} {_shown(self.dense)} {_shown(self.sparse)}  {self.reason}")
-        return "\n".join([*lines, f"Milliseconds of {measured}, the least of several runs."])
+        lines.append(f"Milliseconds of {measured}: the fastest run, and by how much the fastest three differ.")
+        return "\n".join(lines)
 
 
-def _shown(milliseconds: float | None) -> str:
-    return f"{'-':>9}" if milliseconds is None else f"{milliseconds:9.3f}"
+def _shown(time: RunTime | None) -> str:
+    return f"{'-':>15}" if time is None else f"{str(time).replace(' ms', ''):>15}"
 
 
 class SparseModel(nn.Module):
@@ -121,9 +127,10 @@ class SparseModel(nn.Module):
 def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None, measure: bool = True) -> SparseModel:
     """A copy of a pruned model that runs at the cost of the weights that are left, on the CPU.
 
-    Each convolution and linear layer is measured on its input, dense and sparse, and runs the faster way. Between
-    sparse layers activations stay in blocks, with the samples last, through batch normalisation, activation functions,
-    pooling, sums and flattening.
+    Each pruned convolution and linear layer runs the way that is expected to be faster, by its sizes and the weights
+    that are left, unless measurements clearly show the other way; on a busy machine they show nothing, and the report
+    says so. Between sparse layers activations stay in blocks, with the samples last, through batch normalisation,
+    activation functions, pooling, sums and flattening.
 
     Parameters
     ----------
@@ -136,7 +143,7 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         Whether training steps shall be fast, or forward passes alone; by default, whether the model is in training
         mode.
     measure : bool
-        Whether to choose by measurements; otherwise all layers with a pruned weight become sparse.
+        Whether to choose, and to measure for it; otherwise all layers with a pruned weight become sparse.
 
     Returns
     -------
@@ -171,35 +178,45 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
-    dense, opened = copied(model), copied(model)
-    opened = _replaced(opened, unpack_attentions(opened))
-    leave_fused(opened)
-    inputs, shared = _inputs(opened, x, training), shared_parameters(opened)
+    dense = copied(model)
+    judge = functools.partial(_measured, training=training) if measure else None
     with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
-        choices = [
-            _choice(path, part, inputs.get(path), shared, training, measure)
-            for path, part in opened.named_modules()
-            if is_layer(part) or weight_counts(part, pruned=True)
-        ]
-    paths = {choice.path for choice in choices if choice.is_sparse}
+        choices = _choices(dense, (x,), training, judge)
+    paths = _sparse_paths(choices)
     if not paths:
-        return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, "no layer is sparse"))
+        busy = any(each.dense and each.sparse and each.dense.over(each.sparse) is None for each in choices)
+        reason = f"no layer is sparse by its sizes; {BUSY}" if busy else "no layer is sparse"
+        return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, reason))
     if not measure:
-        report = SparsityReport(tuple(choices), training, None, None, "not measured")
+        report = SparsityReport(tuple(choices), training, None, None, "not measured", is_chosen=False)
         return SparseModel(_converted(model, paths), report)
     # What is timed takes steps, and so is no copy to give away.
     timed = SparseModel(_converted(model, paths), SparsityReport((), training, None, None, ""))
-    seconds = _least_seconds(
-        *(_pass(each, x.detach().requires_grad_(x.requires_grad), training) for each in (dense, timed))
+    of_dense, of_sparse = run_times(
+        *(_pass(each, x.detach().requires_grad_(x.requires_grad), training) for each in (dense, timed)), most=_OF_MODEL
     )
-    if seconds[1] <= seconds[0]:
-        result, reason = _converted(model, paths), "faster with sparse layers"
-    else:
+    if of_dense.clearly_below(of_sparse):
         result, reason = copied(model), "slower with sparse layers, and so all are dense"
         lost = "faster by itself, and the whole model is not"
         choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
-    report = SparsityReport(tuple(choices), training, 1000 * seconds[0], 1000 * seconds[1], reason)
-    return SparseModel(result, report)
+    else:
+        result, speed = _converted(model, paths), of_dense.over(of_sparse)
+        reason = f"sparse by its sizes; {BUSY}" if speed is None else f"{speed:.1f} times as fast with sparse layers"
+    return SparseModel(result, SparsityReport(tuple(choices), training, of_dense, of_sparse, reason))
+
+
+def expected_frozen(model: SparseModel, inputs: tuple[torch.Tensor, ...]) -> SparseModel | None:
+    """The model with those layers sparse that are expected to be faster without Python code of their own.
+
+    None where these are its sparse layers, or where it was made without choosing.
+    """
+    if not model._report.is_chosen:
+        return None
+    dense = densify(model)
+    paths = _sparse_paths(_choices(dense, inputs, False, _expected_frozen))
+    if paths == {path for path, part in model.model.named_modules() if isinstance(part, SparseLayer)}:
+        return None
+    return SparseModel(_converted(dense, paths), model._report)
 
 
 def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
@@ -282,7 +299,7 @@ def _replaced(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Mod
     return others.get(model, model)
 
 
-def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, LayerInput]:
+def _inputs(model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool) -> dict[str, LayerInput]:
     """The inputs of all convolutions and linear layers in a run of the model; it may change the model's buffers."""
     found: dict[str, LayerInput] = {}
 
@@ -295,14 +312,35 @@ def _inputs(model: nn.Module, x: torch.Tensor, training: bool) -> dict[str, Laye
         if is_layer(part):
             part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
     with torch.set_grad_enabled(training):
-        observed(x)
+        observed(*inputs)
     return found
 
 
-def _choice(
-    path: str, layer: Any, x: LayerInput | None, shared: set[int], training: bool, measure: bool
-) -> LayerChoice:
-    """How a layer is to run."""
+#: Whether a layer is to be sparse, and why, by its path, itself and its input.
+_Judge = Callable[[str, nn.Module, LayerInput], dict[str, Any]]
+
+
+def _choices(
+    model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool, judge: _Judge | None
+) -> list[LayerChoice]:
+    """How each layer of a model is to run."""
+    opened = copied(model)
+    opened = _replaced(opened, unpack_attentions(opened))
+    leave_fused(opened)
+    found, shared = _inputs(opened, inputs, training), shared_parameters(opened)
+    return [
+        _choice(path, part, found.get(path), shared, judge)
+        for path, part in opened.named_modules()
+        if is_layer(part) or weight_counts(part, pruned=True)
+    ]
+
+
+def _sparse_paths(choices: Sequence[LayerChoice]) -> set[str]:
+    return {choice.path for choice in choices if choice.is_sparse}
+
+
+def _choice(path: str, layer: Any, x: LayerInput | None, shared: set[int], judge: _Judge | None) -> LayerChoice:
+    """How a layer is to run; sparse where it can be, if nothing judges it."""
     left, total = (sum(counts) for counts in zip(*weight_counts(layer), strict=True))
     choice = LayerChoice(path, type(layer).__name__, left, total, None, None, False, "nothing is pruned")
     obstacle = obstacle_of(layer, x, shared)
@@ -310,34 +348,37 @@ def _choice(
         return replace(choice, reason=obstacle)
     if choice.left == choice.total:
         return choice
-    if not measure:
+    if judge is None:
         return replace(choice, is_sparse=True, reason="not measured")
     assert x is not None
-    dense, sparse = _costs(path, layer, x, training, choice.left)
-    faster = sparse < dense
-    return replace(
-        choice,
-        dense=1000 * dense,
-        sparse=1000 * sparse,
-        is_sparse=faster,
-        reason=f"{dense / sparse:.1f} times as fast" if faster else "dense is faster",
+    return replace(choice, **judge(path, layer, x))
+
+
+def _measured(path: str, layer: Any, x: LayerInput, training: bool) -> dict[str, Any]:
+    """As its sizes let expect, unless measurements clearly show the other way."""
+    sparse_layer, example = _sparse(path, layer), torch.randn(x.shape, dtype=x.dtype)
+    example_blocks: Any = example
+    if example.ndim == {nn.Conv2d: 4, nn.Conv1d: 3}.get(type(layer), 2):
+        example_blocks = enter(example, lanes_for(len(example), x.dtype.itemsize)).requires_grad_(x.requires_grad)
+    of_dense, of_sparse = expected_seconds(sparse_layer, x.shape, "training" if training else "inference")
+    expected = of_dense / of_sparse
+    dense, sparse = run_times(
+        _pass(copied(layer), example.requires_grad_(x.requires_grad), training),
+        _pass(sparse_layer, example_blocks, training),
+        most=_OF_LAYER,
     )
+    is_sparse = sparse.clearly_below(dense) or (expected >= _LEAST_EXPECTED and not dense.clearly_below(sparse))
+    reason = f"{expected:.1f} times as fast as dense by its sizes; this machine is busy"
+    if (speed := dense.over(sparse)) is not None:
+        reason = f"{speed:.1f} times as fast as dense, by its sizes {expected:.1f}"
+    reason = reason if is_sparse else f"sparse is {reason}"
+    return {"dense": dense, "sparse": sparse, "is_sparse": is_sparse, "reason": reason}
 
 
-def _costs(path: str, layer: Any, x: LayerInput, training: bool, left: int) -> tuple[float, float]:
-    """Seconds of a layer, dense and sparse, the latter in blocks."""
-    key = repr(layer), x, training, left, thread_count(), layer.weight.dtype
-    if key not in _COSTS:
-        example = torch.randn(x.shape, dtype=x.dtype)
-        sparse = _sparse(path, layer)
-        example_blocks: Any = example
-        if example.ndim == {nn.Conv2d: 4, nn.Conv1d: 3}.get(type(layer), 2):
-            example_blocks = enter(example, lanes_for(len(example), x.dtype.itemsize)).requires_grad_(x.requires_grad)
-        _COSTS[key] = _least_seconds(
-            _pass(copied(layer), example.requires_grad_(x.requires_grad), training),
-            _pass(sparse, example_blocks, training),
-        )
-    return _COSTS[key]
+def _expected_frozen(path: str, layer: nn.Module, x: LayerInput) -> dict[str, Any]:
+    """As its sizes let expect of a frozen layer."""
+    dense, sparse = expected_seconds(_sparse(path, layer), x.shape, "frozen")
+    return {"is_sparse": dense >= _LEAST_EXPECTED * sparse}
 
 
 def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
@@ -361,20 +402,3 @@ def _pass(module: nn.Module, x: Any, training: bool) -> Callable[[], None]:
 
 def _ones_like(x: torch.Tensor) -> torch.Tensor:
     return x.like(torch.ones_like(x.blocks)) if isinstance(x, BlockTensor) else torch.ones_like(x)
-
-
-def _least_seconds(*calls: Callable[[], None]) -> tuple[float, float]:
-    """The least seconds of each of two calls, which take turns."""
-    least = [float("inf")] * len(calls)
-    for call in calls:
-        call()
-    started = time.perf_counter()
-    for number in range(_MOST_RUNS):
-        if number >= _LEAST_RUNS and time.perf_counter() - started > _SECONDS:
-            break
-        for place, call in enumerate(calls):
-            begin = time.perf_counter()
-            call()
-            least[place] = min(least[place], time.perf_counter() - begin)
-    first, second = least
-    return first, second

@@ -155,6 +155,13 @@ class SparseConv2d(SparseLayer):
         (top, _), (left, _) = self._borders()
         return Window(self.kernel_size, self.stride, (top, left), self.dilation)
 
+    def _read_size(self, in_size: Pair) -> Pair:
+        """Rows and columns that kernels read: those of an input, and of a border that is no zeros."""
+        if self.padding_mode == "zeros":
+            return in_size
+        (top, bottom), (left, right) = self._padded()
+        return in_size[0] + top + bottom, in_size[1] + left + right
+
     def out_size(self, in_size: Pair) -> Pair:
         """Rows and columns of the output, for those of an input.
 

@@ -15,9 +15,9 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from ..runtime import HEADER, a_type, read_safetensors, write_safetensors
+from ..runtime import HEADER, a_type, read_safetensors, run_times, write_safetensors
 from ..tracing import check_initialised, check_module, name_of
-from .conversion import SparseModel, SparsityReport, _converted, copied, densify
+from .conversion import SparseModel, SparsityReport, _converted, copied, densify, expected_frozen
 from .freezing import FrozenRun, record_run
 from .layers import SparseLayer
 
@@ -214,7 +214,8 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
     ----------
     model : Module
         In evaluation mode, and on the CPU; mostly from `sparsify`. It does not change, and later changes of it have no
-        effect.
+        effect. Where `sparsify` has chosen its sparse layers, they are chosen anew, for layers without Python code of
+        their own: by their sizes, unless what `sparsify` chose is clearly faster when it is frozen.
     *inputs : Tensor
         What the model is called with. `FrozenModel.add` takes those of further shapes.
 
@@ -253,6 +254,12 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     frozen = FrozenModel(model)
     frozen.add(*inputs)
+    if isinstance(model, SparseModel) and (expected := expected_frozen(model, inputs)) is not None:
+        other = FrozenModel(expected)
+        other.add(*inputs)
+        as_sparsified, as_expected = run_times(lambda: frozen(*inputs), lambda: other(*inputs))
+        if not as_sparsified.clearly_below(as_expected):
+            return other
     return frozen
 
 

@@ -91,8 +91,12 @@ class SparseLayer(nn.Module):
     def _window(self) -> Window:
         raise NotImplementedError
 
+    def _read_size(self, in_size: Pair) -> Pair:
+        """Rows and columns that kernels read: those of an input, and of a border that is stored."""
+        return in_size
+
     def out_size(self, in_size: Pair) -> Pair:
-        """Rows and columns of the output, for those of an input."""
+        """Rows and columns of the output, for those that are read."""
         raise NotImplementedError
 
     def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:

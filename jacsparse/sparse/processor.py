@@ -10,7 +10,7 @@ from numba.core.registry import cpu_target
 #: Bytes of one of the largest vectors, by the feature that brings them; other x86 and ARM processors have 16.
 _WIDTHS = {"avx512f": 64, "avx": 32}
 _SMALLEST = 16
-#: The time of a kernel with vectors of as many bytes, as a share of that with the largest ones of AVX-512.
+#: What `vector_time` returns, by bytes.
 _TIMES = {64: 1.0, 32: 0.58, 16: 0.45}
 
 
@@ -26,6 +26,11 @@ def vector_widths() -> tuple[int, ...]:
     """Bytes of the vectors that the processor has, the largest first."""
     largest = next((width for name, width in _WIDTHS.items() if name in _features()), _SMALLEST)
     return tuple(width for width in _TIMES if width <= largest)
+
+
+def vector_time(nbytes: int) -> float:
+    """The time of a kernel with vectors of as many bytes, as a share of that with the largest ones of AVX-512."""
+    return _TIMES.get(nbytes, _TIMES[_SMALLEST])
 
 
 @functools.cache

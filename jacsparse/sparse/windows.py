@@ -197,6 +197,16 @@ def _groups(
     return groups
 
 
+def inside(window: Window, in_size: Pair, out_size: Pair) -> float:
+    """The share of a window's products that do not meet the border."""
+    shares = []
+    for axis, (taps, step) in enumerate(zip(window.kernel, window.stride, strict=True)):
+        starts = [tap * window.dilation[axis] - window.padding[axis] for tap in range(taps)]
+        spans = [_reached(start, step, out_size[axis], in_size[axis]) for start in starts]
+        shares.append(sum(max(0, last - first) for first, last in spans) / max(1, taps * out_size[axis]))
+    return math.prod(shares)
+
+
 def _reached(start: int, step: int, count: int, size: int) -> Pair:
     """Which ``i < count`` have ``0 <= start + step * i < size``."""
     return max(0, -(start // step)), min(count, -((start - size) // step))

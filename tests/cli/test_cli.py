@@ -27,6 +27,8 @@ from jacsparse.flop import Page
 from jacsparse.runtime import cupy_for
 from jacsparse.terminal import text
 
+from ..helpers import made_up_runs
+
 
 @pytest.fixture
 def jac(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
@@ -837,15 +839,48 @@ def test_training_on_samples_of_ones_own(jac, tmp_path: Path) -> None:
         assert status == 2 and str(name) in err
 
 
-def test_bench_measures_training_inference_and_what_is_frozen(jac) -> None:
-    status, out, _ = jac("bench", f"{__name__}:custom_model", "--input", "3,8,8", "--prune", "0.9", "--batch", "1,3")
-    assert status == 0
+def test_bench_measures_training_inference_and_what_is_frozen(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up_runs(monkeypatch, [0.008, 0.0081], [0.002])
+    words = "bench", f"{__name__}:custom_model", "--input", "3,8,8", "--prune", "0.9", "--batch"
+    status, out, _ = jac(*words, "1,3")
+    assert status == 0 and "11 of 108" in out
     for batch in (1, 3):
         assert f"training, batch {batch} layer weights left" in out
-        verdict = out[out.rindex(f"inference, batch {batch}: ") :]
-        assert "times as fast as dense" in verdict
-        assert "by jacsparse.freeze" in verdict
-    assert "11 of 108" in out
+        verdict = out[out.rindex(f"training, batch {batch}: ") :].split(": ", 1)[1]
+        assert verdict.startswith("sparse, 2.000 ms ± 0 %, 4.0 times as fast as dense inference, batch")
+        verdict = out[out.rindex(f"inference, batch {batch}: ") :].split(": ", 1)[1]
+        speed = "2.000 ms ± 0 %, 4.0 times as fast as dense"
+        assert verdict.startswith(f"sparse, {speed}; by jacsparse.freeze {speed}")
+    made_up_runs(monkeypatch, [(0.008, 0.007)], [0.002])
+    status, out, _ = jac(*words, "2")
+    busy = "this machine is busy: rerun, or measure=False"
+    assert status == 0 and f"training, batch 2: dense; no layer is sparse by its sizes; {busy}" in out
+    assert f"by jacsparse.freeze 2.000 ms ± 0 %, {busy}" in out
+    made_up_runs(monkeypatch, [0.04] * 6 + [0.001], [0.03] * 6 + [0.002])
+    status, out, _ = jac(*words, "2")
+    assert status == 0 and "training, batch 2: dense, 1.000 ms ± 0 %; with sparse layers 2.00 of the time" in out
+
+
+def pooled_model() -> nn.Module:
+    """Its batch normalisation takes no batch of one in training."""
+    head = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), *head)
+
+
+def token_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+
+
+def test_bench_names_what_it_cannot_run(jac, monkeypatch: pytest.MonkeyPatch) -> None:
+    made_up_runs(monkeypatch, [0.008], [0.002])
+    status, out, _ = jac("bench", f"{__name__}:pooled_model", "--input", "3,8,8", "--prune", "0.5", "--batch", "1,4")
+    assert status == 0 and "inference, batch 1: sparse, " in out and "training, batch 4: sparse, " in out
+    assert "training, batch 1: not measured, as the model does not run so (ValueError: Expected more than 1" in out
+    for name, sizes in (("custom_model", "3,9,9"), ("token_model", "5")):
+        status, out, err = jac("bench", f"{__name__}:{name}", "--input", sizes)
+        assert status == 2 and not out and len(err.strip().splitlines()) == 1
+        assert f"{name} does not take samples of the sizes {sizes} (RuntimeError: " in err
+        assert "name those of a sample by --input, and measure a model of token ids by jacsparse.sparsify" in err
 
 
 def asks_for_values() -> nn.Module:
