@@ -55,7 +55,7 @@ def vjp(
     """
     check_input("x", x)
     if not len(x):
-        return torch.func.vjp(check_module(module), x)  # type: ignore[no-any-return]
+        return torch.func.vjp(check_module(module), x)  # type: ignore[return-value]
     chain, run = forward_pass(check_module(module), x, pruned=None, couples=True)
     scanner, y = Scanner(chain, schedule), run.trace.output.detach()
 
