@@ -282,7 +282,8 @@ def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
 
 def _sparse(path: str, layer: nn.Module) -> SparseLayer:
     made_of = sparse_class(layer)
-    assert made_of is not None
+    if made_of is None:
+        raise ValueError(f"{path or 'the model'}: {a_type(layer)} has no sparse layer")
     try:
         sparse = made_of.from_dense(layer)
     except ValueError as error:
