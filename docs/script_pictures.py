@@ -11,11 +11,24 @@ import torch
 from sphinx_gallery.scrapers import figure_rst
 
 #: The order of the pages.
-ORDER = (
-    "first_jacobian pruned_network recurrent_scan "
-    "equation newton bundle_adjustment power_flow optimal_control pruned_flop sparse_training "
-    "scanned_loop recurrent_speed delayed_gradients simulation schedules patterns"
-).split()
+ORDER = [
+    "first_jacobian",
+    "pruned_network",
+    "recurrent_scan",
+    "equation",
+    "newton",
+    "bundle_adjustment",
+    "power_flow",
+    "optimal_control",
+    "pruned_flop",
+    "sparse_training",
+    "scanned_loop",
+    "recurrent_speed",
+    "delayed_gradients",
+    "simulation",
+    "schedules",
+    "patterns",
+]
 
 
 def by_order(folder: str) -> Callable[[str], int]:
