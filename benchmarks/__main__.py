@@ -101,8 +101,6 @@ def run(
     try:
         experiments, place = _experiments(names or list(EXPERIMENTS)), hardware(device, environment())
         experiments = [experiment.on(data) for experiment in experiments] if data else experiments
-        if device == "cuda" and (problem := device_problem("cuda", ("cuda",))) is not None:
-            raise ValueError(f"--device cuda: {problem}")
         _check_folder(out, [result_path(out, experiment.name, place) for experiment in experiments])
     except (ValueError, OSError) as error:
         _fail(error)
@@ -131,7 +129,9 @@ def run(
             console.print(f"{experiment.name}: {experiment.summary(result.rows)}", markup=False, highlight=False)
             console.print(_table(result.rows))
             console.print(str(write(result, out)), markup=False, highlight=False, soft_wrap=True)
-    if failed:
+    if useless := all(device_problem(device, experiment.devices) for experiment in experiments):
+        typer.echo(f"benchmarks: nothing was measured on {device}; the tables say why", err=True)
+    if failed or useless:
         raise typer.Exit(1)
 
 

@@ -96,7 +96,7 @@ sphinx_gallery_conf = {
     "reset_modules": ("script_pictures.reset", "matplotlib"),
     "download_all_examples": False,
     "write_computation_times": False,
-    "within_subsection_order": "script_pictures.by_order",
+    "within_subsection_order": "script_pictures.position",
     "remove_config_comments": True,
     "min_reported_time": 1e9,
     "abort_on_example_error": True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ ORDER = [
 ]
 
 
-def by_order(folder: str) -> Callable[[str], int]:
-    """The function that tells a script's place on its page of tiles."""
-    return lambda script: ORDER.index(Path(script).stem)
+def position(script: str) -> int:
+    """The place of a script on its page of tiles."""
+    return ORDER.index(Path(script).stem)
 
 
 def move_pictures(block: Any, variables: dict[str, Any], gallery: dict[str, Any]) -> str:
