@@ -30,9 +30,7 @@ masked = nn.Sequential(
 def train(model, iterations):
     """Loss on the test images over seconds of training."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    functional.cross_entropy(
-        model(images[:64]), labels[:64]
-    ).backward()  # compiles, where there is something to compile
+    functional.cross_entropy(model(images[:64]), labels[:64]).backward()  # the first call compiles
     seconds, losses = 0.0, []
     for part in torch.arange(1437).repeat(2).split(64)[:iterations]:
         begin = time.perf_counter()
