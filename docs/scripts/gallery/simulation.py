@@ -1,6 +1,6 @@
 """
-Ways of parallel training, on up to a million workers
-=====================================================
+Ways of parallel training
+=========================
 
 Time and memory of an iteration over the number of workers, for each way of training in parallel: here of sixteen equal
 layers, at a rate of 10⁹ FLOP a second and with ten microseconds for a message.
