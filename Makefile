@@ -22,7 +22,7 @@ NUMERIC := tests/patterns/test_operators.py $(patsubst %,tests/spgemm/test_%.py,
 	tests/stages/test_order.py tests/jacobians/test_jacobian.py tests/codegen/test_codegen.py \
 	tests/recurrence/test_linear_recurrence.py $(patsubst %,tests/sparse/test_%.py,layers sparsify sums)
 
-.PHONY: setup demo test test-full test-portable test-portable-numbers test-portable-layers test-torch test-gpu lint docs bench clean
+.PHONY: setup demo test test-full test-portable test-portable-numbers test-portable-layers test-torch test-gpu lint docs test-docs bench clean
 
 setup: $(STAMP)
 
@@ -87,6 +87,10 @@ docs: $(VENV)/.documenting
 	rm -rf build/docs && mkdir -p build && cp -R docs build/docs
 	$(RUN) -m sphinx --fail-on-warning --keep-going --quiet -b html build/docs out/docs
 	@echo out/docs/index.html
+
+# Whether anything is cut on them, at three widths: in Chromium, where it is installed.
+test-docs: docs
+	$(RUN) -m pytest -q -p no:xdist tests/test_page_widths.py
 
 $(VENV)/.documenting: $(STAMP)
 	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[test,docs]'

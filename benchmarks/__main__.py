@@ -56,13 +56,25 @@ class DeviceName(StrEnum):
     cuda = "cuda"
 
 
+class FigureFormat(StrEnum):
+    """A format in which journals take figures."""
+
+    pdf = "pdf"
+    svg = "svg"
+
+
 @app.command(name="list")
 def list_() -> None:
-    """Name the experiments, and say what each one reproduces."""
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    """Name the experiments, how long they take, their papers, and what each one reproduces."""
+    papers = {paper: experiments_of(paper) for paper in PAPERS}
+    table = Table("experiment", "minutes", "paper", "what", box=None, padding=(0, 2, 0, 0))
     for name, experiment in EXPERIMENTS.items():
-        table.add_row(name, f"{experiment.title} ({experiment.source})")
+        of = ", ".join(paper for paper, names in papers.items() if name in names)
+        seconds = _stored_seconds(name)
+        minutes = "" if seconds is None else "< 1" if seconds < 60 else f"{seconds / 60:.0f}"
+        table.add_row(name, minutes, of, f"{experiment.title} ({experiment.source})")
     Console().print(table)
+    typer.echo("Minutes on two cores, by stored results. `run paper:NAME` runs all of a paper; only in a checkout.")
 
 
 @app.command()
@@ -117,7 +129,9 @@ def run(
             console.print(f"{experiment.name}: {experiment.summary(result.rows)}", markup=False, highlight=False)
             console.print(_table(result.rows))
             console.print(str(write(result, out)), markup=False, highlight=False, soft_wrap=True)
-    if failed:
+    if useless := all(device_problem(device, experiment.devices) for experiment in experiments):
+        typer.echo(f"benchmarks: nothing was measured on {device}; the tables say why", err=True)
+    if failed or useless:
         raise typer.Exit(1)
 
 
@@ -135,10 +149,13 @@ def gpu_call_(out: Annotated[Path, typer.Option(help="Folder for the results.")]
 
 
 @app.command()
-def report(folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `run` wrote its results.")]) -> None:
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where `run` wrote its results.")],
+    also: Annotated[list[FigureFormat] | None, typer.Option(help="Formats of pictures beside PNG.")] = None,
+) -> None:
     """Write a report with pictures from the results in a folder."""
     try:
-        typer.echo(write_report(folder, EXPERIMENTS))
+        typer.echo(write_report(folder, EXPERIMENTS, also or ()))
     except (ValueError, OSError) as error:
         _fail(error)
 
@@ -183,12 +200,15 @@ def pages() -> None:
 _STORED = Path(__file__).parent / "results"
 
 
+def _stored_seconds(name: str) -> float | None:
+    """The longest of an experiment's stored runs on CPUs, in seconds."""
+    return max((read(path).seconds for path in _STORED.glob(f"*/{name}.cpu.json")), default=None)
+
+
 def _estimate(experiments: Sequence[Experiment]) -> str:
     """How long experiments take, by the times of stored runs on CPUs."""
     seconds = {
-        experiment.name: max(times)
-        for experiment in experiments
-        if (times := [read(path).seconds for path in _STORED.glob(f"*/{experiment.name}.cpu.json")])
+        experiment.name: time for experiment in experiments if (time := _stored_seconds(experiment.name)) is not None
     }
     unknown = [experiment.name for experiment in experiments if experiment.name not in seconds]
     longest = max(seconds, key=seconds.__getitem__, default="")

@@ -7,7 +7,7 @@ papers that are no figures are in ``tests/reference/items.toml``.
 from __future__ import annotations
 
 import math
-import shutil
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from jacsparse.cli import app
 from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
 from ._registry import EXPERIMENTS
 from ._report import read_all
-from ._results import Result, result_path
+from ._results import Result
 from ._rows import Row
 from ._text import amount, table_head, table_line
 
@@ -141,17 +141,18 @@ def _figureless_lines(item: FigurelessItem) -> Iterator[str]:
             yield f"- {name}: {text}"
 
 
-def _picture_lines(experiment: str, pictures: Path) -> Iterator[str]:
-    """An experiment's newest picture, where it is not on the page yet."""
-    target = pictures / f"{experiment}.png"
-    if target.exists():
+def _picture_lines(item: Item, results: Sequence[Result], pictures: Path) -> Iterator[str]:
+    """A picture of the result that an item's text is of, where it is not on the page yet."""
+    shown = shown_figure(item, results)
+    if shown is None:
         return
-    results_of = {machine: results[experiment] for machine, results in machines().items() if experiment in results}
-    machine = max(results_of, key=lambda name: results_of[name].date)
-    source = result_path(_RESULTS / machine, experiment, results_of[machine].hardware).with_suffix(".png")
-    if source.exists():
-        shutil.copy(source, target)
-        yield from ("", f"![{EXPERIMENTS[experiment].title}, {machine}](generated/{target.name})")
+    result, machine = shown[0], _machine_name({"": shown[0]})
+    target = pictures / f"{result.experiment}-{re.sub('[^a-z0-9]+', '-', machine.lower())}.png"
+    if not target.exists():
+        experiment = EXPERIMENTS[result.experiment]
+        experiment.figure(result.rows, target)
+        caption = f"{experiment.title}, on {machine}"
+        yield from ("", f"![{caption}](generated/{target.name})", "", f"*{caption}.*")
 
 
 def write_pages(folder: Path) -> None:
@@ -171,7 +172,7 @@ def write_pages(folder: Path) -> None:
         lines += ["", f"## {title}"]
         for item in [item for item in ITEMS if item.paper == paper]:
             lines += _item_lines(item, results)
-            lines += _picture_lines(item.figure.experiment, generated)
+            lines += _picture_lines(item, results, generated)
         for other in _figureless(paper):
             lines += _figureless_lines(other)
     (folder / "papers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")

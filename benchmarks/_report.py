@@ -41,13 +41,13 @@ def read_all(folder: Path, experiments: Mapping[str, Experiment]) -> dict[tuple[
     return results
 
 
-def write_report(folder: Path, experiments: Mapping[str, Experiment]) -> Path:
-    """Write ``report.md`` and the pictures into a folder of results; it raises as `read_all` does."""
+def write_report(folder: Path, experiments: Mapping[str, Experiment], also: Iterable[str] = ()) -> Path:
+    """Write ``report.md`` and pictures, as PNG and `also`, into a folder of results; it raises as `read_all` does."""
     results = read_all(folder, experiments)
     lines = ["# Benchmarks", "", *_overview(experiments, results)]
     lines += _papers([*results.values()])
     for (name, _), result in results.items():
-        lines += _section(experiments[name], result, folder)
+        lines += _section(experiments[name], result, folder, also)
     path = folder / "report.md"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
@@ -81,18 +81,19 @@ def _papers(results: Sequence[Result]) -> Iterable[str]:
         yield from (table_line(item_cells(item, results)) for item in ITEMS if item.paper == paper)
 
 
-def _section(experiment: Experiment, result: Result, folder: Path) -> Iterable[str]:
+def _section(experiment: Experiment, result: Result, folder: Path, also: Iterable[str]) -> Iterable[str]:
     place = "" if result.hardware == "cpu" else f", {result.hardware}"
     yield from ("", f"## {experiment.title}{place}", "", f"{experiment.source}. {_circumstances(result)}")
     if any(not row.not_measured for row in result.rows):
-        yield from ("", _picture(experiment, result, folder))
+        yield from ("", _picture(experiment, result, folder, also))
     yield from _tables(result.rows)
 
 
-def _picture(experiment: Experiment, result: Result, folder: Path) -> str:
+def _picture(experiment: Experiment, result: Result, folder: Path, also: Iterable[str]) -> str:
     path = result_path(folder, result.experiment, result.hardware).with_suffix(".png")
     try:
-        experiment.figure(result.rows, path)
+        for suffix in (".png", *(f".{name}" for name in also)):
+            experiment.figure(result.rows, path.with_suffix(suffix))
     except ImportError as error:
         return f"No picture: {error}."
     return f"![{experiment.title}]({path.name})"

@@ -41,9 +41,6 @@ _PUBLISHED = {
 }
 #: What data are called in headings.
 _IMAGES = {"digits": "scikit-learn's digits (not CIFAR)", "cifar10": "CIFAR-10", "cifar100": "CIFAR-100"}
-#: Abscissa and ordinate of each panel of a line, as in Figure 7.
-_PANELS = (("epochs", "loss"), ("seconds", "loss"), ("epochs", "accuracy"), ("seconds", "accuracy"))
-
 
 #: Seconds of training, losses and shares of right labels at the end of each epoch: ``seconds``, ``train_loss``,
 #: ``train_accuracy``, ``test_loss`` and ``test_accuracy``.
@@ -177,12 +174,13 @@ class DdgConvergence(Experiment):
             of_group = [row for row in drawn if row.group == group]
             networks = {row.data["network"] for row in of_group}
             shown = [*(row for row in peers if row.data["network"] in networks), *of_group]
-            for number, (x, y) in enumerate(_PANELS):
-                panels.append(_panel(shown, x, y, "" if number else group))
+            name = group.partition(":")[0].replace(" (", "\n(")
+            panels += [
+                _panel(shown, x, name) for x in (("epochs",) if "resnet8" in networks else ("epochs", "seconds"))
+            ]
         images = " and ".join(dict.fromkeys(row.data["images"] for row in drawn))
-        title = f"{self.title}: {images}\nsolid: test images; dashed: training images"
-        height = 1.2 + 2.6 * len(panels) / len(_PANELS)
-        return Picture(title, panels, (14.0, height), columns=len(_PANELS), legend=len(_NAMES))
+        title = f"{self.title}:\n{images}; solid: test images; dashed: training images"
+        return Picture(title, panels, (8.0, 1.2 + 2.3 * -(-len(panels) // 3)), columns=3, legend=len(_NAMES))
 
 
 def _rows(
@@ -226,14 +224,14 @@ def _published(network: str, group: str) -> list[Row]:
     return rows
 
 
-def _panel(rows: Sequence[Row], x: str, y: str, title: str) -> Panel:
-    """A loss or an accuracy of trainings over epochs or seconds."""
+def _panel(rows: Sequence[Row], x: str, title: str) -> Panel:
+    """Losses of trainings over epochs or seconds; accuracies are in the rows."""
     colours, lines = dict(zip(_NAMES, (ORANGE, GREEN, BLUE), strict=True)), []
     for row in rows:
         history, method = row.data["history"], row.data["method"]
         places = history["seconds"] if x == "seconds" else range(1, len(history["seconds"]) + 1)
         for images, style in (("train", "--"), ("test", "-")):
             label = _NAMES[method] if images == "test" else ""
-            lines.append(Line(places, history[f"{images}_{y}"], label, colours[method], style))
+            lines.append(Line(places, history[f"{images}_loss"], label, colours[method], style))
     label = "seconds of training" if x == "seconds" else "epochs"
-    return Panel(lines, title, label, y, log="y" if y == "loss" else "", size=8)
+    return Panel(lines, title, label, "loss", log="y", size=8)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -120,36 +119,35 @@ class RnnSensitivity(RecurrentGrid):
     def picture(self, rows: Sequence[Row]) -> Picture:
         drawn = [row for row in shown(rows) if row.comparisons]
         threads = max((row.data["threads"] for row in drawn), default=1)
-        labels = ("steps, batches of 16", f"samples of a batch, {self.time:,} steps", "steps, batches of 16")
-        lines: list[list[Drawn]] = [[], [], []]
-        for number, place in enumerate(("time", "batch")):
-            fields: dict[str, Any] = {"batch": 16} if place == "time" else {"time": self.time, "kind": "RNN"}
-            of_panel = where(drawn, threads=threads, **fields)
+        by_steps = where(drawn, batch=16, threads=threads, layer=OURS.name)
+        panels = []
+        for part, title in _LABELS.items():
+            lines = []
             for kind, colour in zip(("RNN", "GRU", "LSTM"), (BLUE, ORANGE, GREEN), strict=True):
-                for part, style in (("backward", "o:"), ("backward of all", "D-"), ("step", "s--")):
-                    line = where(of_panel, kind=kind, part=part, layer=OURS.name)
-                    lines[number] += _lines(line, place, style, colour, f"{kind}, {_LABELS[part]}: {_ran(line)}")
+                line = where(by_steps, kind=kind, part=part)
+                lines += _lines(line, "time", "o-", colour, f"{kind}: {_ran(line)}")
+            published = _PUBLISHED.get(title, _PUBLISHED["backward"])
+            lines.append(Straight(published, None, f"published on GPUs: {published}", "red", ":"))
+            panels.append((title, "steps, batches of 16", lines))
+        by_batch = where(drawn, time=self.time, kind="RNN", threads=threads, layer=OURS.name)
+        lines = []
+        for (part, title), colour in zip(_LABELS.items(), (BLUE, SKY, PURPLE), strict=True):
+            lines += _lines(where(by_batch, part=part), "batch", "o-", colour, title)
+        panels.append(("RNN", f"samples of a batch, {self.time:,} steps", lines))
         scans = where(drawn, kind="RNN", part="backward of all", batch=16)
         scans = [row for row in scans if row.data["time"] in self.scheduled]
-        counts = values_of(scans, "threads")
-        for number, name in enumerate(values_of(scans, "layer")):
-            for count in counts:
-                line = where(scans, layer=name, threads=count)
-                style = "osD"[number // 5 % 3] + ("-" if count == threads else ":")
-                label = f"RNN, {_LABELS['backward of all']}: {name.partition(' ')[2] or _ran(line)}, {count} thread(s)"
-                lines[2] += _lines(line, "time", style, (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5], label)
-        rules = [
-            Straight(
-                speed, None, f"published on GPUs, {part}: at most {speed}", "red", ":" if part == "backward" else "--"
-            )
-            for part, speed in _PUBLISHED.items()
+        for count in sorted(values_of(scans, "threads"), reverse=True):
+            lines = []
+            for number, name in enumerate(values_of(scans, "layer")):
+                line, colour = where(scans, layer=name, threads=count), (BLUE, ORANGE, GREEN, SKY, PURPLE)[number % 5]
+                style = "osD"[number // 5 % 3] + "-"
+                lines += _lines(line, "time", style, colour, name.partition(" ")[2] or _ran(line))
+            panels.append((f"RNN, backward, loss on every step,\n{count} thread(s)", "steps, batches of 16", lines))
+        speed, peer = f"times as fast as {PEER.name}", Straight(1)
+        drawn_panels = [
+            Panel([*lines, peer], title, label, speed, "xy", "below", size=8) for title, label, lines in panels
         ]
-        rules.append(Straight(1, label=PEER.name))
-        panels = [
-            Panel([*parts, *rules], "", label, f"times as fast as {PEER.name}", "xy", "below")
-            for parts, label in zip(lines, labels, strict=True)
-        ]
-        return Picture(f"{self.title}; medians, with quartiles", panels, (13.0, 5.6))
+        return Picture(f"{self.title}; medians, with quartiles", drawn_panels, (8.0, 4.2 * -(-len(panels) // 3)), 3)
 
 
 def _ran(rows: Sequence[Row]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -11,9 +12,10 @@ import scipy.optimize._numdiff
 import torch
 
 import jacsparse
+from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 
 from ._calls import Call
-from ._figures import Picture, times_picture
+from ._figures import Line, Panel, Picture
 from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call
 from ._problems import SparseFunction, elements
 from ._rows import Group, Row
@@ -22,6 +24,8 @@ _CHANGED, _JACOBIAN = "prepared, another number at each call", "jacobian"
 _ASDEX, _JACREV = "asdex", "torch.func.jacrev"
 #: Those whose Jacobians SciPy estimates by differences of groups of columns.
 _EQUATIONS = ("brusselator", "burgers", "heat")
+#: Colours of markers, by the role of a row.
+_COLOURS = {"ours": (BLUE, SKY), "peer": (ORANGE, PURPLE), "reference": (GREEN,)}
 #: Bytes of values from which the memory of a call has a target.
 _FEW = 2**20
 
@@ -93,7 +97,16 @@ class SparseJacobians(JacobianGrid):
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
-        return times_picture([row for row in rows if "first call" not in row.label], self.title)
+        drawn = [row for row in rows if row.unit == "s" and row.median is not None and "first call" not in row.label]
+        groups, lines = list(dict.fromkeys(row.group for row in drawn)), []
+        for role, colours in _COLOURS.items():
+            labels = dict.fromkeys(row.label for row in drawn if row.role == role)
+            for label, (colour, marker) in zip(labels, itertools.product(colours, "oD"), strict=False):
+                times = [(row.median or 0.0, groups.index(row.group)) for row in drawn if row.label == label]
+                lines.append(Line.through(times, label, colour, marker))
+        settings = {"yticks": range(len(groups)), "yticklabels": groups, "ylim": (len(groups) - 0.4, -0.6)}
+        panel = Panel(lines, x="seconds of a call, on one thread: medians", log="x", settings=settings)
+        return Picture(self.title, [panel], (8.0, 1.6 + 0.27 * len(groups)), legend=3)
 
 
 def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: SparseFunction) -> Callable[[], object]:

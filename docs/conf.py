@@ -8,6 +8,9 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+from docutils import nodes
+from sphinx import addnodes
+
 import jacsparse
 from benchmarks._pages import write_pages
 
@@ -25,6 +28,7 @@ extensions = [
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
     "sphinx.ext.intersphinx",
+    "sphinx_copybutton",
     "sphinx_design",
     "sphinx_gallery.gen_gallery",
 ]
@@ -42,6 +46,10 @@ autodoc_typehints = "none"
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 numpydoc_attributes_as_param_list = True
+
+# What a copy button leaves out, with all that a block prints.
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
 
 html_theme = "pydata_sphinx_theme"
 html_title = "jacsparse"
@@ -85,10 +93,10 @@ sphinx_gallery_conf = {
     "gallery_dirs": ["tutorials", "gallery"],
     "filename_pattern": r"\.py$",
     "image_scrapers": ("script_pictures.move_pictures",),
-    "reset_modules": (),
+    "reset_modules": ("script_pictures.reset", "matplotlib"),
     "download_all_examples": False,
     "write_computation_times": False,
-    "within_subsection_order": "FileNameSortKey",
+    "within_subsection_order": "script_pictures.position",
     "remove_config_comments": True,
     "min_reported_time": 1e9,
     "abort_on_example_error": True,
@@ -104,6 +112,16 @@ def _escape_stars(app: object, what: str, name: str, thing: object, options: obj
             lines[number] = re.sub(r"(?<=[ (])\*(?=\w)", r"\\*", line)
 
 
+def _link_names(app: Any, tree: nodes.document) -> None:
+    """Make links of public names in inline code; a name that no page documents stays code."""
+    for literal in list(tree.findall(nodes.literal)):
+        name = re.fullmatch(r"(jacsparse(?:\.\w+)+)(?:\(\))?", literal.astext())
+        if name and not isinstance(literal.parent, addnodes.pending_xref | nodes.reference | nodes.title):
+            target = {"refdomain": "py", "reftype": "obj", "reftarget": name[1], "refdoc": app.env.docname}
+            literal.replace_self(addnodes.pending_xref("", literal.deepcopy(), refexplicit=False, **target))
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx; numpydoc's own function comes first."""
+    app.connect("doctree-read", _link_names)
     app.connect("autodoc-process-docstring", _escape_stars, priority=900)

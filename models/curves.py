@@ -64,12 +64,14 @@ def plot_curves(points: Sequence[Point], path: Path, title: str) -> None:
     from ..figures import new_figure, save_figure
 
     figure, panels = new_figure(10.0, 4.2, columns=2)
+    losses = [loss for point in points for loss in (point.train_loss, point.test_loss) if math.isfinite(loss)]
+    # By the losses: the limits that matplotlib finds for a flat curve have it on the frame.
+    highest = max(losses, default=0.0) or 1.0
     labels = {"iteration": "iterations", "seconds": "seconds of training"}
     for axes, (abscissa, label) in zip(panels, labels.items(), strict=True):
         _draw(axes, points, abscissa)
         axes.set_xlabel(label)
-        axes.margins(y=0.08)
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, 1.08 * highest)
         axes.grid(alpha=0.25)
     panels[0].set_ylabel("cross-entropy loss")
     panels[0].legend(fontsize=8, frameon=False)

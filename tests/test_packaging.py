@@ -25,7 +25,17 @@ BESIDE = (
     "benchmarks", "docs", "examples", "tests", ".ci", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "constraints.txt",
     "MANIFEST.in",
 )  # fmt: skip
-SOURCES = ("jacsparse", "patterns", "spgemm", "models", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (
+    "jacsparse",
+    "patterns",
+    "spgemm",
+    "models",
+    "setup.cfg",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 #: Installs links to files: type checkers find those, but not the import hook of another editable install.
 STRICT = ("--config-settings", "editable_mode=strict")
 
@@ -170,13 +180,20 @@ def test_a_package_index_takes_both(distributions: Path) -> None:
     assert result.returncode == 0 and result.stdout.count("PASSED") == 2, result.stdout + result.stderr
 
 
-def test_the_page_of_a_package_index() -> None:
-    """The README renders as an index shows it, with its table, its blocks of code and its picture."""
+@pytest.mark.parametrize("address", ["", "https://example.org/jacsparse/blob/main"])
+def test_the_page_of_a_package_index(address: str) -> None:
+    """The README renders as an index shows it, with its table and its blocks of code; no link on it is relative."""
     from readme_renderer import markdown
 
-    page = markdown.render((ROOT / "README.md").read_text(encoding="utf-8"))
+    command = [sys.executable, "setup.py", "--quiet", "--long-description"]
+    environment = {**os.environ, "JACSPARSE_ADDRESS": address, "PYTHONIOENCODING": "utf-8"}
+    text = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, encoding="utf-8", check=True).stdout
+    page = markdown.render(text)
     assert page is not None
-    assert page.count("<table") == 1 and "<img" in page and page.count("<pre") >= 6 and "```" not in page
+    assert page.count("<table") == 1 and page.count("<pre") >= 6 and "```" not in page
+    links = re.findall(r'(?:href|src)="([^"]*)"', page)
+    assert links and all(link.startswith(("https://", "#")) for link in links)
+    assert ("<img" in page) == bool(address) and "[Which one?]" not in page and "Which one?" in page
 
 
 USER = """

@@ -62,6 +62,12 @@ def load_model(
             typer.echo(f"Note: a sample is taken to have the sizes {sizes_taken}; --input names others.", err=True)
         if checkpoint is not None:
             models.load_weights(module, checkpoint)
+    elif name not in models.MODELS:
+        raise ValueError(
+            f"model is {name!r}; expected one of {', '.join(sorted(models.MODELS))}, "
+            "package.module:factory for a network of your own, as torchvision.models:resnet18, "
+            "or a .pt2 file of torch.export with --trust"
+        )
     else:
         module = models.build(name) if checkpoint is None else models.built_from(name, checkpoint)
     if prune:

@@ -20,7 +20,7 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     """Draw the products of a `jacsparse.schedule.Schedule`, as `Schedule.plot` says."""
     levels = list(by_level(schedule.products))
     lanes = [(label, lane) for steps in levels for label, lane in _lanes(steps, schedule.spans)]
-    width, height = max(6.5, min(12.0, 1.8 + 0.55 * schedule.n)), max(2.6, min(14.0, 1.7 + 0.42 * len(lanes)))
+    width, height = max(6.5, min(8.0, 1.8 + 0.55 * schedule.n)), max(2.6, min(14.0, 1.7 + 0.42 * len(lanes)))
     figure, axes = new_figure(width, height)
     shown = {}
     for row, (_, steps) in enumerate(lanes):
@@ -31,8 +31,8 @@ def schedule_figure(schedule: Any, path: str | os.PathLike[str]) -> None:
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(-0.6, schedule.n + 0.6)
-    # Names of all places are legible up to some twenty; beyond, every k-th.
-    ticks = range(0, schedule.n + 1, max(1, schedule.n // 20))
+    # Names of all places are legible up to some twenty at a column's width; beyond, every k-th.
+    ticks = range(0, schedule.n + 1, -(-schedule.n // 14))
     axes.set_xticks(ticks, ["∇x$_{n}$" if place == 0 else f"J$_{{{schedule.n + 1 - place}}}^T$" for place in ticks])
     axes.set_xlabel("places of the array: gradient of the output, transposed Jacobians")
     axes.grid(axis="x", alpha=0.25)

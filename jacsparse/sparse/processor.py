@@ -67,4 +67,4 @@ def columns_for(width: int, itemsize: int) -> int:
     (4, 1)
     """
     most = min(vector_widths()[0] // itemsize, width)
-    return 2 ** (most.bit_length() - 1)
+    return 1 << (most.bit_length() - 1)

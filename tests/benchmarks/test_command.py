@@ -140,6 +140,12 @@ def test_report_of_the_results_that_are_kept_here(
     assert drawn and drawn <= {path.stem for path in tmp_path.glob("*.json")}
 
 
+def test_report_draws_formats_that_journals_take(measured: Path) -> None:
+    assert call("report", measured.parent, "--also", "svg", "--also", "pdf").exit_code == 0
+    assert (measured.parent / "dummy.cpu.svg").read_bytes().startswith(b"<?xml")
+    assert (measured.parent / "dummy.cpu.pdf").read_bytes().startswith(b"%PDF")
+
+
 def test_report_names_experiments_that_were_not_run(measured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Other(Dummy):
         name = "other"
@@ -154,7 +160,7 @@ def test_report_names_experiments_that_were_not_run(measured: Path, monkeypatch:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="here is a CUDA device")
 def test_cuda_without_a_device_is_not_measured(tmp_path: Path) -> None:
     answer = call("run", "dummy", "--device", "cuda", "--out", tmp_path)
-    assert answer.exit_code == 0
+    assert answer.exit_code == 1 and "nothing was measured" in answer.output
     assert "no CUDA device that PyTorch sees" in answer.output
     (row,) = read(tmp_path / "dummy.cuda.json").rows
     assert row.not_measured == "no CUDA device that PyTorch sees" and row.median is None
@@ -164,7 +170,7 @@ def test_cuda_without_a_device_is_not_measured(tmp_path: Path) -> None:
 
 def test_a_device_that_an_experiment_does_not_run_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     device(monkeypatch)
-    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
+    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 1
     assert read(tmp_path / "dummy.made-up-h300.json").rows[0].not_measured == "this experiment runs on cpu only"
 
 
@@ -172,7 +178,7 @@ def test_a_device_without_cupy_is_not_measured(tmp_path: Path, monkeypatch: pyte
     device(monkeypatch)
     monkeypatch.setattr(Dummy, "devices", ("cpu", "cuda"))
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 0
+    assert call("run", "dummy", "--device", "cuda", "--out", tmp_path).exit_code == 1
     (row,) = read(tmp_path / "dummy.made-up-h300.json").rows
     assert "kernels need CuPy: pip install 'jacsparse[gpu" in row.not_measured
 

@@ -465,6 +465,7 @@ def test_tokens_of_ones_own(jac, tmp_path: Path) -> None:
 LAYER = ("lenet5", "--layer", "features.0", "--out", "J.npz")
 BAD = {
     "model": (["flop", "vgg99"], "vgg99"),
+    "model elsewhere": (["flop", "resnet18"], "package.module:factory for a network of your own"),
     "factory": (["flop", "nowhere.at_all:f"], "model 'nowhere.at_all:f' cannot be made (ModuleNotFoundError"),
     "factory's arguments": (["flop", "math:sqrt"], "model 'math:sqrt' cannot be made (TypeError: math.sqrt() takes"),
     "factory's value": (["flop", "time:time"], "model 'time:time' gave a float; expected a torch.nn.Module"),

@@ -35,6 +35,8 @@ from jacsparse.models.curves import Point, from_tensor, plot_curves, save_csv, t
 from jacsparse.models.nested_state import from_tensors, to_tensors
 from rich.console import Console
 
+from jacsparse import figures
+
 
 @pytest.fixture(scope="module")
 def data() -> Dataset:
@@ -302,6 +304,20 @@ def test_curves_as_tensors_and_pictures(tmp_path: Path) -> None:
     assert lines[1:] == ["train,1,1,0.5,2.0,,", "retrain,1,2,1.0,1.5,1.25,0.5"]
     plot_curves(points, tmp_path / "curve.png", "two points")
     assert (tmp_path / "curve.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("loss", [2.3, 0.0])
+def test_a_flat_curve_is_not_on_the_frame(loss: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limits: list[Any] = []
+    save = figures.save_figure
+
+    def noting(figure: Any, path: Path) -> None:
+        limits.extend(axes.get_ylim() for axes in figure.axes)
+        save(figure, path)
+
+    monkeypatch.setattr(figures, "save_figure", noting)
+    plot_curves([Point("train", 1, 1, 0.5, loss), Point("train", 1, 2, 1.0, loss)], tmp_path / "curve.png", "flat")
+    assert len(limits) == 2 and all(low <= loss < high for low, high in limits)
 
 
 @pytest.mark.parametrize(
