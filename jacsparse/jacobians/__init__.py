@@ -109,6 +109,7 @@ values are finite. Each one waits where it looks at pruned weights, and once for
 
 from .hessians import PreparedHessian, hessian, prepare_hessian
 from .prepared import PreparedJacobian, prepare_jacobian
+from .roots import newton
 from .sparsity import hessian_pattern, jacobian_pattern
 from .unprepared import jacobian
 from .verification import Verification, VerificationError, verify
@@ -122,6 +123,7 @@ __all__ = [
     "hessian_pattern",
     "jacobian",
     "jacobian_pattern",
+    "newton",
     "prepare_hessian",
     "prepare_jacobian",
     "verify",
