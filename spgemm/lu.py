@@ -31,6 +31,12 @@ from .plan_cache import PLAN_CACHE
 
 #: An element of the diagonal is a pivot where it is at least this share of the largest in its column.
 _LEAST_PIVOT = 0.1
+#: SuperLU's options for pivots on the diagonal.
+SYMMETRIC: dict[str, Any] = {
+    "permc_spec": "MMD_AT_PLUS_A",
+    "diag_pivot_thresh": _LEAST_PIVOT,
+    "options": {"SymmetricMode": True},
+}
 
 
 class Ordering:
@@ -53,16 +59,12 @@ class Ordering:
 
     def __init__(self, pattern: Pattern, symmetric: bool) -> None:
         self.patterns, size = (pattern,), pattern.shape[0]
-        self._options: dict[str, Any] = {
-            "diag_pivot_thresh": _LEAST_PIVOT if symmetric else 1.0,
-            "options": {"SymmetricMode": symmetric},
-        }
+        options = SYMMETRIC if symmetric else {"permc_spec": "COLAMD"}
         # The order is the pattern's. Of a diagonal that is larger than all else, the incomplete factors are diagonal.
         diagonal = scipy.sparse.eye_array(size, format="csc")
         columns = _columns(np.full(pattern.nnz, 0.5 / max(1, size)), pattern.indices, pattern.indptr) + diagonal
-        spec = "MMD_AT_PLUS_A" if symmetric else "COLAMD"
-        order = spilu(columns, drop_tol=1.0, fill_factor=1.0, permc_spec=spec, **self._options).perm_c
-        self.rows = frozen(np.argsort(order))
+        self.rows = frozen(np.argsort(spilu(columns, drop_tol=1.0, fill_factor=1.0, **options).perm_c))
+        self._options = {**options, "permc_spec": "NATURAL"}
         ordered = pattern.to_scipy(np.arange(pattern.nnz))[self.rows][:, self.rows]
         ordered.sort_indices()
         self._places, self._indices, self._indptr = map(frozen, (ordered.data, ordered.indices, ordered.indptr))
@@ -75,7 +77,7 @@ class Ordering:
     def factors(self, values: np.ndarray) -> SuperLU:
         """The factors of the transposed matrix with these values ``(nnz,)``, its rows and columns in this order."""
         columns = _columns(values[self._places], self._indices, self._indptr)
-        return splu(columns, permc_spec="NATURAL", **self._options)
+        return splu(columns, **self._options)
 
 
 def _columns(*arrays: np.ndarray) -> scipy.sparse.csc_array:

@@ -297,7 +297,15 @@ def poisson(n: int, dtype: torch.dtype = torch.float64) -> SparseJacobian:
     return SparseJacobian.from_scipy(scipy.sparse.kronsum(line, line)).to(dtype)
 
 
-@pytest.mark.parametrize("options", [{"kind": "jacobi"}, {"kind": "block_jacobi", "block_size": 12}, {"kind": "ilu"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "jacobi"},
+        {"kind": "block_jacobi", "block_size": 12},
+        {"kind": "ilu"},
+        {"kind": "ilu", "permc_spec": "COLAMD"},
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_preconditioners(options: dict[str, Any], dtype: torch.dtype) -> None:
     J = poisson(10, dtype)
