@@ -86,8 +86,8 @@ class Solvable(SparseMatrix):
 
             The first two are of use where blocks along the diagonal outweigh the rest of their rows, as in time steps
             that are short for diffusion between points. Where a block is nearly singular, as of a reaction that grows,
-            hundreds of iterations are needed, and SciPy's ``gmres`` stagnates, for it restarts after 20: take ``"ilu"``,
-            or pass it ``restart=200``.
+            hundreds of iterations are needed, and SciPy's ``gmres`` stagnates, for it restarts after 20: take
+            ``"ilu"``, or pass it ``restart=200``.
         sample : int, optional
             The sample; optional where there is only one.
         block_size : int, optional

@@ -18,13 +18,13 @@ from scipy.spatial.transform import Rotation
 
 import examples
 from examples import dynamic_sparse_training
-from examples.bundle_adjustment import Scene, by_scipy, synthetic
 from examples.equations import brusselator, initial_values
 from examples.implicit_euler import implicit_euler
 from examples.least_squares import levenberg_marquardt
 from examples.physics_informed import by_gauss_newton, exact, network, solution
 from examples.posterior_variance import Uncertainty, denoiser, dense_variance, images
 from examples.radau import solve_by_radau, ways
+from examples.scenes import Scene, by_scipy, synthetic
 from jacsparse.sparse import SparseLayer, SparseModel
 
 
@@ -147,7 +147,7 @@ def test_main_prints_a_table(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_each_example_runs_here() -> None:
     modules = {module.name for module in pkgutil.iter_modules(examples.__path__)}
     # The demo has a file of tests of its own.
-    assert modules - {"demo", "equations", "least_squares"} == set(SMALL)
+    assert modules - {"demo", "equations", "least_squares", "scenes"} == set(SMALL)
 
 
 def test_dynamic_sparse_training() -> None:
