@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class WholeProgram:
     prepare: Callable[[], Any]
     #: Takes them.
     ours: Callable[[Any], np.ndarray]
-    peers: dict[str, Callable[[], np.ndarray]]
+    peers: Mapping[str, Callable[[], np.ndarray]]
     #: How far answers may differ, as a share of the largest element.
     tolerance: float
 
@@ -300,10 +300,10 @@ def parameter_estimation(points: int) -> WholeProgram:
         jac = sensitivities if isinstance(sensitivities, str) else lambda p: sensitivities(solution(p), p)
         return scipy.optimize.least_squares(misfit, np.zeros(8), jac, method="lm").x  # type: ignore[no-any-return]
 
-    def prepare() -> tuple[Any, Any]:
+    def prepare() -> tuple[Any, ...]:
         return tuple(jacsparse.prepare_jacobian(heat, start, truth, argnums=number) for number in (0, 1))
 
-    def ours(prepared: tuple[Any, Any]) -> np.ndarray:
+    def ours(prepared: tuple[Any, ...]) -> np.ndarray:
         by_u, by_p = prepared
 
         def sensitivities(u: torch.Tensor, p: np.ndarray) -> np.ndarray:
