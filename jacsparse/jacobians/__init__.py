@@ -57,6 +57,8 @@ an evaluator (`evaluator_of` says which one)
 ``prepared.save(path)``, ``PreparedJacobian.load(path, f, x)``
     `saved_programs` has what was decided, as arrays; loading traces `f` again, and compares the digests. Of products
     only the name is saved.
+``newton(f, u)``
+    `roots`: steps with a prepared Jacobian's factors, and the implicit function's derivative at the root.
 ``jacobian_pattern(f, x)``, ``verify(f, x)``
     `sparsity`; `verification`, on `edge_matrices`.
 
