@@ -12,6 +12,7 @@ from ._experiment import Experiment
 _FILES = (
     *("jacobian_generation", "spgemm", "flop_analysis", "whole_jacobian", "sparse_jacobian", "sparse_networks"),
     *("dense_rivals", "sparse_kernels", "sparse_convergence", "discretised_equations", "stiff_equations", "solving"),
+    *("whole_programs",),
     *(
         "triangular_solvers",
         "triangular_costs",

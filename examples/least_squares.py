@@ -12,6 +12,7 @@ import jacsparse
 def levenberg_marquardt(
     residuals: Callable[..., torch.Tensor],
     start: Sequence[torch.Tensor],
+    jacobian: jacsparse.PreparedJacobian | None = None,
     *,
     iterations: int = 100,
     tolerance: float = 1e-10,
@@ -20,9 +21,10 @@ def levenberg_marquardt(
 
     Each step solves ``(JᵀJ + λ D) step = -Jᵀr``, which is regular though JᵀJ may be singular; `D` is the largest
     diagonal of JᵀJ so far (Moré, "The Levenberg-Marquardt algorithm", 1978). A step that lowers the sum by less than
-    `tolerance` of it is the last.
+    `tolerance` of it is the last. The Jacobian, by all arguments, is prepared where it is left out.
     """
-    jacobian = jacsparse.prepare_jacobian(residuals, *start, argnums=tuple(range(len(start))))
+    if jacobian is None:
+        jacobian = jacsparse.prepare_jacobian(residuals, *start, argnums=tuple(range(len(start))))
     x, r, damping = list(start), residuals(*start).flatten(), 1e-3
     J, costs = jacobian(*x), [0.5 * float(r @ r)]
     scales = J.gram_diagonal()

@@ -124,7 +124,6 @@ class Factorization:
         than the matrix, at worst n²; an order of elimination limits them. It is COLAMD's or, where the pattern is
         symmetric and no element of the diagonal is small after scaling, that of minimum degree, with pivots on the
         diagonal unless others are 10 times larger: implicit time steps and normal equations have far fewer entries so.
-        The first call for a pattern factors its first sample twice, to find the order.
     ``"cholesky"``
         Where it is asked for: as ``"block_diagonal"``, of symmetric positive definite matrices, at half the operations.
 

@@ -10,6 +10,7 @@ from scipy.sparse.linalg import LinearOperator, spilu
 
 from ..patterns import Pattern
 from .factorization import factorize
+from .lu import SYMMETRIC
 
 _KINDS = ("jacobi", "block_jacobi", "ilu")
 
@@ -29,6 +30,10 @@ def preconditioner(
     if options and kind != "ilu":
         raise TypeError(f"{kind} takes no {', '.join(options)}; options are those of scipy.sparse.linalg.spilu")
     if kind == "ilu":
+        entries = matrix.astype(bool)
+        is_symmetric = matrix.diagonal().all() and 2 * entries.multiply(entries.T).nnz >= entries.nnz
+        if is_symmetric and not options.keys() & SYMMETRIC.keys():
+            options = {**options, **SYMMETRIC}
         try:
             factors = spilu(matrix.tocsc(), **options)
         except RuntimeError as error:

@@ -62,7 +62,7 @@ class SparseJacobian(Solvable):
 
     ``J[2:5]`` and ``J[:, columns]`` are Jacobians of some rows or columns, and ``J[rows, columns]`` the elements at
     pairs, ``(pairs, batch)``, all as of SciPy's matrices. ``J @ v`` takes vectors of NumPy too, and ``np.asarray(J)``
-    is the dense matrix where there is one sample.
+    and ``torch.as_tensor(J)`` are the dense matrix where there is one sample.
 
     ``torch.load`` refuses a Jacobian, as it does any class whose file would run code. Save the pattern by
     `jacsparse.Pattern.save` and the values by ``torch.save``, and make it anew of what `jacsparse.Pattern.load` and

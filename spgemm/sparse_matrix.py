@@ -133,6 +133,18 @@ class SparseMatrix:
         dense = check_outside_transforms("the Jacobian", self.todense()).numpy(force=True)
         return dense.astype(dense.dtype if dtype is None else dtype, copy=False)
 
+    def __dlpack__(self, **options: Any) -> Any:
+        """``torch.as_tensor(J)`` of a Jacobian with one sample: a copy of the dense matrix, as of ``J.todense()``."""
+        if self.batch != 1:
+            raise ValueError(f"this Jacobian has {self.batch} samples, and a tensor one matrix: take J.todense(sample)")
+        if self.values.requires_grad:
+            raise ValueError("this Jacobian is part of autograd, which a copy leaves: take J.todense()")
+        return self.todense().__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        """The device of `__dlpack__`."""
+        return self.values.__dlpack_device__()
+
     def plot(
         self,
         path: str | os.PathLike[str] | None = None,

@@ -6,6 +6,11 @@ import importlib.metadata
 import importlib.util
 import platform
 import shutil
+import time
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
 
 # Distributions, their purpose and how to get them.
 _OPTIONAL = (
@@ -17,7 +22,11 @@ _OPTIONAL = (
 )
 
 
-def doctor() -> None:
+def doctor(
+    compile: Annotated[
+        bool, typer.Option("--compile", help="First compile the kernels that most calls run, so that they need not.")
+    ] = False,
+) -> None:
     """Say what is installed, what is missing and how to get it."""
     from rich import box
     from rich.console import Console
@@ -25,10 +34,59 @@ def doctor() -> None:
     from rich.text import Text
 
     table = Table(box=box.SIMPLE_HEAD, show_header=False)
-    for line in (*_versions(), *_machine(), *_caches(), *_optional()):
+    for line in (*(_compiled() if compile else ()), *_versions(), *_machine(), *_caches(), *_optional()):
         # Rich would read "[plot]" in a string as markup.
         table.add_row(*map(Text, line))
     Console().print(table)
+
+
+def _compiled() -> Iterator[tuple[str, str]]:
+    """Small calls of each kind, and the seconds of processor time that each took."""
+    import torch
+
+    for dtype in (torch.float32, torch.float64):
+        for what, call in _small_calls(dtype).items():
+            begin = time.process_time()
+            call()
+            yield "compiled", f"{what} in {dtype}: {time.process_time() - begin:.1f} s of one core"
+
+
+def _small_calls(dtype: Any) -> dict[str, Callable[[], None]]:
+    import torch
+    from torch import nn
+
+    import jacsparse
+
+    def difference(u: torch.Tensor) -> torch.Tensor:
+        return nn.functional.pad(u[..., 1:], (0, 1)) - 2 * u - u**3 + 1
+
+    x, u = torch.rand(2, 1, 8, 8, dtype=dtype), torch.rand(2, 1000, dtype=dtype)
+
+    def layers() -> None:
+        network = nn.Sequential(
+            nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32, 4)
+        )
+        for module in (network.to(dtype), network[0]):
+            J = jacsparse.jacobian(module, x)
+            J.vjp(J.jvp(x))
+
+    def functions() -> None:
+        jacsparse.jacobian(difference, u[0])
+        jacsparse.prepare_jacobian(difference, u, batched=True)(u)
+        jacsparse.hessian(lambda u: (u[1:] * u[:-1] ** 2).sum(), u[0])
+
+    def systems() -> None:
+        J = jacsparse.jacobian(difference, u, batched=True)
+        J @ J.gram()
+        J.outer() + J
+        for samples in (u, u.reshape(500, 4)):
+            jacsparse.newton(difference, torch.zeros_like(samples), batched=True)
+
+    def recurrent() -> None:
+        for layer in (jacsparse.nn.RNN, jacsparse.nn.GRU, jacsparse.nn.LSTM):
+            layer(3, 20).to(dtype)(torch.rand(100, 16, 3, dtype=dtype))[0].sum().backward()
+
+    return {"Jacobians of layers": layers, "of functions": functions, "systems": systems, "recurrent layers": recurrent}
 
 
 def _versions() -> list[tuple[str, str]]:

@@ -57,6 +57,8 @@ an evaluator (`evaluator_of` says which one)
 ``prepared.save(path)``, ``PreparedJacobian.load(path, f, x)``
     `saved_programs` has what was decided, as arrays; loading traces `f` again, and compares the digests. Of products
     only the name is saved.
+``newton(f, u)``
+    `roots`: steps with a prepared Jacobian's factors, and the implicit function's derivative at the root.
 ``jacobian_pattern(f, x)``, ``verify(f, x)``
     `sparsity`; `verification`, on `edge_matrices`.
 
@@ -110,6 +112,7 @@ are zero without a mask are at each call, which waits.
 
 from .hessians import PreparedHessian, hessian, prepare_hessian
 from .prepared import PreparedJacobian, prepare_jacobian
+from .roots import newton
 from .sparsity import hessian_pattern, jacobian_pattern
 from .unprepared import jacobian
 from .verification import Verification, VerificationError, verify
@@ -123,6 +126,7 @@ __all__ = [
     "hessian_pattern",
     "jacobian",
     "jacobian_pattern",
+    "newton",
     "prepare_hessian",
     "prepare_jacobian",
     "verify",

@@ -63,6 +63,7 @@ from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_costs import TriangularCosts
 from benchmarks.triangular_solvers import TriangularSolvers
 from benchmarks.whole_jacobian import Network, WholeJacobian
+from benchmarks.whole_programs import WholePrograms
 from benchmarks.written_loops import WrittenLoops
 from jacsparse import solvers
 
@@ -112,6 +113,7 @@ SMALL: list[Experiment] = [
     DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     Solving(batches=((3, 5),), lines=((6, 20),), grids=(3,), fields=(4,)),
+    WholePrograms(sizes=((4,), (3,), (4, 9), (9,), (4,), (5,))),
     TriangularSolvers(depths=(2, 5), widths=(2, 3), batch=2, recurrent=((1, 3, 2), (2, 4, 3))),
     TriangularCosts(units=(2, 3), depths=(3, 5), samples=(1, 2, 3)),
     LeapfrogTimes(depths=(1, 5), widths=(2, 3), batch=2, most=2),

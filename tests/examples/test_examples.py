@@ -18,13 +18,13 @@ from scipy.spatial.transform import Rotation
 
 import examples
 from examples import dynamic_sparse_training
-from examples.bundle_adjustment import Scene, by_scipy, synthetic
 from examples.equations import brusselator, initial_values
-from examples.implicit_euler import implicit_euler
+from examples.implicit_euler import odeint
 from examples.least_squares import levenberg_marquardt
 from examples.physics_informed import by_gauss_newton, exact, network, solution
 from examples.posterior_variance import Uncertainty, denoiser, dense_variance, images
 from examples.radau import solve_by_radau, ways
+from examples.scenes import Scene, by_scipy, synthetic
 from jacsparse.sparse import SparseLayer, SparseModel
 
 
@@ -49,22 +49,35 @@ def test_brusselator() -> None:
 
 def test_implicit_euler() -> None:
     n, start = 4, initial_values(4)
-    y = start.numpy().ravel()
+    y, times = start.numpy().ravel(), torch.tensor([0.0, 0.01], dtype=start.dtype)
     solution = scipy.optimize.root(lambda x: x - y - 0.01 * reference_brusselator(x, n), y, tol=1e-12)
-    one, _ = implicit_euler(brusselator, start, 0.01, 1)
+    of_state = lambda _, x: brusselator(x)  # noqa: E731
+    first, one = odeint(of_state, start, times)
+    assert torch.equal(first, start)
     assert solution.success and np.allclose(one.numpy().ravel(), solution.x, rtol=0, atol=1e-8)
     fine = scipy.integrate.solve_ivp(
         lambda t, x: reference_brusselator(x, n), (0.0, 0.1), y, method="BDF", rtol=1e-9, atol=1e-10
     )
-    errors = []
-    for steps in (10, 20, 40):
-        x, iterations = implicit_euler(brusselator, start, 0.1 / steps, steps)
-        assert steps < iterations <= 8 * steps
-        errors.append(np.abs(x.numpy().ravel() - fine.y[:, -1]).max())
+    errors = [
+        np.abs(odeint(of_state, start, 10 * times, steps=steps)[-1].numpy().ravel() - fine.y[:, -1]).max()
+        for steps in (10, 20, 40)
+    ]
     # A method of first order.
     assert errors[2] < 0.75 * errors[1] < 0.75**2 * errors[0]
-    with pytest.raises(ArithmeticError, match=r"Newton's method does not settle with step=1\.0"):
-        implicit_euler(lambda x: x**2 + 1, torch.zeros(1, dtype=torch.float64), 1.0, 1)
+    with pytest.raises(ArithmeticError, match=r"Newton's method does not settle"):
+        odeint(lambda _, x: x**2 + 1, torch.zeros(1, dtype=start.dtype), 90 * times)
+
+
+def test_implicit_euler_is_differentiable_and_sees_the_time() -> None:
+    """``y' = -a t y``: each step divides by ``1 + h a t``."""
+    a = torch.tensor(3.0, dtype=torch.float64, requires_grad=True)
+    y0 = torch.tensor([2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    times = torch.tensor([0.0, 0.5, 1.0], dtype=torch.float64)
+    states = odeint(lambda t, y: -a * t * y, y0, times)
+    expected = torch.stack([y0, y0 / (1 + 0.25 * a), y0 / (1 + 0.25 * a) / (1 + 0.5 * a)])
+    assert torch.allclose(states, expected, rtol=1e-8)
+    for actual, reference in zip(*(torch.autograd.grad(x.sum(), (a, y0)) for x in (states, expected)), strict=True):
+        assert torch.allclose(actual, reference, rtol=1e-8)
 
 
 def test_radau_takes_the_same_steps_by_each_jacobian() -> None:
@@ -147,7 +160,7 @@ def test_main_prints_a_table(name: str, capsys: pytest.CaptureFixture[str]) -> N
 def test_each_example_runs_here() -> None:
     modules = {module.name for module in pkgutil.iter_modules(examples.__path__)}
     # The demo and the one of several processes have files of tests of their own.
-    assert modules - {"cluster", "demo", "equations", "least_squares"} == set(SMALL)
+    assert modules - {"cluster", "demo", "equations", "least_squares", "scenes"} == set(SMALL)
 
 
 def test_dynamic_sparse_training() -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jacsparse.patterns import Full, Pattern
 from jacsparse.spgemm import FACTORIZATIONS
+from jacsparse.spgemm.lu import Ordering
 from torch.autograd import gradcheck, gradgradcheck
 
 from jacsparse import SparseJacobian
@@ -212,6 +213,23 @@ def test_auto_chooses_sparse_factors_of_large_grids() -> None:
     assert repr(factors) == "<Factorization 8100 × 8100, superlu, batch 1, torch.float32>"
 
 
+def test_sparse_factors_of_symmetric_patterns_fill_in_as_eliminated_without_pivots() -> None:
+    """A network with two unknowns at each node, whose diagonal is large."""
+    rng, nodes = np.random.default_rng(0), 300
+    ends = [(i, j) for i in range(1, nodes) for j in {int(rng.integers(max(0, i - 17), i)), int(rng.integers(0, i))}]
+    one, other = np.array(ends).T
+    lines = scipy.sparse.coo_array((np.ones(len(one)), (one, other)), (nodes, nodes))
+    pattern = Pattern.from_scipy(scipy.sparse.kron(np.ones((2, 2)), lines + lines.T + scipy.sparse.eye_array(nodes)))
+    values = rng.uniform(-1, 1, pattern.nnz)
+    values[pattern.rows == pattern.indices] = 40
+    ordering = Ordering(pattern, True)
+    left = pattern.to_scipy(np.ones(pattern.nnz)).todense()[np.ix_(ordering.rows, ordering.rows)] != 0
+    for k in range(len(left)):
+        left[k + 1 :, k + 1 :] |= np.outer(left[k + 1 :, k], left[k, k + 1 :])
+    # SuperLU's supernodes have some zeros.
+    assert left.sum() <= ordering.factors(values).nnz + len(left) <= 1.1 * left.sum() + len(left)
+
+
 def test_large_blocks_are_factored_by_several_threads() -> None:
     """PyTorch's own batched factorisation hangs there: another process, which can be ended."""
     code = """
@@ -279,7 +297,15 @@ def poisson(n: int, dtype: torch.dtype = torch.float64) -> SparseJacobian:
     return SparseJacobian.from_scipy(scipy.sparse.kronsum(line, line)).to(dtype)
 
 
-@pytest.mark.parametrize("options", [{"kind": "jacobi"}, {"kind": "block_jacobi", "block_size": 12}, {"kind": "ilu"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kind": "jacobi"},
+        {"kind": "block_jacobi", "block_size": 12},
+        {"kind": "ilu"},
+        {"kind": "ilu", "permc_spec": "COLAMD"},
+    ],
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_preconditioners(options: dict[str, Any], dtype: torch.dtype) -> None:
     J = poisson(10, dtype)

@@ -179,7 +179,12 @@ def test_arrays_of_numpy(case: tuple[SparseJacobian, Any, Any]) -> None:
         array = np.asarray(J)
         assert array.dtype == np.float64 and np.array_equal(array, dense(J)[0].numpy())
         assert np.array(J, dtype=np.float32).dtype == np.float32
+        for convert in (torch.as_tensor, torch.tensor, torch.asarray):
+            assert torch.equal(convert(J), J.todense())
+        assert np.array_equal(np.from_dlpack(J), array)
     else:
+        with pytest.raises(ValueError, match=rf"{J.batch} samples, and a tensor one matrix: take J.todense\(sample\)"):
+            torch.as_tensor(J)
         with pytest.raises(ValueError, match=rf"{J.batch} samples, and an array one: np.asarray\(J.todense\(sample\)"):
             np.asarray(J)
 
@@ -188,6 +193,8 @@ def test_arrays_of_what_has_gradients() -> None:
     J = SparseJacobian.identity(3).to(torch.float64)
     J = SparseJacobian(J.pattern.scaled(), J.values.clone().requires_grad_())
     assert np.array_equal(np.asarray(J), np.eye(3)) and isinstance(J @ np.ones(3), np.ndarray)
+    with pytest.raises(ValueError, match=r"this Jacobian is part of autograd, which a copy leaves: take J.todense\(\)"):
+        torch.as_tensor(J)
     for call in (lambda v: J.__class__(J.pattern, v) @ np.ones(3), lambda v: np.asarray(J.__class__(J.pattern, v))):
         with pytest.raises(TypeError, match=r"the Jacobian is within a transform of torch\.func"):
             torch.vmap(call)(torch.ones(2, 3, 1).double())
