@@ -102,7 +102,7 @@ def test_outputs(name: str, batch: int) -> None:
         torch.save([each.detach() for each in tensors_of(output)], io.BytesIO())
 
 
-@pytest.mark.parametrize("name", OUTPUTS.keys() - {"a view of a dict"})
+@pytest.mark.parametrize("name", [name for name in OUTPUTS if name != "a view of a dict"])
 def test_frozen_outputs(name: str) -> None:
     model, x = pruned(Returning(OUTPUTS[name])).eval(), torch.randn(3, 3, 5, 6, dtype=torch.float64)
     frozen = freeze(sparsify(model, x, measure=False), x)
