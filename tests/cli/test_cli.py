@@ -343,6 +343,7 @@ def test_doctor(jac) -> None:
     assert "jacsparse[gpu]" in out or "installed" in out
 
 
+@pytest.mark.full
 def test_doctor_compiles(jac) -> None:
     status, out, _ = jac("doctor", "--compile")
     words = " ".join(out.split())
