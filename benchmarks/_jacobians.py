@@ -46,6 +46,7 @@ class Case:
     at_most: float | None = None
     #: The most seconds of a prepared Jacobian.
     seconds: float | None = None
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"{self.problem}, {self.size}" + (f", batch {self.batch}" if self.batch > 1 else "")
@@ -88,6 +89,11 @@ class _Asdex:
             self._program.close()
 
 
+def matrix_of(jacobian: jacsparse.SparseJacobian) -> scipy.sparse.csr_array:
+    """The Jacobian of one sample, wherever it lies."""
+    return jacobian.to("cpu").to_scipy()
+
+
 def check_values(actual: scipy.sparse.csr_array, expected: scipy.sparse.csr_array) -> None:
     """Raise ValueError where values differ from those of the prepared Jacobian."""
     scale = abs(expected).max()
@@ -102,7 +108,7 @@ def _compiled(problem: SparseFunction, expected: scipy.sparse.csr_array | None) 
     """Calls of a compiled program, checked as asdex's; ValueError where it cannot be compiled."""
     prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
     if expected is not None:
-        check_values(prepared(*problem.args).to_scipy(), expected)
+        check_values(matrix_of(prepared(*problem.args)), expected)
     return functools.partial(prepared.values, *problem.args)
 
 
@@ -166,14 +172,14 @@ class JacobianGrid(Grid):
         """The rows with ratios and first calls; `first` has the seconds of asdex's by mode's label."""
 
     def cases(self, context: Context) -> Iterable[Case]:
-        return self.problems
+        return [replace(case, device=context.place) for case in self.problems]
 
     def measure(self, case: Case, context: Context) -> Iterable[Row]:
-        problem = PROBLEMS[case.problem](case.size, case.batch)
+        problem = PROBLEMS[case.problem](case.size, case.batch).to(case.device)
         prepared = jacsparse.prepare_jacobian(problem.f, *problem.args, **problem.options)
         values, x = functools.partial(prepared.values, *problem.args), problem.args[0]
         rows = Group(str(case), data={"equation": case.problem, "unknowns": x.numel()})
-        expected = None if problem.batched else prepared(*problem.args).to_scipy()
+        expected = None if problem.batched else matrix_of(prepared(*problem.args))
         calls: dict[str, Call] = {PREPARED: values, **self.calls(case, problem, prepared, expected)}
         if self.compiled:
             calls[COMPILED] = in_mode(functools.partial(_compiled, problem, expected), "")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from jacsparse.models import build
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from ._equations import EQUATIONS, Equation, Library, field
 
@@ -29,6 +30,18 @@ class SparseFunction:
     def options(self) -> dict[str, Any]:
         """The options of `jacobian`."""
         return {"argnums": self.argnums, "batched": self.batched}
+
+    def to(self, device: str) -> SparseFunction:
+        """The same with its tensors on a device."""
+
+        def moved(tree: Any) -> Any:
+            return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), tree)
+
+        if isinstance(self.f, nn.Module):
+            return replace(self, f=self.f.to(device), args=moved(self.args))
+        assert isinstance(self.f, functools.partial)
+        f = functools.partial(self.f.func, *self.f.args, **moved(self.f.keywords))
+        return replace(self, f=f, args=moved(self.args))
 
 
 def autoencoder(size: int, batch: int) -> SparseFunction:

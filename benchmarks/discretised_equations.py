@@ -16,7 +16,16 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from ._calls import Call, in_mode
 from ._context import Context
 from ._figures import Line, Panel, Picture
-from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call, check_values, first_call
+from ._jacobians import (
+    COMPILED,
+    PREPARED,
+    Case,
+    JacobianGrid,
+    add_first_call,
+    check_values,
+    first_call,
+    matrix_of,
+)
 from ._problems import SparseFunction
 from ._rows import Group, Row, compare, values_of, where
 
@@ -54,6 +63,7 @@ class DiscretisedEquations(JacobianGrid):
     name = "discretised_equations"
     title = "Jacobians of discretised equations"
     source = "asdex (adrhill/asdex), its colouring precomputed, compiled by XLA, the faster of its modes"
+    devices = ("cpu", "cuda")
 
     modes: ClassVar[Mapping[str, str]] = {_FORWARD: "fwd", _REVERSE: "rev"}
     ours = (COMPILED, PREPARED, _LATER)
@@ -61,7 +71,7 @@ class DiscretisedEquations(JacobianGrid):
     references = (_GRADIENT,)
 
     def cases(self, context: Context) -> Iterable[Case]:
-        if self.compiled:
+        if self.compiled and context.device == "cpu":
             # The first process compiles the kernels that prepare.
             first_call(Case("kuramoto_sivashinsky", 7), "compiled")
         return super().cases(context)
@@ -84,7 +94,7 @@ class DiscretisedEquations(JacobianGrid):
             for label in (PREPARED, COMPILED):
                 rows.compare(f"{label} / asdex", label, asdex.label, at=label)
         _add_limit(rows, _LATER, "jacobian", _LATER_RATIO, _GRADIENT, rows[_GRADIENT])
-        if self.compiled:
+        if self.compiled and case.device == "cpu":
             seconds = add_first_call(rows, _FIRST, case, "compiled", None if asdex is None else first[asdex.label])
             if seconds is not None:
                 rows.beside(_FIRST, f"time / {_MOST_SECONDS:g} s", seconds / _MOST_SECONDS, at_most=1.0)
@@ -117,7 +127,7 @@ class DiscretisedEquations(JacobianGrid):
 def _later(problem: SparseFunction, expected: scipy.sparse.csr_array) -> Call:
     # The second call makes a program, and later ones follow it.
     for _ in range(3):
-        check_values(jacsparse.jacobian(problem.f, *problem.args).to_scipy(), expected)
+        check_values(matrix_of(jacsparse.jacobian(problem.f, *problem.args)), expected)
     return lambda: jacsparse.jacobian(problem.f, *problem.args)
 
 

@@ -21,11 +21,13 @@ from benchmarks import _calls, _context, _peers, jacobian_generation
 from benchmarks._calls import GRAPH, block_times, captured, full_precision, in_mode
 from benchmarks._context import Context, Limits, Timing
 from benchmarks._experiment import Experiment
+from benchmarks._jacobians import PREPARED, Case
 from benchmarks._peers import PEERS
 from benchmarks._recurrent import OURS, PEER, Layer, RecurrentCase, RecurrentWorkload
 from benchmarks._results import Result, read, write
 from benchmarks._rows import Row
 from benchmarks.chunk_sweep import ChunkSweep
+from benchmarks.discretised_equations import DiscretisedEquations
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.jacobian_generation import JacobianGeneration
 from benchmarks.layer_calls import LayerCalls
@@ -224,6 +226,12 @@ def test_a_picture_of_what_was_not_captured(experiment: Experiment, context: Con
     ]
     experiment.figure(rows, tmp_path / "picture.png")
     assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_discretised_equations_on_a_device(context: Context) -> None:
+    rows = DiscretisedEquations((Case("power_flow", 5),), compiled=False).run(context)
+    medians = {row.label: row.median for row in rows}
+    assert medians[PREPARED] is not None and medians["jacobian, later calls"] is not None
 
 
 def _ratios(rows: list[Row], label: str) -> dict[str, float | None]:
