@@ -106,8 +106,13 @@ print(json.dumps([report.to_dict(), 1024 * resource.getrusage(resource.RUSAGE_SE
     ("model", "expected"),
     [
         (
+            "transformers.ViTForImageClassification(transformers.ViTConfig(num_hidden_layers=2, num_labels=1000))",
+            vit(224, 16, 768, 2, 3072, 1000),
+        ),
+        pytest.param(
             "transformers.ViTForImageClassification(transformers.ViTConfig(num_labels=1000))",
             vit(224, 16, 768, 12, 3072, 1000),
+            marks=pytest.mark.full,
         ),
         pytest.param(
             "transformers.SwinForImageClassification(transformers.SwinConfig(num_labels=1000))",
@@ -115,7 +120,7 @@ print(json.dumps([report.to_dict(), 1024 * resource.getrusage(resource.RUSAGE_SE
             marks=pytest.mark.full,
         ),
     ],
-    ids=["ViT-B/16", "Swin-T"],
+    ids=["two blocks of ViT-B/16", "ViT-B/16", "Swin-T"],
 )
 def test_vision_transformers_take_little_memory(model: str, expected: tuple[int, int, int]) -> None:
     pytest.importorskip("transformers")
