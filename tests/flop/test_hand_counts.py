@@ -174,8 +174,14 @@ def inputs() -> Iterator[tuple[str, Any]]:
     yield "loss", {"input_ids": tokens, "labels": tokens}
 
 
+def skip_on_old(name: str) -> None:
+    if name == "LlamaForCausalLM" and torch.__version__.startswith("2.6."):
+        pytest.skip("transformers repeats keys and values by other operators there")
+
+
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_language_models(name: str) -> None:
+    skip_on_old(name)
     model = made(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     for entry, arguments in inputs():
@@ -189,6 +195,7 @@ def test_language_models(name: str) -> None:
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
 def test_tokens_are_observed(name: str) -> None:
+    skip_on_old(name)
     model, (_, tokens) = made(name), next(inputs())
     report = jacsparse.count_flop(model, inputs=tokens[:2], structure="observed", schedule="linear")
     assert report.samples == 2 and counted(report) == LANGUAGE_MODELS[name]
