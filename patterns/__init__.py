@@ -34,7 +34,7 @@ from .rules import (
     rule_of,
 )
 from .sliding import Sliding
-from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure
+from .structure import Blocks, Csr, Diagonal, Full, Identity, Structure, row_sums
 from .value_kernels import any_nonzero_at, batch_last, gathered, rows_at
 from .value_kernels_cuda import note_infinite
 
@@ -80,6 +80,7 @@ __all__ = [
     "register_rule",
     "requiring_gradient",
     "row_colors",
+    "row_sums",
     "rows_at",
     "rule_for",
     "rule_of",

@@ -22,12 +22,19 @@ Arrays = tuple[np.ndarray, np.ndarray]
 
 
 @kernel
-def _meet(first, last, indptr, indices, occupied, pairs):
+def _sum_rows(first, last, indptr, indices, weights, sums):
     for row in range(first, last):
         total = 0
         for entry in range(indptr[row], indptr[row + 1]):
-            total += occupied[indices[entry]]
-        pairs[row] = total
+            total += weights[indices[entry]]
+        sums[row] = total
+
+
+def row_sums(indptr: np.ndarray, indices: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """The sum of the columns' weights, integers or flags, over the entries of each row: int64."""
+    sums = np.empty(len(indptr) - 1, dtype=np.int64)
+    run_rows(_sum_rows, indptr, indptr, indices, weights, sums)
+    return sums
 
 
 @dataclass(frozen=True, eq=False)
@@ -290,9 +297,7 @@ class Csr(Structure):
         return np.diff(self.indptr).astype(np.int64)
 
     def meeting(self, occupied: np.ndarray) -> np.ndarray:
-        pairs = np.empty(self.rows, dtype=np.int64)
-        run_rows(_meet, self.indptr, self.indptr, self.indices, occupied, pairs)
-        return pairs
+        return row_sums(self.indptr, self.indices, occupied)
 
     def column_counts(self) -> np.ndarray:
         return np.bincount(self.indices, minlength=self.columns)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..codegen import lowest_bit, population
-from ..patterns import Csr, Diagonal, Full, Identity, Pattern
+from ..patterns import Csr, Diagonal, Full, Identity, Pattern, row_sums
 from ..runtime import cached_arrays, frozen, index_dtype, inlined, inlined_with_arrays, kernel, row_starts, run_rows
 
 #: Multiply-adds that take about as long as a read from disk.
@@ -22,15 +22,6 @@ SLOW_WORK = 1_000_000
 PACKED = 32
 #: Columns of a row up to which each is put in its place: fewer than a call of a sort takes the time for.
 SHORT = 32
-
-
-@kernel
-def _row_work(first, last, a_indptr, a_indices, b_counts, work):
-    for row in range(first, last):
-        total = 0
-        for p in range(a_indptr[row], a_indptr[row + 1]):
-            total += b_counts[a_indices[p]]
-        work[row] = total
 
 
 @inlined
@@ -214,9 +205,7 @@ def multiply_adds(a: Pattern, b: Pattern) -> int:
 
 def row_work(a: Pattern, b: Pattern) -> np.ndarray:
     """Running total of the multiply-adds over the rows of ``a @ b``: int64, ``(rows + 1,)``."""
-    work = np.empty(a.shape[0], dtype=np.int64)
-    run_rows(_row_work, a.indptr, a.indptr, a.indices, b.structure.row_counts(), work)
-    return frozen(row_starts(work, np.int64))
+    return frozen(row_starts(row_sums(a.indptr, a.indices, b.structure.row_counts()), np.int64))
 
 
 def product_pattern(a: Pattern, b: Pattern, work: np.ndarray | None = None, *, cache: bool = True) -> Pattern:

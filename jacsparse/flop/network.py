@@ -98,13 +98,13 @@ class Network(nn.Module):
                 raise ValueError(f"{name} has no axis; expected samples along the first axis: {name}[None]")
             counts[name] = len(value)
         if len(set(counts.values())) > 1 or not counts:
-            found = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no tensor"
-            raise ValueError(f"inputs have other numbers of samples: {found}; expected tensors of as many samples")
+            numbers = ", ".join(f"{name} {count}" for name, count in counts.items()) or "no tensor"
+            raise ValueError(f"inputs have other numbers of samples: {numbers}; expected tensors of as many samples")
         tensors = {name: self._inputs[key] for key, name in self._names.items() if name in counts}
         dtypes = {name: tensor.dtype for name, tensor in tensors.items() if tensor.is_floating_point()}
         if len(set(dtypes.values())) > 1:
-            found = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-            raise TypeError(f"inputs have several dtypes: {found}; convert them to one")
+            listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+            raise TypeError(f"inputs have several dtypes: {listed}; convert them to one")
         count = next(iter(counts.values()))
         if not count:
             raise ValueError("inputs is an empty batch; a count needs at least one sample")

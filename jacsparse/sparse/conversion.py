@@ -189,9 +189,9 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, reason))
     if not measure:
         report = SparsityReport(tuple(choices), training, None, None, "not measured", is_chosen=False)
-        return SparseModel(_converted(model, paths), report)
+        return SparseModel(converted(model, paths), report)
     # What is timed takes steps, and so is no copy to give away.
-    timed = SparseModel(_converted(model, paths), SparsityReport((), training, None, None, ""))
+    timed = SparseModel(converted(model, paths), SparsityReport((), training, None, None, ""))
     of_dense, of_sparse = run_times(
         *(_pass(each, x.detach().requires_grad_(x.requires_grad), training) for each in (dense, timed)), most=_OF_MODEL
     )
@@ -200,7 +200,7 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         lost = "faster by itself, and the whole model is not"
         choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
     else:
-        result, speed = _converted(model, paths), of_dense.over(of_sparse)
+        result, speed = converted(model, paths), of_dense.over(of_sparse)
         reason = f"sparse by its sizes; {BUSY}" if speed is None else f"{speed:.1f} times as fast with sparse layers"
     return SparseModel(result, SparsityReport(tuple(choices), training, of_dense, of_sparse, reason))
 
@@ -216,7 +216,7 @@ def expected_frozen(model: SparseModel, inputs: tuple[torch.Tensor, ...]) -> Spa
     paths = _sparse_paths(_choices(dense, inputs, False, _expected_frozen))
     if paths == {path for path, part in model.model.named_modules() if isinstance(part, SparseLayer)}:
         return None
-    return SparseModel(_converted(dense, paths), model._report)
+    return SparseModel(converted(dense, paths), model._report)
 
 
 def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
@@ -271,7 +271,7 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
 
 
-def _converted(model: nn.Module, paths: set[str]) -> nn.Module:
+def converted(model: nn.Module, paths: set[str]) -> nn.Module:
     """A copy in which the layers at some paths are sparse."""
     model = copied(model)
     model = _replaced(model, unpack_attentions(model, {path.rpartition(".")[0] for path in paths}))
@@ -302,11 +302,11 @@ def _replaced(model: nn.Module, others: Mapping[nn.Module, nn.Module]) -> nn.Mod
 
 def _inputs(model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool) -> dict[str, LayerInput]:
     """The inputs of all convolutions and linear layers in a run of the model; it may change the model's buffers."""
-    found: dict[str, LayerInput] = {}
+    layer_inputs: dict[str, LayerInput] = {}
 
     def note(path: str, args: Any) -> None:
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
-            found[path] = LayerInput(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
+            layer_inputs[path] = LayerInput(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
 
     observed = copied(model)
     for path, part in observed.named_modules():
@@ -314,7 +314,7 @@ def _inputs(model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool) 
             part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
     with torch.set_grad_enabled(training):
         observed(*inputs)
-    return found
+    return layer_inputs
 
 
 #: Whether a layer is to be sparse, and why, by its path, itself and its input.
@@ -328,9 +328,9 @@ def _choices(
     opened = copied(model)
     opened = _replaced(opened, unpack_attentions(opened))
     leave_fused(opened)
-    found, shared = _inputs(opened, inputs, training), shared_parameters(opened)
+    layer_inputs, shared = _inputs(opened, inputs, training), shared_parameters(opened)
     return [
-        _choice(path, part, found.get(path), shared, judge)
+        _choice(path, part, layer_inputs.get(path), shared, judge)
         for path, part in opened.named_modules()
         if is_layer(part) or weight_counts(part, pruned=True)
     ]

@@ -17,7 +17,7 @@ from torch import nn
 
 from ..runtime import HEADER, a_type, read_safetensors, run_times, write_safetensors
 from ..tracing import check_initialised, check_module, name_of
-from .conversion import SparseModel, SparsityReport, _converted, copied, densify, expected_frozen
+from .conversion import SparseModel, SparsityReport, converted, copied, densify, expected_frozen
 from .freezing import FrozenRun, record_run
 from .layers import SparseLayer
 
@@ -177,7 +177,7 @@ class FrozenModel:
         try:
             dense.load_state_dict(_fitting(dense.state_dict(), tensors), strict=False)
             if sparse:
-                dense = SparseModel(_converted(dense, sparse), SparsityReport((), False, None, None, f"as in {path}"))
+                dense = SparseModel(converted(dense, sparse), SparsityReport((), False, None, None, f"as in {path}"))
             if missing := sparse - _sparse_paths(dense):
                 raise ValueError(f"{min(missing)!r} is no layer that can be sparse")
         except (ValueError, TypeError) as error:
@@ -341,8 +341,8 @@ def _fitting(state: dict[str, Any], tensors: dict[str, torch.Tensor]) -> dict[st
             tensor[places.long()] = values
             tensor = tensor.view(expected.shape)
         if tensor is None or tensor.shape != expected.shape or tensor.dtype != expected.dtype:
-            found = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
-            raise ValueError(f"{name} is {found}, not {expected.dtype} of {tuple(expected.shape)}")
+            form = "missing" if tensor is None else f"{tensor.dtype} of {tuple(tensor.shape)}"
+            raise ValueError(f"{name} is {form}, not {expected.dtype} of {tuple(expected.shape)}")
         weights[name] = tensor
     if tensors:
         raise ValueError(f"{min(tensors)} is not expected")
