@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 # The package as it is laid out when it is installed, of links: type checkers follow no import hook of an editable one.
 LINKS := build/links/jacsparse
 # Those that run on a GPU: first the numbers, then under Compute Sanitizer.
-GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,products values recurrent small_layer linear_recurrence device compute_sanitizer)
+GPU_TESTS := $(patsubst %,tests/cuda/test_%.py,small_layer recurrent linear_recurrence levels own_cells products \
+	values compiled_jacobians scans device compute_sanitizer)
 
 # The PyTorch that test-torch tests on, in an environment of its own, and PyTorch's own index of builds for the CPU.
 VERSION ?= 2.6.0

@@ -26,7 +26,7 @@ from ._calls import full_precision
 from ._context import Context, device_problem
 from ._environment import environment, hardware
 from ._experiment import Experiment
-from ._gpu_call import gpu_call, phases
+from ._gpu_call import TOTAL, CallName, gpu_call, phases
 from ._pages import ROOT, readme_with_figures
 from ._papers import PAPERS, experiments_of
 from ._prices import errors, fitted, observations, worst_choice
@@ -136,15 +136,24 @@ def run(
 
 
 @app.command(name="gpu-call")
-def gpu_call_(out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/gpu-call")) -> None:
-    """Measure what ten minutes of a GPU can tell, in the order of what is most asked; it takes 530 seconds at most."""
+def gpu_call_(
+    call: Annotated[
+        CallName,
+        typer.Argument(
+            metavar="CALL", help="tests: whether kernels are right; layers: recurrent ones; jacobians: and products."
+        ),
+    ] = CallName.layers,
+    out: Annotated[Path, typer.Option(help="Folder for the results.")] = Path("out/gpu-call"),
+    seconds: Annotated[float, typer.Option(min=10, help="The most that all phases take together.")] = TOTAL,
+) -> None:
+    """Measure what ten minutes of a GPU can tell, in the order of what is most asked."""
     try:
         if (problem := device_problem("cuda", ("cuda",))) is not None:
             raise ValueError(problem)
         _check_folder(out, [out / "log.txt"])
     except (ValueError, OSError) as error:
         _fail(error)
-    if not gpu_call(out, phases()):
+    if not gpu_call(out, phases(call), total=seconds):
         raise typer.Exit(1)
 
 

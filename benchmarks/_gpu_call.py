@@ -1,5 +1,7 @@
 """What ten minutes of a GPU can tell, in one command: phases in processes of their own, each with a time limit.
 
+There are three such calls: whether the kernels are right, recurrent layers, and products with what is made of them.
+
 A phase that fails, hangs or loses the device takes no other with it, and what it measured before is written.
 """
 
@@ -19,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -37,18 +40,21 @@ from ._results import Result, read, result_path, write
 from ._rows import Group, Row, reason
 from ._text import cells
 from .chunk_sweep import ChunkSweep
+from .discretised_equations import DiscretisedEquations
 from .gru_breakdown import GruBreakdown
+from .jacobian_generation import JacobianGeneration
 from .layer_calls import LayerCalls, add_nothing
 from .rnn_sensitivity import RnnSensitivity
 from .spgemm import Spgemm
+from .whole_jacobian import WholeJacobian
 
 #: Seconds of the whole call; of a phase's process beyond the phase's time; and the fewest for which a phase begins.
 TOTAL, _GRACE, _LEAST = 530.0, 10.0, 5.0
-#: The tests of what is launched, the newest kernels first; and pytest's processes, which share the device.
-TESTS = tuple(
-    f"tests/cuda/test_{name}.py"
-    for name in ("small_layer", "recurrent", "products", "values", "linear_recurrence", "device")
-)
+#: The tests of what is launched, in layers alone and all of them, those under Compute Sanitizer, and pytest's
+#: processes, which share the device.
+_LAYERS = ("small_layer", "recurrent", "linear_recurrence", "levels", "own_cells")
+_ALL = (*_LAYERS, "products", "values", "compiled_jacobians", "scans", "device")
+_SANITIZED = ("compute_sanitizer",)
 _TEST_PROCESSES = 8
 #: Files of kernels whose instances for float32 and indices of 32 bits are compiled for products.
 _PRODUCTS = ("products.cu", "values.cu")
@@ -148,6 +154,14 @@ class Phase(ABC):
         return set()
 
 
+class CallName(StrEnum):
+    """What ten minutes of a GPU are asked."""
+
+    tests = "tests"
+    layers = "layers"
+    jacobians = "jacobians"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Versions(Phase):
     """Says what is installed, and measures what a Function that computes nothing takes."""
@@ -224,7 +238,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 class KernelTests(Phase):
     """Runs the GPU's tests, and names the kernels of those that fail."""
 
-    files: Sequence[str] = TESTS
+    files: Sequence[str]
     processes: int = _TEST_PROCESSES
 
     def run(self, running: Running) -> Ending:
@@ -235,7 +249,7 @@ class KernelTests(Phase):
             command += ["-n", str(self.processes)]
         with tempfile.TemporaryDirectory() as folder:
             log, variables = Path(folder, "tests"), {"JACSPARSE_TESTS": "gpu", TEST_LOG: str(Path(folder, "tests"))}
-            with (running.notebook.folder / "tests.txt").open("w", encoding="utf-8") as file:
+            with (running.notebook.folder / f"{self.name}.txt").open("w", encoding="utf-8") as file:
                 options: dict[str, Any] = {"stdout": file, "stderr": subprocess.STDOUT, "cwd": ROOT}
                 process = subprocess.Popen(command, encoding="utf-8", env={**os.environ, **variables}, **options)
                 _end(process, running.seconds)
@@ -245,7 +259,8 @@ class KernelTests(Phase):
         }
         counts = ", ".join(f"{len(some)} {name}" for name, some in by_outcome.items())
         running.say(
-            f"tests: {counts}" + ("" if process.returncode in (0, 1) else f"; pytest ended with {process.returncode}")
+            f"{self.name}: {counts}"
+            + ("" if process.returncode in (0, 1) else f"; pytest ended with {process.returncode}")
         )
         good, bad = (
             {name for each in by_outcome[outcome] for name in each["instances"]} for outcome in ("passed", "failed")
@@ -359,21 +374,47 @@ def _device_is_lost() -> str:
     return ""
 
 
-def phases() -> list[Phase]:
-    """The phases, the most telling first."""
+def _tests(name: str, seconds: float, tests: Sequence[str]) -> Phase:
+    files = [f"tests/cuda/test_{test}.py" for test in tests]
+    return KernelTests(name=name, seconds=seconds, files=files)
+
+
+def _layers() -> list[Phase]:
     breakdown, eager = GruBreakdown(), (MODES["cuda"][0],)
     exact = replace(breakdown, sets=breakdown.sets[-1:], batches=(64,), schedules=("chunked",))
     return [
         Versions(name="versions", seconds=40),
         Compiling(name="compiling", seconds=60),
-        KernelTests(name="tests", seconds=60),
+        _tests("tests", 60, _LAYERS),
         Measuring(name="layers", seconds=160, experiment=LayerCalls()),
         Measuring(name="exact scan", seconds=40, experiment=exact),
-        Measuring(name="products", seconds=60, experiment=Spgemm()),
         Measuring(name="chunks", seconds=90, experiment=ChunkSweep(), function=0.1),
-        Measuring(name="Figure 5.2, eager", seconds=90, experiment=RnnSensitivity(), function=0.15, modes=eager),
-        Measuring(name="Figure 5.4, eager", seconds=90, experiment=breakdown, function=0.15, modes=eager),
+        Measuring(name="Figure 5.2, eager", seconds=120, experiment=RnnSensitivity(), function=0.15, modes=eager),
+        Measuring(name="Figure 5.4, eager", seconds=120, experiment=breakdown, function=0.15, modes=eager),
     ]  # fmt: skip
+
+
+def _jacobians() -> list[Phase]:
+    return [
+        Versions(name="versions", seconds=40),
+        Measuring(name="products", seconds=90, experiment=Spgemm()),
+        Measuring(name="networks", seconds=160, experiment=WholeJacobian(), function=0.2),
+        Measuring(name="equations", seconds=160, experiment=DiscretisedEquations(), function=0.1),
+        Measuring(name="operators", seconds=60, experiment=JacobianGeneration(), function=0.2),
+    ]
+
+
+def phases(call: CallName) -> list[Phase]:
+    """The phases of a call, the most telling first."""
+    if call is CallName.layers:
+        return _layers()
+    if call is CallName.jacobians:
+        return _jacobians()
+    return [
+        Versions(name="versions", seconds=40),
+        _tests("tests", 200, _ALL),
+        _tests("sanitizer", 280, _SANITIZED),
+    ]
 
 
 #: Runs a phase, given what it needs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from benchmarks._calls import GRAPH
 from benchmarks._context import Context, Limits, Timing
 from benchmarks._experiment import Experiment, Grid
 from benchmarks._gpu_call import (
+    CallName,
     Compiling,
     Ending,
     KernelTests,
@@ -32,6 +34,7 @@ from benchmarks._gpu_call import (
     in_a_process,
     phases,
 )
+from benchmarks._pages import ROOT
 from benchmarks._recurrent import RecurrentWorkload
 from benchmarks._results import read
 from benchmarks._rows import Row
@@ -119,7 +122,7 @@ def test_all_phases_on_a_made_up_device(gpu: Device, tmp_path: Path) -> None:
         Measuring(name="Figure 5.4", seconds=60, experiment=replace(exact, batches=(1, 2)), modes=("eager",), **short),
         Measuring(name="late", seconds=0.0, experiment=LayerCalls(), **short),
     ]
-    assert [type(phase) for phase in planned[:-1]] == [type(phase) for phase in phases()]
+    assert {type(phase) for phase in planned} == {type(phase) for call in CallName for phase in phases(call)}
     with emulated():
         # A test failed.
         assert not gpu_call(folder, planned, start=here)
@@ -219,7 +222,7 @@ def test_targets_of_layers_and_stored_rows(gpu: Device, monkeypatch: pytest.Monk
 
 
 def test_an_exact_scan_has_targets_as_a_graph(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
-    (phase,) = (phase for phase in phases() if phase.name == "exact scan")
+    (phase,) = (phase for phase in phases(CallName.layers) if phase.name == "exact scan")
     assert isinstance(phase, Measuring) and isinstance(phase.experiment, GruBreakdown)
     (case,) = phase._cases(Context("cuda"))
     assert (case.workload.time, case.workload.batch, case.workload.features) == (1034, 64, 12)
@@ -343,18 +346,39 @@ def test_without_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("well", "code"), [(True, 0), (False, 1)])
-def test_the_command(well: bool, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("words", "call", "seconds"),
+    [((), CallName.layers, 530.0), (("tests", "--seconds", "400"), CallName.tests, 400.0)],
+)
+def test_the_command(
+    words: Sequence[str],
+    call: CallName,
+    seconds: float,
+    well: bool,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(command, "device_problem", lambda *_: None)
-    monkeypatch.setattr(command, "gpu_call", lambda *arguments: asked.append(arguments) or well)
-    assert CliRunner().invoke(command.app, ["gpu-call", "--out", str(tmp_path / "new")]).exit_code == code
-    assert asked == [(tmp_path / "new", phases())] and (tmp_path / "new").is_dir()
+    monkeypatch.setattr(command, "gpu_call", lambda *arguments, total: asked.append((*arguments, total)) or well)
+    answer = CliRunner().invoke(command.app, ["gpu-call", *words, "--out", str(tmp_path / "new")])
+    assert answer.exit_code == code
+    assert asked == [(tmp_path / "new", phases(call), seconds)] and (tmp_path / "new").is_dir()
 
 
-def test_the_phases_fit_into_the_call() -> None:
-    limits = {phase.name: phase.seconds for phase in phases()}
-    assert limits["compiling"] <= 60 and limits["tests"] <= 60
-    # Processes get them.
-    assert pickle.loads(pickle.dumps(phases())) == phases()
-    # All but the last two, which get what is left.
-    assert sum([*limits.values()][:-2]) < _gpu_call.TOTAL <= 530
+def test_the_phases_fit_into_their_calls() -> None:
+    for call in CallName:
+        planned = phases(call)
+        # Processes get them.
+        assert [type(phase) for phase in pickle.loads(pickle.dumps(planned))] == [type(phase) for phase in planned]
+        # All but the last two, which get what is left; and each with time enough to begin.
+        assert sum(phase.seconds for phase in planned[:-2]) < _gpu_call.TOTAL <= 530
+        files = [file for phase in planned if isinstance(phase, KernelTests) for file in phase.files]
+        assert all((ROOT / file).exists() for file in files)
+
+
+def test_make_runs_the_same_tests() -> None:
+    command = subprocess.run(["make", "-n", "test-gpu"], cwd=ROOT, capture_output=True, encoding="utf-8", check=True)
+    files = [file for phase in phases(CallName.tests) if isinstance(phase, KernelTests) for file in phase.files]
+    assert {word for word in command.stdout.split() if word.startswith("tests/cuda/test_")} == set(files)

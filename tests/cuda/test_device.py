@@ -5,6 +5,7 @@ Nearly all of it needs a GPU: `make test-gpu`.
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -98,6 +99,25 @@ def scan(schedule: str) -> Work:
     return Work([x], run)
 
 
+def jacobians(name: str) -> Work:
+    """Values of a Jacobian that is prepared by the first run, and compiled where its name says so."""
+    x = (0.1 + torch.rand(70, dtype=FLOAT)).to(DEVICE)
+    prepare = functools.cache(lambda: PREPARED[name](x))
+    return Work([x], lambda: [prepare().values(x)])
+
+
+def bent(u: torch.Tensor) -> torch.Tensor:
+    """Two levels of loops, of a few points."""
+    y = u[1:] * u[:-1].exp()
+    return y * y.roll(2).sin() + u[0]
+
+
+PREPARED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a compiled Jacobian": lambda x: jacsparse.prepare_jacobian(bent, x, compile=True),
+    "a compiled Hessian": lambda x: jacsparse.prepare_hessian(lambda u: bent(u).square().sum(), x, compile=True),
+    "a Jacobian by colours": lambda x: jacsparse.prepare_jacobian(bent, x, method="compressed"),
+    "a Jacobian by products": lambda x: jacsparse.prepare_jacobian(bent, x, method="products"),
+}
 PRODUCTS: dict[str, Callable[[], Work]] = {
     f"{method}, batch {batch}": lambda method=method, batch=batch: product(method, batch)
     for method, batch in itertools.product(("merge", "rowwise"), (1, 33))
@@ -117,7 +137,8 @@ LINEAR: dict[str, Callable[[], Work]] = {
 SCANS: dict[str, Callable[[], Work]] = {
     f"a scan, {schedule}": lambda schedule=schedule: scan(schedule) for schedule in ("linear", "blelloch:2")
 }
-WORK = PRODUCTS | LAYERS | FORWARD | LINEAR | SCANS
+JACOBIANS: dict[str, Callable[[], Work]] = {name: lambda name=name: jacobians(name) for name in PREPARED}
+WORK = PRODUCTS | LAYERS | FORWARD | LINEAR | SCANS | JACOBIANS
 
 
 def change(work: Work) -> None:
