@@ -17,9 +17,10 @@ step   ``x[:, t]``  h @ W  sum  tanh
 3      11           12     13   14
 =====  ===========  =====  ===  ====
 
-Values of a `Loop` have the numbers of the last step. So `inputs` are ``{11: (3, 7, 11), 10: (1, 6, 10)}``, the second
-one is the state, ``Slot(before=10, after=14, ...)``; `shared` is ``{2}``, and `outputs` are ``{14: (None, None, 14)}``
-where the last state alone is read. Pieces, as ``x[:, t]``, are no part of a step: `calls` are those of 12, 13 and 14.
+Values of a `Loop` have the numbers of the last step. So `inputs` are ``{11: (3, 7, 11), 10: (1, 6, 10), 2: (2, 2, 2)}``,
+the second one is the state, ``Slot(before=10, after=14, ...)``, and the third one the weight, which is `shared`; `outputs`
+are ``{14: (None, None, 14)}`` where the last state alone is read. Pieces, as ``x[:, t]``, are no part of a step: `calls`
+are those of 12, 13 and 14.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Loop:
     state : sequence of Slot
         What a step takes over from the step before it, and leaves.
     inputs : mapping of int to tuple of int
-        By value, what each step reads in its place, the state included.
+        By value, what each step reads in its place: the state and the shared values too.
     shared : collection of int
         The values that all steps read.
     outputs : mapping of int to tuple of (int or None)
