@@ -38,6 +38,8 @@ class ComplexParts:
         if isinstance(value, ComplexParts):
             return value
         if isinstance(value, torch.Tensor) and value.is_complex():
+            # Of compressed rows or columns PyTorch gives no parts.
+            value = value.to_sparse_coo() if value.layout in (torch.sparse_csr, torch.sparse_csc) else value
             return cls(value.real, value.imag)
         if isinstance(value, complex) and value.imag:
             return cls(value.real or None, value.imag)

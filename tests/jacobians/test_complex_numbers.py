@@ -103,6 +103,25 @@ def test_elementwise(name: str) -> None:
     check_hessian(lambda x: real(ELEMENTWISE[name](number(x))), drawn(3, seed=1))
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_constants(layout: torch.layout) -> None:
+    """An admittance matrix in any layout has the entries of a dense one."""
+    admittances = torch.complex(drawn(5, 5), drawn(5, 5, seed=1)) * (drawn(5, 5, seed=2) > 0)
+
+    def injected(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        z = number(x)
+        return real(z * (matrix @ z).conj())
+
+    x, matrix = drawn(5), admittances.to_sparse(layout=layout)
+    J = jacsparse.jacobian(lambda x: injected(x, matrix), x)
+    assert J.pattern == jacsparse.jacobian(lambda x: injected(x, admittances), x).pattern
+    expected = torch.autograd.functional.jacobian(lambda x: injected(x, admittances), x)
+    torch.testing.assert_close(J.todense(), expected, rtol=BOUND, atol=BOUND * (1 + float(expected.abs().max())))
+    prepared = jacsparse.prepare_jacobian(lambda x: injected(x, matrix), x)
+    torch.testing.assert_close(prepared(x).todense(), J.todense())
+
+
 def assigned(z: torch.Tensor) -> torch.Tensor:
     out = torch.zeros(2, 3, dtype=z.dtype)
     out[0] = z
