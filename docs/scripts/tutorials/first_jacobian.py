@@ -85,7 +85,7 @@ for step in range(12):
 print(prepared.check(u, 0.1) < 1e-12)
 
 # %%
-# What do the zeros save? ``torch.func.jacrev`` fills all of the million positions, and a dense solver goes through them:
+# What do the zeros save? ``torch.func.jacrev`` fills all of a million positions, and a dense solver goes through them:
 
 
 def milliseconds(step):
