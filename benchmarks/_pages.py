@@ -159,7 +159,7 @@ def write_pages(folder: Path) -> None:
     """Write ``papers.md`` and the tables that other pages include into a copy of ``docs/``."""
     generated = folder / "generated"
     generated.mkdir(exist_ok=True)
-    for name in ("reached", "jacobians", "systems", "programs", "recurrences", "scans", "rivals", "gpu"):
+    for name in ("reached", "jacobians", "systems", "programs", "recurrences", "scans", "pruning", "rivals", "gpu"):
         (generated / f"{name}.md").write_text("\n".join(table(name)) + "\n", encoding="utf-8")
     (generated / "commands.md").write_text(_commands(), encoding="utf-8")
     results = [result for machine in machines().values() for result in machine.values()]
