@@ -42,11 +42,9 @@ from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.host_path import HostPath
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
-from benchmarks.kernel_resources import KernelResources
 from benchmarks.layer_calls import LayerCalls
 from benchmarks.leapfrog import LeapfrogTimes
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
-from benchmarks.normalised_convergence import NormalisedConvergence
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rank_scan import ScansAcrossRanks
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
@@ -76,11 +74,6 @@ def small_network() -> nn.Sequential:
         prune.l1_unstructured(convolution, "weight", 0.5)
         layers += [convolution, nn.ReLU()]
     return nn.Sequential(*layers, nn.MaxPool2d(2))
-
-
-def small_classifier() -> nn.Module:
-    convolution = nn.Sequential(nn.Conv2d(3, 2, 2, bias=False), nn.BatchNorm2d(2), nn.ReLU())
-    return nn.Sequential(*convolution, nn.Flatten(), nn.Linear(18, 10))
 
 
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
@@ -127,7 +120,6 @@ SMALL: list[Experiment] = [
         ranks=(2,), sizes=(8, 1024), layers=2, width=3, batch=2, time=4, hidden=2, samples=2, cuts=((18, 19),)
     ),
     LenetConvergence(iterations=2, batch=4),
-    NormalisedConvergence(networks=(("small", small_classifier, 4),), epochs=1, batch=719),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
@@ -136,7 +128,6 @@ SMALL: list[Experiment] = [
     ChunkSweep(times=(70,), chunks=(16, 32), batch=2),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
     WrittenLoops(time=12, batch=2, size=3),
-    KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
     HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,), equations=(("oregonator", 9),), scans=()),
 ]
 
