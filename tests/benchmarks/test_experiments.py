@@ -242,7 +242,7 @@ def test_a_product_s_call_is_one_node(context: Context) -> None:
 
 
 def test_a_scan_of_a_pruned_network_does_not_wait(context: Context) -> None:
-    forward, backward = HostPath(kinds=(), methods=(), equations=()).run(context)
+    forward, backward, _ = HostPath(kinds=(), methods=(), equations=()).run(context)
     assert all(each.met for row in (forward, backward) for each in row.comparisons), (forward, backward)
     assert [row.data["waits"] for row in (forward, backward)] == [0, 0]
     assert [each.text for each in backward.comparisons] == ["waits", "nodes / products"]
