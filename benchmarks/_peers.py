@@ -63,7 +63,7 @@ def _torch(a: Matrix, b: Matrix, context: Context) -> Peer:
 
 def _torch_csr(matrix: Matrix, context: Context) -> torch.Tensor:
     arrays = (matrix.indptr, matrix.indices, matrix.data)
-    indptr, indices, values = (torch.from_numpy(array).to(context.place) for array in arrays)
+    indptr, indices, values = (torch.from_numpy(array).to(context.device) for array in arrays)
     with warnings.catch_warnings():
         # PyTorch warns that CSR tensors are in beta state, and that it does not check their invariants.
         warnings.simplefilter("ignore", UserWarning)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from jacsparse.figures import BLUE, GREEN
 
 from ._calls import one_thread
 from ._context import Context
-from ._delayed_bound import gradient_bound
 from ._experiment import Experiment
 from ._figures import COLOURS, Line, Panel, Picture
 from ._rows import Comparison, Group, Row
@@ -80,6 +80,60 @@ def trajectories(problem: LeastSquares, modules: int, rates: Sequence[float], sa
     return w
 
 
+def _delayed_moment(rates: Sequence[float], modules: int, second_moment: float) -> float:
+    """``M_K = K M + σ K⁴ M`` of equations 12 to 14, with M the second moment.
+
+    σ is 1 for constant steps, and for decreasing ones the largest ``γ_max(0, t - K + 1) / γ_t``, which is at most K for
+    ``γ_0 / (1 + t)``.
+    """
+    sigma = max(rates[max(0, t - modules + 1)] / rate for t, rate in enumerate(rates))
+    return (modules + sigma * modules**4) * second_moment
+
+
+def gradient_bound(
+    rates: Sequence[float], modules: int, *, lipschitz: float, second_moment: float, gap: float
+) -> float:
+    """What the average of ``‖∇f(w_t)‖²``, weighted by the step sizes, is at most.
+
+    Parameters
+    ----------
+    rates : sequence of float
+        The step sizes ``γ_t``, each at most ``1 / L``: constant, or not increasing.
+    modules : int
+        The number of modules K.
+    lipschitz : float
+        The Lipschitz constant L of the gradient (equation 10).
+    second_moment : float
+        M, which ``‖∇f_x(w)‖²`` of a sample is at most (equation 11).
+    gap : float
+        ``f(w_0) - f(w*)``.
+
+    Raises
+    ------
+    ValueError
+        Where a step size is above ``1 / L``, or they increase.
+
+    Notes
+    -----
+    Theorems 1 and 2, equations 13 and 14.
+
+    Examples
+    --------
+    >>> round(gradient_bound([0.1] * 100, 2, lipschitz=1.0, second_moment=1.0, gap=5.0), 6)
+    4.6
+    """
+    if not rates or modules < 1:
+        raise ValueError(f"there are {len(rates)} step sizes and {modules} modules; expected at least one of each")
+    if max(rates) * lipschitz > 1 or any(late > early for early, late in itertools.pairwise(rates)):
+        raise ValueError(
+            f"step sizes go from {rates[0]:.3g} to {rates[-1]:.3g}; the theorems are for constant or decreasing ones "
+            f"of at most 1 / L = {1 / lipschitz:.3g}"
+        )
+    moment = _delayed_moment(rates, modules, second_moment)
+    total = math.fsum(rates)
+    return 2 * gap / total + 2 * math.fsum(rate**2 for rate in rates) * lipschitz * moment / total
+
+
 @dataclass(frozen=True)
 class DdgTheory(Experiment):
     """Means over many runs stand for the expectations, in which the lemma and the theorems are stated."""
@@ -124,10 +178,9 @@ class DdgTheory(Experiment):
         squares = problem.gradient(flat).square().sum(1).view(w.shape[:2]).mean(1)[:-1]
         moments = problem.second_moments(flat)
         rate, lipschitz = torch.tensor(rates, dtype=torch.float64), problem.lipschitz
-        sigma = max(rates[max(0, t - modules + 1)] / each for t, each in enumerate(rates))
         moment = float(moments.max())
         left = losses[1:] - losses[:-1]
-        right = -rate / 2 * squares + rate.square() * lipschitz * (modules + sigma * modules**4) * moment
+        right = -rate / 2 * squares + rate.square() * lipschitz * _delayed_moment(rates, modules, moment)
         holds = int((left <= right).sum())
         average = float((rate * squares).sum() / rate.sum())
         mean, gap = float(moments.mean()), float(losses[0]) - problem.least()

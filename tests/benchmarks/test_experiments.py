@@ -14,7 +14,7 @@ import pytest
 import scipy.sparse
 import torch
 import torch.distributed as dist
-from jacsparse.models import BitstreamRNN, TrainSettings, bitstreams, default_settings
+from jacsparse.models import BitstreamRNN, bitstreams
 from jacsparse.spgemm import METHODS
 from torch import nn
 from torch.nn.utils import prune
@@ -52,7 +52,6 @@ from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.solving import Solving
-from benchmarks.sparse_convergence import SparseConvergence
 from benchmarks.sparse_jacobian import SparseJacobians
 from benchmarks.sparse_kernels import SparseKernels
 from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
@@ -86,11 +85,6 @@ def small_pruned(share: float = 0.9) -> nn.Module:
 SMALL_PRUNED = PrunedNetwork("small", small_pruned, (3,), (2, 6, 6))
 
 
-def small_training(seed: int) -> TrainSettings:
-    """Two epochs of LeNet-5."""
-    return replace(default_settings("lenet5"), epochs=1, batch=719, prune=0.9, retrain_epochs=1, seed=seed)
-
-
 SMALL: list[Experiment] = [
     JacobianGeneration(size=6, columns=3),
     Spgemm(build=small_network, input_shape=(2, 6, 6), factors=(0, 2), batch=3),
@@ -102,7 +96,6 @@ SMALL: list[Experiment] = [
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     DenseRivals(networks=(SMALL_PRUNED,)),
     SparseKernels(build=small_network, input_shape=(2, 6, 6), batches=(3,)),
-    SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     Solving(batches=((3, 5),), lines=((6, 20),), grids=(3,), fields=(4,)),
