@@ -80,6 +80,11 @@ class Context:
         return other
 
     @property
+    def place(self) -> str:
+        """The device of tensors, as PyTorch names it."""
+        return str(self.device)
+
+    @property
     def threads(self) -> int:
         """The number of threads of everything that runs, including peers."""
         return torch.get_num_threads()
@@ -138,8 +143,8 @@ class Context:
     def limits(self) -> Limits:
         """The machine's limits, from the fastest runs; RuntimeError if they cannot be measured."""
         elements, size = (2**28, 8192) if self.device == "cuda" else (2**26, 1536)
-        source, target = torch.ones(elements, device=self.device), torch.empty(elements, device=self.device)
-        left, right, product = torch.randn(3, size, size, device=self.device)
+        source, target = torch.ones(elements, device=self.place), torch.empty(elements, device=self.place)
+        left, right, product = torch.randn(3, size, size, device=self.place)
         copy, multiply = "copy", "dense product"
         timings = self.times({copy: lambda: target.copy_(source), multiply: lambda: torch.mm(left, right, out=product)})
         for timing in timings.values():

@@ -172,7 +172,7 @@ class JacobianGrid(Grid):
         """The rows with ratios and first calls; `first` has the seconds of asdex's by mode's label."""
 
     def cases(self, context: Context) -> Iterable[Case]:
-        return [replace(case, device=context.device) for case in self.problems]
+        return [replace(case, device=context.place) for case in self.problems]
 
     def measure(self, case: Case, context: Context) -> Iterable[Row]:
         problem = PROBLEMS[case.problem](case.size, case.batch).to(case.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ def _torch(a: Matrix, b: Matrix, context: Context) -> Peer:
 
 def _torch_csr(matrix: Matrix, context: Context) -> torch.Tensor:
     arrays = (matrix.indptr, matrix.indices, matrix.data)
-    indptr, indices, values = (torch.from_numpy(array).to(context.device) for array in arrays)
+    indptr, indices, values = (torch.from_numpy(array).to(context.place) for array in arrays)
     with warnings.catch_warnings():
         # PyTorch warns that CSR tensors are in beta state, and that it does not check their invariants.
         warnings.simplefilter("ignore", UserWarning)
@@ -80,14 +79,6 @@ def _graphblas(a: Matrix, b: Matrix, context: Context) -> Peer:
     graphblas.ss.config["nthreads"] = context.threads
     left, right = graphblas.io.from_scipy_sparse(a), graphblas.io.from_scipy_sparse(b)
     return Peer(lambda: left.mxm(right).new(), lambda product: Matrix(graphblas.io.to_scipy_sparse(product)))
-
-
-def _mkl_product(a: Matrix, b: Matrix, context: Context) -> Peer:
-    # sparse_dot_mkl looks here first; it does not know the wheel's folder.
-    os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
-    sparse_dot_mkl = package("sparse_dot_mkl", "sparse_dot_mkl", "pip install sparse_dot_mkl")
-    sparse_dot_mkl.mkl_set_num_threads(context.threads)
-    return Peer(lambda: sparse_dot_mkl.dot_product_mkl(a, b), lambda product: Matrix(product))
 
 
 def _mkl_reuse(a: Matrix, b: Matrix, context: Context) -> Peer:
@@ -123,7 +114,6 @@ PEERS: dict[str, dict[str, Callable[[Matrix, Matrix, Context], Peer]]] = {
         SCIPY: _scipy,
         _TORCH: _torch,
         "SuiteSparse:GraphBLAS mxm": _graphblas,
-        "MKL (sparse_dot_mkl)": _mkl_product,
         MKL_REUSE: _mkl_reuse,
     },
     "cuda": {

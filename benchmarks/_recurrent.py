@@ -111,7 +111,7 @@ class RecurrentWorkload:
         expected: dict[str, torch.Tensor] = {}
 
         def check(layer: Layer) -> None:
-            model, x, labels = self._classifier(layer, context.device)
+            model, x, labels = self._classifier(layer, context.place)
             names, weights = zip(*model.named_parameters(), strict=True)
             gradients = dict(zip(names, torch.autograd.grad(_loss(model, x, labels), weights), strict=True))
             if layer == PEER:
@@ -218,7 +218,7 @@ class RecurrentGrid(Grid):
         by_label = context.times(
             {
                 case.label(part, mode, layer): in_mode(
-                    functools.partial(case.workload.function, layer, part, context.device), mode
+                    functools.partial(case.workload.function, layer, part, context.place), mode
                 )
                 for part, mode, layer in keys
                 if not problems[layer]

@@ -78,9 +78,9 @@ class JacobianGeneration(Grid):
         return _OPERATORS
 
     def measure(self, case: _Operator, context: Context) -> list[Row]:
-        shape, device, module = (case.channels, self.size, self.size), context.device, case.build().to(context.device)
+        shape, device, module = (case.channels, self.size, self.size), context.device, case.build().to(context.place)
         try:
-            (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.device))
+            (record,) = chain(module, shape).run(torch.randn(1, *shape).to(context.place))
             columns = _Columns(record.input, record.output, self.columns)
             columns.check(record.transposed_jacobian().to_scipy(), _TOLERANCE[device])
             functions = _functions(module, record, columns, device)

@@ -93,7 +93,7 @@ class LayerCalls(RecurrentGrid):
 
 def add_nothing(rows: Group, workload: RecurrentWorkload, mode: str, context: Context) -> None:
     """Rows of both passes of a Function that computes nothing."""
-    passes = workload.nothing(context.device)
+    passes = workload.nothing(context.place)
     calls = {_nothing(part, mode): call for part, call in zip(("forward", "backward"), passes, strict=True)}
     rows.in_turns(context, calls, role="reference")
 

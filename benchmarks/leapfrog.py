@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -116,18 +115,17 @@ class LeapfrogTimes(Grid):
     title = "Leapfrogging: a pass forward and back"
     source = "Saraiya, equations 8 to 10: the paper has no measurements of its own"
 
-    def cases(self, context: Context) -> Iterable[tuple[int, int, dict[int, float]]]:
-        speeds = _speeds(context.under("threads"), range(1, (self.most or cores()) + 1))
-        return ((width, depth, speeds) for width in self.widths for depth in self.depths)
+    def cases(self, context: Context) -> Iterable[tuple[int, int]]:
+        return itertools.product(self.widths, self.depths)
 
-    def measure(self, case: tuple[int, int, dict[int, float]], context: Context) -> list[Row]:
-        width, depth, speeds = case
+    def measure(self, case: tuple[int, int], context: Context) -> list[Row]:
+        (width, depth), counts = case, range(1, (self.most or cores()) + 1)
         group = f"{depth} layers of {width} units, batch {self.batch}"
         module, x, gradient = _network(depth, width, self.batch)
         everything = {_ALL_CORES: partial(_step, module, module, x, gradient)}
         timings = context.under(group).times(everything)
         steps = {
-            _label(k): partial(_step, jacsparse.nn.Leapfrog(module, threads=k), module, x, gradient) for k in speeds
+            _label(k): partial(_step, jacsparse.nn.Leapfrog(module, threads=k), module, x, gradient) for k in counts
         }
         parts = _parts(module, x, gradient)
         with one_thread():
@@ -139,13 +137,13 @@ class LeapfrogTimes(Grid):
         seconds = _Seconds(forward, errors, max(0.0, both - errors))
         rows = Group(group)
         data = {"depth": depth, "width": width}
-        for k, speed in speeds.items():
-            rows.timed(_label(k), timings[_label(k)], note=_note(k, speed), data={**data, "threads": k})
+        for k in counts:
+            rows.timed(_label(k), timings[_label(k)], data={**data, "threads": k})
         rows.timed(_PEER, timings[_PEER], role="peer", data=data)
-        for k in speeds:
+        for k in counts:
             rows.compare(f"{_PEER} / leapfrog", _PEER, _label(k))
         rows.timed(_ALL_CORES, timings[_ALL_CORES], role="peer")
-        for k in sorted({*speeds, *(2**power for power in range(depth.bit_length())), depth}):
+        for k in sorted({*counts, *(2**power for power in range(depth.bit_length())), depth}):
             _add_predictions(rows, seconds, k, depth, data)
         return rows.rows()
 
@@ -212,33 +210,3 @@ def _parts(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
         "errors": lambda: back(inputs=[leaf]),
         "errors and gradients": lambda: back(inputs=[leaf, *module.parameters()]),
     }
-
-
-def _speeds(context: Context, counts: Sequence[int]) -> dict[int, float]:
-    """For each number of threads, the speed of products on each of them at once, as a multiple of one thread's."""
-    matrix = torch.randn(512, 512)
-
-    def products(pool: ThreadPoolExecutor, threads: int) -> None:
-        list(pool.map(lambda _: torch.mm(matrix, matrix), range(8 * threads)))
-
-    with one_thread(), contextlib.ExitStack() as pools:
-        functions = {
-            str(k): partial(products, pools.enter_context(ThreadPoolExecutor(k, initializer=_single)), k)
-            for k in counts
-        }
-        timings = context.times(functions, seconds=context.seconds / 4)
-    medians = {k: statistics.median(timings[str(k)].seconds) for k in counts}
-    return {k: k * medians[counts[0]] / median for k, median in medians.items()}
-
-
-def _single() -> None:
-    # PyTorch first sets a new thread's count to the process's, and that only where the count is asked for.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-
-
-def _note(threads: int, speed: float) -> str:
-    if threads == 1:
-        return ""
-    shared = "; the threads share cores" if speed < 0.9 * threads else ""
-    return f"independent products on {threads} threads run {speed:.2g} times as fast as on one{shared}"

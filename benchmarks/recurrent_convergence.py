@@ -87,7 +87,7 @@ class RecurrentConvergence(Grid):
             replace(data, train_inputs=data.train_inputs.float(), test_inputs=data.test_inputs.float()),
             iterations,
             batch=_BATCH,
-            device=context.device,
+            device=context.place,
             say=context.under(case.name).say,
         )
         # The thesis' scan is a Blelloch scan.

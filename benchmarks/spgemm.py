@@ -55,14 +55,14 @@ class Spgemm(Experiment):
         stages = chain(module, self.input_shape)
         records = stages.run(torch.randn(1, *self.input_shape, generator=torch.Generator().manual_seed(0)))
         # The factors are computed on the CPU and moved, as only products are measured.
-        matrices = [record.transposed_jacobian().to(context.device) for record in records]
+        matrices = [record.transposed_jacobian().to(context.place) for record in records]
         selected = [record.winners() for record in records]
         names = [f"J{stage + 1}ᵀ" for stage in self.factors]
         left, right = (matrices[stage] for stage in self.factors)
         rows = _one_product(left, right, f"{' · '.join(names)}, two convolutions", self.batch, context)
         jacobians = {len(stages) - number: matrix for number, matrix in enumerate(matrices)}
         winners = {
-            len(stages) - number: None if winner is None else winner.to(context.device)
+            len(stages) - number: None if winner is None else winner.to(context.place)
             for number, winner in enumerate(selected)
         }
         return rows + self._all_products(module, jacobians, winners, context)

@@ -81,9 +81,9 @@ class WholeJacobian(Grid):
         return self.networks
 
     def measure(self, case: Network, context: Context) -> list[Row]:
-        module = seeded(case.build).to(context.device, case.dtype)
+        module = seeded(case.build).to(context.place, case.dtype)
         shape, generator = (case.batch, *case.input_shape), torch.Generator().manual_seed(0)
-        x = torch.randn(shape, generator=generator, dtype=case.dtype).to(context.device)
+        x = torch.randn(shape, generator=generator, dtype=case.dtype).to(context.place)
         prepared = jacsparse.prepare_jacobian(module, x)
 
         def ours() -> torch.Tensor:

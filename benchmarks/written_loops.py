@@ -61,8 +61,8 @@ class WrittenLoops(Grid):
 
     def measure(self, case: str, context: Context) -> list[Row]:
         rows = Group(f"{case}, T = {self.time}, B = {self.batch}, H = {self.size}")
-        loop = WrittenLoop(case, self.size).to(context.device)
-        x = torch.randn(self.batch, self.time, _FEATURES, device=context.device, requires_grad=True)
+        loop = WrittenLoop(case, self.size).to(context.place)
+        x = torch.randn(self.batch, self.time, _FEATURES, device=context.place, requires_grad=True)
         wanted = [x, *loop.parameters()]
         modules: dict[str, nn.Module] = {_PEER: loop}
         modules |= {f"Scan, {schedule}": Scan(loop, schedule=schedule) for schedule in self.schedules}
