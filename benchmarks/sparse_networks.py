@@ -7,17 +7,16 @@ import io
 import tempfile
 from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import nn
 
 import jacsparse
 
 from ._calls import Call, in_mode
-from ._context import Context, Timing
+from ._context import Context
 from ._experiment import Grid
 from ._programs import package
 from ._rows import Group, Row
@@ -104,9 +103,7 @@ class _PrunedGrid(Grid):
             if self.compiled:
                 prepare[_COMPILED] = lambda: call_of(torch.compile(build()), x)
             calls = {label: in_mode(prepared, "") for label, prepared in prepare.items()}
-            timings = rows.in_turns(context, calls, role={label: "peer" for label in calls if label not in self.ours})
-        for label, timing in timings.items():
-            rows.add(replace(rows[label], data=_tail(timing)))
+            rows.in_turns(context, calls, role={label: "peer" for label in calls if label not in self.ours})
         best = rows.fastest((_DENSE, _COMPILED))
         for ours in self.ours:
             name, has_targets = ours if len(self.ours) > 1 else "jacsparse", ours == self.ours[-1]
@@ -121,16 +118,9 @@ class _PrunedGrid(Grid):
                 call = prepare[label]()
                 call()
                 what, role = f"{label}: memory", rows[label].role
-                rows.memory(what, call, runs=1, quantity="peak memory of a step", unit="B", role=role)
+                rows.memory(what, call, runs=1, quantity="peak memory of a step", role=role)
             rows.compare("dense / jacsparse, memory", f"{_DENSE}: memory", f"{_OURS}: memory", at_least=1.0)
         return rows.rows()
-
-
-def _tail(timing: Timing) -> dict[str, Any]:
-    """High percentiles of the runs' seconds."""
-    if timing.problem:
-        return {}
-    return {f"{share} %": float(np.quantile(timing.seconds, share / 100)) for share in (90, 99)}
 
 
 @dataclass(frozen=True)
