@@ -147,7 +147,7 @@ def write_pages(folder: Path) -> None:
     (generated / "commands.md").write_text(_commands(), encoding="utf-8")
     results = [result for machine in machines().values() for result in machine.values()]
     lines = [(folder / "papers.md").read_text(encoding="utf-8"), *table_head(("item", "what", "status"))]
-    items = [*ITEMS, *figureless_items()]
+    items: list[Item | FigurelessItem] = [*ITEMS, *figureless_items()]
     for paper in PAPERS:
         of_paper = [item for item in items if item.paper == paper]
         lines += [table_line((f"{paper}, {item.place}", item.what, item.status(results))) for item in of_paper]
