@@ -118,7 +118,7 @@ def run(
                 place = f"{number + 1}/{len(experiments)}"
                 progress.update(task, description=f"{place} {experiment.name}: {line}")
 
-            context = Context(device=device, say=say)
+            context = Context(device.value, say=say)
             if device == "cuda":
                 context.seconds, context.until = _FUNCTION, min(end, time.monotonic() + _EXPERIMENT)
             result, failure = _measured(experiment, context)
@@ -274,7 +274,7 @@ def _measured(experiment: Experiment, context: Context) -> tuple[Result, Excepti
     if problem is not None:
         rows = [Row.missing(experiment.title, problem)]
     seconds = time.perf_counter() - begin
-    return Result(experiment.name, str(context.device), date, seconds, machine, limits, tuple(rows)), failure
+    return Result(experiment.name, context.device, date, seconds, machine, limits, tuple(rows)), failure
 
 
 def _table(rows: Sequence[Row]) -> Table:

@@ -19,8 +19,6 @@ from ._rows import Comparison, Group, Row, compare
 #: The labels of two trainings by autograd; the second takes the samples of each batch in another order.
 BASELINE, REORDERED = "back-propagation", "back-propagation in another order"
 
-_TENSORS = ("train_inputs", "train_labels", "test_inputs", "test_labels")
-
 #: Iterations between two losses on the test data.
 TEST_EVERY = 20
 
@@ -45,33 +43,34 @@ def train_side_by_side(
     iterations: int,
     *,
     batch: int,
-    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Curve]:
     """Train the model of `build` by back-propagation, and what each variant makes of it; return the curves by name.
 
     Another training by back-propagation takes the samples of each batch in another order: it shows how much the order
-    of a sum, and so rounding, changes a training. All weights and batches are drawn from `seed`.
+    of a sum, and so rounding, changes a training. All weights and batches are drawn from one seed.
     """
     curves = {name: Curve() for name in (BASELINE, *variants, REORDERED)}
     trained = []
     for name in curves:
-        torch.manual_seed(seed)
-        model = build().to(device)
+        torch.manual_seed(0)
+        model = build().to(device, dtype)
         model = variants[name](model) if name in variants else model
         trained.append((model, optimizer(list(model.parameters()))))
-    data = replace(data, **{name: getattr(data, name).to(device) for name in _TENSORS})
-    generator = torch.Generator().manual_seed(seed)
+    inputs, labels = data.train_inputs.to(device, dtype), data.train_labels.to(device)
+    test = data.test_inputs.to(device, dtype), data.test_labels.to(device)
+    generator = torch.Generator().manual_seed(0)
     for iteration in range(iterations):
         say(f"iteration {iteration + 1} of {iterations}")
-        samples = torch.randint(len(data.train_labels), (batch,), generator=generator).to(device)
+        samples = torch.randint(len(labels), (batch,), generator=generator).to(device)
         for (model, its_optimizer), (name, curve) in zip(trained, curves.items(), strict=True):
             order = samples.flip(0) if name == REORDERED else samples
             if iteration % TEST_EVERY == 0:
-                curve.test.append(_test_loss(model, data))
+                curve.test.append(_test_loss(model, *test))
             begin = time.perf_counter()
-            curve.train.append(_step(model, its_optimizer, data.train_inputs[order], data.train_labels[order]))
+            curve.train.append(_step(model, its_optimizer, inputs[order], labels[order]))
             curve.seconds.append(time.perf_counter() - begin)
     return curves
 
@@ -85,8 +84,8 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: torch.Tens
 
 
 @torch.no_grad()
-def _test_loss(model: nn.Module, data: Dataset) -> float:
-    return functional.cross_entropy(model(data.test_inputs), data.test_labels).item()
+def _test_loss(model: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
+    return functional.cross_entropy(model(inputs), labels).item()
 
 
 def curve_rows(

@@ -18,7 +18,7 @@ import torch
 import jacsparse
 
 _PACKAGES = (
-    *("torch", "numpy", "numba", "scipy", "mkl", "sparse_dot_mkl", "python-graphblas"),
+    *("torch", "numpy", "numba", "scipy", "mkl", "python-graphblas"),
     *("cupy-cuda12x", "cupy-cuda13x", "nvmath-python", "onnxruntime", "openvino"),
 )
 # Instruction sets of vector units, which decide how fast numbers move.

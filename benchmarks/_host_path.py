@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeAlias
 from unittest import mock
 
 import scipy.sparse
@@ -25,101 +25,94 @@ from ._made_up_gpu import host_work, made_up_gpu
 from ._problems import PROBLEMS
 from ._workloads import whole_pruned_vgg11
 
-#: What is counted of a layer, and the layers beside that of one direction.
+#: What is counted of a layer.
 FORWARD, BACKWARD, WITH_INPUT = "forward", "backward", "backward, with the input's gradient"
-PARTS = (FORWARD, BACKWARD, WITH_INPUT)
-LAYERS: dict[str, dict[str, Any]] = {"": {}, "two directions": {"bidirectional": True}, "two layers": {"num_layers": 2}}
 #: What stands for products with vectors among methods.
 VECTORS = "vectors"
 #: Networks with masks, and the shapes of their samples.
 NETWORKS = {"VGG-11": (whole_pruned_vgg11, (3, 32, 32))}
-#: The layer that computes nothing.
-EMPTY = "a Function that computes nothing"
+#: What follows the name of a pass of the layer that computes nothing.
+NOTHING = "a Function that computes nothing"
+
+#: Calls with their names, and further numbers that belong to them.
+Calls: TypeAlias = Iterator[tuple[str, Call, dict[str, int]]]
 
 
 def main() -> None:
-    """Print a line of JSON when ready, and one for each that is read: what a case's calls cost, and how long they take.
+    """Print a line of JSON when ready, and one for each that is read: what calls cost, or times of a layer's passes.
 
-    Arguments are the elements of a state, and seconds and rounds of timing. A case is a line of JSON: a layer's kind,
-    its inputs, steps, samples, and whether calls are timed; or a method of products, and samples; or an equation and
-    its size; or a network and a schedule.
+    Arguments are seconds and rounds of timing. A line has the name of one of `_CALLS`, or ``times``, and the arguments
+    of its function.
     """
-    hidden, seconds, rounds = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
+    context = Context(seconds=float(sys.argv[1]), rounds=int(sys.argv[2]))
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with made_up_gpu() as launched:
         print(json.dumps({}), flush=True)
         for line in sys.stdin:
-            case, answer = json.loads(line), dict[str, Any](counts=[], times={})
-            if case[0] in PROBLEMS:
-                print(json.dumps(_jacobian(case[0], case[1], launched)), flush=True)
-                continue
-            if case[0] in NETWORKS:
-                print(json.dumps(_scan(case[0], case[1], launched)), flush=True)
-                continue
-            if len(case) == 2:
-                for part, call in _products(*case):
-                    answer["counts"].append({"part": part, **asdict(host_work(call, launched))})
-                print(json.dumps(answer), flush=True)
-                continue
-            kind, features, time, batch, timed = case
-            x = torch.randn(time, batch, features)
-            for name, options in LAYERS.items():
-                layer = getattr(nn, kind)(features, hidden, **options)
-                for part, call in _calls(layer, x):
-                    work = host_work(call, launched)
-                    answer["counts"].append({"layer": name, "part": part, **asdict(work)})
-            if timed:
-                context = Context(seconds=seconds, rounds=rounds)
-                layer = getattr(nn, kind)(features, hidden)
-                empty = zip((FORWARD, BACKWARD), empty_passes(layer, x), strict=True)
-                calls = dict(_calls(layer, x))
-                turns = {
-                    label: function
-                    for part, nothing in empty
-                    for label, function in ((part, calls[part]), (f"{part}, {EMPTY}", nothing))
+            what, *arguments = json.loads(line)
+            if what == "times":
+                answer = {label: asdict(timing) for label, timing in context.times(_passes(*arguments)).items()}
+            else:
+                calls = _CALLS[what](*arguments)
+                answer = {
+                    part: {**asdict(work := host_work(call, launched)), "nodes": work.nodes, "facts": facts}
+                    for part, call, facts in calls
                 }
-                for label, timing in context.times(turns).items():
-                    answer["times"][label] = asdict(timing)
             print(json.dumps(answer), flush=True)
 
 
-def _jacobian(equation: str, size: int, launched: Callable[[], int]) -> dict[str, Any]:
-    """What a call of a compiled Jacobian costs, and how many of its kernels wait for each other."""
+def _layer(
+    kind: str, features: int, hidden: int, time: int, batch: int, options: dict[str, Any]
+) -> tuple[Any, torch.Tensor]:
+    return getattr(nn, kind)(features, hidden, **options), torch.randn(time, batch, features)
+
+
+def _layers(*sizes: Any) -> Calls:
+    """The calls of each part; backward passes start from a gradient of the last state, over a graph that stays."""
+    layer, x = _layer(*sizes)
+    weights = list(layer.parameters())
+    yield FORWARD, lambda: layer(x), {}
+    for part, inputs in ((BACKWARD, weights), (WITH_INPUT, [x.clone().requires_grad_(), *weights])):
+        last = layer(inputs[0] if part == WITH_INPUT else x)[1]
+        last = last[0] if isinstance(last, tuple) else last
+        yield part, _gradients(last, inputs), {}
+
+
+def _passes(*sizes: Any) -> dict[str, Call]:
+    """Both passes of a layer, each beside that of a Function which computes nothing."""
+    calls = {part: call for part, call, _ in _layers(*sizes)}
+    empty = zip((FORWARD, BACKWARD), empty_passes(*_layer(*sizes)), strict=True)
+    return {
+        label: call for part, nothing in empty for label, call in ((part, calls[part]), (f"{part}, {NOTHING}", nothing))
+    }
+
+
+def _jacobian(equation: str, size: int) -> Calls:
+    """A call of a compiled Jacobian, and how many of its kernels wait for each other."""
     problem = PROBLEMS[equation](size, 1)
     # No kernel computes anything there, and values are not compared.
     with mock.patch.object(PreparedJacobian, "check"):
         prepared = prepare_jacobian(problem.f, *problem.args, **problem.options, compile=True)
     fused = prepared._first.evaluator.fused
     assert fused is not None
-    work = host_work(lambda: prepared(*problem.args), launched)
-    return {**asdict(work), "levels": fused.levels}
+    yield "", lambda: prepared(*problem.args), {"levels": fused.levels}
 
 
-def _scan(network: str, schedule: str, launched: Callable[[], int]) -> dict[str, Any]:
-    """What both passes of a scan cost, the second one of autograd too, and of how many products that one is."""
+def _scan(network: str, schedule: str) -> Calls:
+    """Both passes of a scan, and of how many products the second one is; and the second one of autograd."""
     build, shape = NETWORKS[network]
     model = build()
     scan, x = nn.Scan(model, schedule=schedule), torch.randn(1, *shape).requires_grad_()
     inputs = [x, *model.parameters()]
-    answer: dict[str, Any] = {FORWARD: asdict(host_work(lambda: scan(x), launched))}
-    for part, y in ((BACKWARD, scan(x)), ("autograd", model(x))):
-        answer[part] = asdict(host_work(_gradients(y, inputs, torch.ones_like(y)), launched))
+    yield FORWARD, lambda: scan(x), {}
+    backward, weights = _gradients(scan(x), inputs), len(inputs) - 1
     (scanner,) = scan._scanners.values()
-    return {**answer, "products": len(scanner._executed.steps), "weights": len(inputs) - 1}
+    yield BACKWARD, backward, {"products": len(scanner._executed.steps) + weights, "gradients of weights": weights}
+    yield "autograd's backward", _gradients(model(x), inputs), {}
 
 
-def _calls(layer: Any, x: torch.Tensor) -> Iterator[tuple[str, Call]]:
-    """The calls of each part; backward passes start from a gradient of the last state, over a graph that stays."""
-    weights = list(layer.parameters())
-    yield FORWARD, lambda: layer(x)
-    for part, inputs in ((BACKWARD, weights), (WITH_INPUT, [x.clone().requires_grad_(), *weights])):
-        last = layer(inputs[0] if part == WITH_INPUT else x)[1]
-        last = last[0] if isinstance(last, tuple) else last
-        yield part, _gradients(last, inputs, torch.ones_like(last))
-
-
-def _products(method: str, batch: int) -> Iterator[tuple[str, Call]]:
+def _products(method: str, batch: int) -> Calls:
     """Products by a method: what the factors are, and the call."""
 
     def sparse(rows: int, columns: int) -> Pattern:
@@ -127,7 +120,7 @@ def _products(method: str, batch: int) -> Iterator[tuple[str, Call]]:
 
     if method == VECTORS:
         a = sparse(7, 9)
-        yield "", functools.partial(matvec, a, torch.randn(a.nnz, batch), torch.randn(9, batch))
+        yield "", functools.partial(matvec, a, torch.randn(a.nnz, batch), torch.randn(9, batch)), {}
         return
     pooling = chain(MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
     factors = {
@@ -146,12 +139,17 @@ def _products(method: str, batch: int) -> Iterator[tuple[str, Call]]:
         for number, selects in enumerate((plan.selects_left, plan.selects_right)):
             if selects:
                 values[number] = torch.zeros(pooling.shape[1], batch, dtype=torch.int32)
-        yield name, functools.partial(plan.multiply, *values)
+        yield name, functools.partial(plan.multiply, *values), {}
 
 
-def _gradients(result: torch.Tensor, inputs: list[torch.Tensor], gradient: torch.Tensor) -> Call:
+def _gradients(result: torch.Tensor, inputs: list[torch.Tensor]) -> Call:
+    gradient = torch.ones_like(result)
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
+
+_CALLS: dict[str, Callable[..., Calls]] = {
+    "layer": _layers, "product": _products, "jacobian": _jacobian, "scan": _scan
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

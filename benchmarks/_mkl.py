@@ -17,15 +17,6 @@ import scipy.sparse
 
 _GENERAL, _LOWER, _NON_UNIT, _NON_TRANSPOSE = 20, 40, 50, 10
 _FINALIZE, _FULL_WITHOUT_VALUES = 92, 93
-_STATUS = (
-    "success",
-    "not initialised",
-    "out of memory",
-    "invalid value",
-    "execution failed",
-    "internal error",
-    "not supported",
-)
 
 
 class _Descriptor(ctypes.Structure):
@@ -87,7 +78,7 @@ class MklProduct:
     @staticmethod
     def _check(status: int) -> None:
         if status:
-            raise RuntimeError(f"MKL: {_STATUS[status] if status < len(_STATUS) else status}")
+            raise RuntimeError(f"MKL answers with {status}, which its sparse_status_t explains")
 
     def multiply(self) -> None:
         """Compute the values of `C` from the present values of `A` and `B`."""

@@ -19,7 +19,8 @@ import typer
 
 from jacsparse.cli import app
 
-from ._papers import ITEMS, PAPERS, Item, item_cells, shown_figure
+from ._items import Item
+from ._papers import ITEMS, PAPERS
 from ._registry import EXPERIMENTS
 from ._report import read_all
 from ._results import Result
@@ -44,23 +45,24 @@ class FigurelessItem:
     differs: str = ""
     missing: str = ""
 
-    @property
-    def status(self) -> str:
-        """What has become of it, in a few words."""
+    def status(self, results: Sequence[Result]) -> str:
+        """What has become of it, whatever was measured."""
         return "not reproduced" if self.missing else "implemented, tested"
+
+    def lines(self, results: Sequence[Result]) -> Iterator[str]:
+        """The item in Markdown."""
+        what = f"{self.what[0].upper()}{self.what[1:]}"
+        yield from ("", f"### {self.place}", "", f"{what}: **{self.status(results)}**.", "")
+        tests = self.tests and f"`{self.tests}`"
+        for name, text in (("Tests", tests), ("Differs", self.differs), ("Why", self.missing)):
+            if text:
+                yield f"- {name}: {text}"
 
 
 def figureless_items() -> list[FigurelessItem]:
     """The items of ``tests/reference/items.toml``."""
     content = tomllib.loads((_REFERENCE / "items.toml").read_text(encoding="utf-8"))
     return [FigurelessItem(**item) for item in content["item"]]
-
-
-def status(item: Item, results: Sequence[Result]) -> str:
-    """What has become of an item with a figure: "reproduced" only where a result has it."""
-    if shown_figure(item, results) is None:
-        return "not measured"
-    return {"whole": "reproduced", "in small": "reproduced in small", "otherwise": "comes out otherwise"}[item.state]
 
 
 def machines(device: str | None = None) -> dict[str, dict[str, Result]]:
@@ -122,28 +124,9 @@ def _machine_name(results: Mapping[str, Result]) -> str:
     return f"{str(machine['cpu']).replace('(R)', '')}, {machine['cores']} cores, {span}"
 
 
-def _item_lines(item: Item, results: Sequence[Result]) -> Iterator[str]:
-    """An item with a figure: the published one, ours, what ran, and how."""
-    place, published, here, ratio, ran, how_far, command = item_cells(item, results)
-    yield from ("", f"### {place}", "")
-    yield f"- Published: {published}"
-    yield f"- Here: **{here}**{f', {ratio} times the published' if ratio else ''}; {status(item, results)}"
-    yield f"- What ran: {ran}"
-    yield f"- Command: {command}"
-    if how_far != item.state:
-        yield f"- How far: {how_far}"
-
-
-def _figureless_lines(item: FigurelessItem) -> Iterator[str]:
-    yield from ("", f"### {item.place}", "", f"{item.what[0].upper()}{item.what[1:]}: **{item.status}**.", "")
-    for name, text in (("Tests", item.tests and f"`{item.tests}`"), ("Differs", item.differs), ("Why", item.missing)):
-        if text:
-            yield f"- {name}: {text}"
-
-
 def _picture_lines(item: Item, results: Sequence[Result], pictures: Path) -> Iterator[str]:
     """A picture of the result that an item's text is of, where it is not on the page yet."""
-    shown = shown_figure(item, results)
+    shown = item.shown(results)
     if shown is None:
         return
     result, machine = shown[0], _machine_name({"": shown[0]})
@@ -164,22 +147,16 @@ def write_pages(folder: Path) -> None:
     (generated / "commands.md").write_text(_commands(), encoding="utf-8")
     results = [result for machine in machines().values() for result in machine.values()]
     lines = [(folder / "papers.md").read_text(encoding="utf-8"), *table_head(("item", "what", "status"))]
+    items: list[Item | FigurelessItem] = [*ITEMS, *figureless_items()]
     for paper in PAPERS:
-        figures, others = [item for item in ITEMS if item.paper == paper], _figureless(paper)
-        lines += [table_line((f"{paper}, {item.place}", item.what, status(item, results))) for item in figures]
-        lines += [table_line((f"{paper}, {item.place}", item.what, item.status)) for item in others]
+        of_paper = [item for item in items if item.paper == paper]
+        lines += [table_line((f"{paper}, {item.place}", item.what, item.status(results))) for item in of_paper]
     for paper, title in PAPERS.items():
         lines += ["", f"## {title}"]
-        for item in [item for item in ITEMS if item.paper == paper]:
-            lines += _item_lines(item, results)
-            lines += _picture_lines(item, results, generated)
-        for other in _figureless(paper):
-            lines += _figureless_lines(other)
+        for item in [item for item in items if item.paper == paper]:
+            lines += item.lines(results)
+            lines += _picture_lines(item, results, generated) if isinstance(item, Item) else ()
     (folder / "papers.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _figureless(paper: str) -> list[FigurelessItem]:
-    return [item for item in figureless_items() if item.paper == paper]
 
 
 def _commands() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -82,14 +81,6 @@ def _graphblas(a: Matrix, b: Matrix, context: Context) -> Peer:
     return Peer(lambda: left.mxm(right).new(), lambda product: Matrix(graphblas.io.to_scipy_sparse(product)))
 
 
-def _mkl_product(a: Matrix, b: Matrix, context: Context) -> Peer:
-    # sparse_dot_mkl looks here first; it does not know the wheel's folder.
-    os.environ.setdefault("MKL_RT", str(_mkl.library_path()))
-    sparse_dot_mkl = package("sparse_dot_mkl", "sparse_dot_mkl", "pip install sparse_dot_mkl")
-    sparse_dot_mkl.mkl_set_num_threads(context.threads)
-    return Peer(lambda: sparse_dot_mkl.dot_product_mkl(a, b), lambda product: Matrix(product))
-
-
 def _mkl_reuse(a: Matrix, b: Matrix, context: Context) -> Peer:
     left, right = a.copy(), b.copy()
     # The plan is made with other values, so that a right result proves that `multiply` reads the present ones.
@@ -123,7 +114,6 @@ PEERS: dict[str, dict[str, Callable[[Matrix, Matrix, Context], Peer]]] = {
         SCIPY: _scipy,
         _TORCH: _torch,
         "SuiteSparse:GraphBLAS mxm": _graphblas,
-        "MKL (sparse_dot_mkl)": _mkl_product,
         MKL_REUSE: _mkl_reuse,
     },
     "cuda": {

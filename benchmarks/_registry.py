@@ -11,21 +11,11 @@ from ._experiment import Experiment
 #: The files of experiments, in the order of the report.
 _FILES = (
     *("jacobian_generation", "spgemm", "flop_analysis", "whole_jacobian", "sparse_jacobian", "sparse_networks"),
-    *("dense_rivals", "sparse_kernels", "sparse_convergence", "discretised_equations", "stiff_equations", "solving"),
-    *("whole_programs",),
-    *(
-        "triangular_solvers",
-        "triangular_costs",
-        "leapfrog",
-        "ddg_convergence",
-        "ddg_scaling",
-        "ddg_theory",
-        "simulation",
-        "rank_scan",
-    ),
-    *("lenet_convergence", "normalised_convergence", "rnn_sensitivity", "recurrent_shapes", "gru_breakdown"),
-    *("parallel_forward", "layer_calls", "chunk_sweep", "recurrent_convergence", "written_loops", "kernel_resources"),
-    *("host_path",),
+    *("dense_rivals", "sparse_kernels", "discretised_equations", "stiff_equations", "solving"),
+    *("whole_programs", "triangular_solvers", "triangular_costs", "leapfrog", "ddg_convergence", "ddg_scaling"),
+    *("ddg_theory", "simulation", "rank_scan"),
+    *("lenet_convergence", "rnn_sensitivity", "recurrent_shapes", "gru_breakdown"),
+    *("parallel_forward", "layer_calls", "chunk_sweep", "recurrent_convergence", "written_loops", "host_path"),
 )
 
 

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ._experiment import Experiment
-from ._papers import COLUMNS as ITEM_COLUMNS
-from ._papers import ITEMS, PAPERS, item_cells
+from ._papers import ITEMS, PAPERS
 from ._results import Result, read, result_path
 from ._rows import Row
 from ._text import COLUMNS, amount, cells, table_head, table_line
@@ -70,15 +69,15 @@ def _overview(experiments: Mapping[str, Experiment], results: Mapping[tuple[str,
 
 
 def _papers(results: Sequence[Result]) -> Iterable[str]:
-    """A table for each paper: its items, each with the newest figure of these results."""
+    """The items of each paper, each with the newest figure of these results."""
     yield (
         "\nBelow, each paper item by item. On the papers' own data, and as long as published, run "
         "`lenet_convergence`, `flop_analysis` and `ddg_convergence` with `--data cifar10:DIR`, and "
         "`recurrent_convergence` with `--data irmas:DIR`."
     )
     for paper, title in PAPERS.items():
-        yield from ("", f"## Item by item: {title}", "", *table_head(ITEM_COLUMNS))
-        yield from (table_line(item_cells(item, results)) for item in ITEMS if item.paper == paper)
+        yield from ("", f"## Item by item: {title}")
+        yield from (line for item in ITEMS if item.paper == paper for line in item.lines(results))
 
 
 def _section(experiment: Experiment, result: Result, folder: Path, also: Iterable[str]) -> Iterable[str]:

@@ -157,21 +157,14 @@ class Group:
         return timings
 
     def memory(
-        self,
-        label: str,
-        function: Callable[[], object],
-        *,
-        runs: int = 3,
-        quantity: str = "memory",
-        unit: Literal["MiB", "B"] = "MiB",
-        **fields: Any,
+        self, label: str, function: Callable[[], object], *, runs: int = 3, quantity: str = "memory", **fields: Any
     ) -> Row:
         """Add a row of the memory that a function needs at its peak, the least of several runs."""
         try:
             nbytes = min(peak_memory(function) for _ in range(runs))
         except (OSError, AttributeError) as error:
             return self.missing(label, reason(error), **fields)
-        return self.value(label, nbytes / (2**20 if unit == "MiB" else 1), quantity, unit, **fields)
+        return self.value(label, nbytes / 2**20, quantity, "MiB", **fields)
 
     def add(self, row: Row) -> Row:
         """Add a row, or put it in the place of that with its label."""

@@ -19,7 +19,6 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, SKY
 from jacsparse.training import Backpropagation, DelayedGradients
 
 from ._context import Context, Timing
-from ._delayed_times import published_time, simulated_times
 from ._environment import cores
 from ._experiment import Grid
 from ._figures import Bars, Panel, Picture
@@ -89,9 +88,9 @@ class DdgScaling(Grid):
     def rows(self, modules: int, ranks: Sequence[_ModuleSeconds], peer: Row) -> list[Row]:
         """Rows of a number of modules, from the seconds of the processes that trained them."""
         forward, backward = (_medians(ranks, passes) for passes in ("forward", "backward"))
-        published = published_time(_FORWARD, 1 - _FORWARD, modules)
-        predicted = published_time(sum(forward), modules * max(backward), modules)
-        simulated = _long_run(simulated_times(forward, backward))
+        published, predicted = _FORWARD + (1 - _FORWARD) / modules, sum(forward) + max(backward)
+        # No module waits for the end of an iteration: in the long run one takes as long as the slowest module.
+        simulated = max(map(sum, zip(forward, backward, strict=True)))
         place = f"modules timed in {len(ranks)} process(es) of one thread, on {cores()} core(s)"
         passes = f"{place}: forward {_listed(forward)}, backward {_listed(backward)}"
         rows, data = Group(self.group(modules)), {"network": self.network, "modules": modules}
@@ -223,12 +222,6 @@ def _timing(seconds: _ModuleSeconds) -> Timing:
 def _medians(ranks: Sequence[_ModuleSeconds], passes: str) -> list[float]:
     """The median seconds of each module's passes, ``forward`` or ``backward``."""
     return [statistics.median(times) for rank in ranks for times in getattr(rank, passes)]
-
-
-def _long_run(ends: Sequence[float]) -> float:
-    """The mean time of an iteration in the second half, after the pipeline has filled."""
-    half = len(ends) // 2
-    return (ends[-1] - ends[half - 1]) / (len(ends) - half)
 
 
 def _listed(seconds: Sequence[float]) -> str:

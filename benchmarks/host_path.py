@@ -6,10 +6,11 @@ They are calls of recurrent layers, of products, of compiled Jacobians, and of s
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,7 @@ from jacsparse.figures import BLUE, GREEN, ORANGE
 from ._context import Context, Timing
 from ._experiment import Experiment
 from ._figures import Bars, Line, Panel, Picture
-from ._host_path import BACKWARD, EMPTY, FORWARD, PARTS, VECTORS, WITH_INPUT
+from ._host_path import BACKWARD, FORWARD, NOTHING, VECTORS, WITH_INPUT
 from ._programs import JsonProgram
 from ._rows import Comparison, Group, Row, reason, values_of, where
 
@@ -32,8 +33,16 @@ _PYTHON = {FORWARD: 60, BACKWARD: 90, WITH_INPUT: 90}
 _TIMES = {FORWARD: 5.0, BACKWARD: 3.5}
 #: The most functions of Python's of a call of a compiled Jacobian.
 _PYTHON_OF_JACOBIAN = 40
-#: The most nodes of a scan's backward pass for each of its products.
-_NODES_OF_SCAN = 1.2
+#: The most nodes of a compiled Jacobian for each level of dependence, and of a scan's backward pass for each product.
+_NODES_FOR_EACH = {"levels": 1.0, "products": 1.2}
+#: Entries of a case's data that a row's label has.
+_NAMED = ("layer", "batch", "equation", "size", "network", "schedule")
+#: Layers beside that of one direction.
+_LAYERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "two directions": {"bidirectional": True},
+    "two layers": {"num_layers": 2},
+}
 #: Turns of each function, many short ones: what else the machine does takes both alike.
 _ROUNDS = 25
 #: The parts that single layers have in each part of two layers: the second one's input has a gradient.
@@ -75,45 +84,46 @@ class HostPath(Experiment):
 
     def run(self, context: Context) -> list[Row]:
         command = [sys.executable, "-m", f"{__package__}._host_path"]
-        arguments = self.hidden, context.seconds, max(context.rounds, _ROUNDS)
-        rows = []
-        with contextlib.closing(JsonProgram(command, *arguments)) as program:
+        groups: dict[str, Group] = {}
+        with contextlib.closing(JsonProgram(command, context.seconds, max(context.rounds, _ROUNDS))) as program:
             try:
                 program.answer()
             except (RuntimeError, TimeoutError) as error:
                 return [Row.missing(self.title, reason(error))]
-            for kind, features in self.kinds:
-                for time in self.times:
-                    group = Group(f"{kind}, T = {time:,}, H = {self.hidden}")
-                    for batch in self.batches:
-                        timed = (time, batch) == (self.times[0], self.batches[0])
-                        context.say(f"{group.name}, B = {batch}")
-                        answer = program.answer(json.dumps([kind, features, time, batch, timed]))
-                        _add_counts(group, answer["counts"], {"kind": kind, "time": time, "batch": batch})
-                        _add_times(group, answer["times"], {"kind": kind, "time": time, "batch": batch})
-                    rows += group.rows()
-            for method in self.methods:
-                group = Group("Products with vectors" if method == VECTORS else f"Products by {method}")
-                for batch in self.batches:
-                    _add_products(group, program.answer(json.dumps([method, batch]))["counts"], method, batch)
-                rows += group.rows()
-            group = Group("compiled Jacobians")
-            for equation, size in self.equations:
-                context.say(f"{equation}, {size}")
-                _add_jacobian(group, equation, size, program.answer(json.dumps([equation, size])))
-            rows += group.rows()
-            group = Group("scans of pruned networks, batch 1")
-            for network, schedule in self.scans:
-                context.say(f"{network} by {schedule}")
-                _add_scan(group, network, schedule, program.answer(json.dumps([network, schedule])))
-        return rows + group.rows()
+            for name, question, case in self._questions():
+                context.say(f"{name}: {', '.join(map(str, case.values()))}")
+                group, answer = groups.setdefault(name, Group(name)), program.answer(json.dumps(question))
+                if question[0] == "times":
+                    _add_times(group, answer, case)
+                else:
+                    for part, counts in answer.items():
+                        _add_counts(group, question[0], part, counts, case)
+        return [row for group in groups.values() for row in group.rows()]
+
+    def _questions(self) -> Iterator[tuple[str, list[Any], dict[str, Any]]]:
+        """The heading, the question and the data of each case."""
+        for (kind, features), time, batch in itertools.product(self.kinds, self.times, self.batches):
+            group, case = f"{kind}, T = {time:,}, H = {self.hidden}", {"kind": kind, "time": time, "batch": batch}
+            sizes = kind, features, self.hidden, time, batch
+            for layer, options in _LAYERS.items():
+                yield group, ["layer", *sizes, options], {**case, "layer": layer}
+            if (time, batch) == (self.times[0], self.batches[0]):
+                yield group, ["times", *sizes, {}], case
+        for method, batch in itertools.product(self.methods, self.batches):
+            group = "Products with vectors" if method == VECTORS else f"Products by {method}"
+            yield group, ["product", method, batch], {"method": method, "batch": batch}
+        for equation, size in self.equations:
+            yield "compiled Jacobians", ["jacobian", equation, size], {"equation": equation, "size": size}
+        for network, schedule in self.scans:
+            case = {"network": network, "schedule": schedule}
+            yield "scans of pruned networks, batch 1", ["scan", network, schedule], case
 
     def picture(self, rows: Sequence[Row]) -> Picture:
         counts = [row for row in rows if row.data.get("layer") == ""]
         lengths = values_of(counts, "time")
         # The longest passes of one launch, and the longest of all.
         ends = [*[time for time in lengths if time <= _ONE_LAUNCH][-1:], *lengths[-1:]]
-        bars = [(part, time) for part in PARTS for time in dict.fromkeys(ends)]
+        bars = [(part, time) for part in _NODES for time in dict.fromkeys(ends)]
         names = [f"{_SHORT[part]}, T = {time:,}" for part, time in bars]
         drawn = [where(counts, part=part, time=time) for part, time in bars]
         nodes = [_NODES[part][time > _ONE_LAUNCH] for part, time in bars]
@@ -124,7 +134,7 @@ class HostPath(Experiment):
             _panel("launches of ours and PyTorch's kernels", "nodes", names, drawn, nodes),
             _panel("functions of Python's", "python", names, drawn, functions),
             _panel(
-                f"host time over that of {EMPTY}", "over_nothing", [_SHORT[part] for part in _TIMES], by_part,
+                f"host time over that of {NOTHING}", "over_nothing", [_SHORT[part] for part in _TIMES], by_part,
                 [*_TIMES.values()],
             ),
         ]  # fmt: skip
@@ -147,78 +157,49 @@ def _panel(
     return Panel([bars, *limits], x=title, grid="x", size=9.5)
 
 
-def _add_counts(group: Group, counts: Iterable[dict[str, Any]], case: dict[str, Any]) -> None:
-    """Rows of one layer's nodes, and of those of two directions and layers beside the sum of single ones."""
-    nodes: dict[tuple[str, str], int] = {}
-    beyond = case["time"] > _ONE_LAUNCH
-    for each in counts:
-        layer, part, launches, kernels = (each[name] for name in ("layer", "part", "launches", "kernels"))
-        nodes[layer, part] = launches + kernels
-        label = ", ".join(filter(None, (part, layer, f"B = {case['batch']}")))
-        note = (
-            f"{launches} of ours, {kernels} of PyTorch's; {each['c']} functions of C's, {each['operators']} operators"
-        )
-        data = {**case, "layer": layer, "part": part, "nodes": nodes[layer, part], "python": each["python"]}
-        row = group.value(label, nodes[layer, part], "nodes", note=note, data=data)
-        if layer:
-            parts = _TWO_LAYERS[part] if layer == "two layers" else (part, part)
-            most = sum(_NODES[each][beyond] for each in parts)
-            group.add(row.beside(Comparison("nodes", nodes[layer, part], at_most=most)))
-        else:
-            limits = Comparison("nodes", nodes[layer, part], at_most=_NODES[part][beyond])
-            group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=_PYTHON[part])))
+def _add_counts(group: Group, what: str, part: str, counts: dict[str, Any], case: dict[str, Any]) -> None:
+    """Add a row of a call's nodes, and what they and others of its counts may be at most."""
+    nodes, python, facts = counts["nodes"], counts["python"], counts["facts"]
+    names = [
+        part,
+        *(f"B = {value}" if name == "batch" else str(value) for name, value in case.items() if name in _NAMED),
+    ]
+    notes = [
+        f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's",
+        f"{python} functions of Python's, {counts['c']} of C's, {counts['operators']} operators",
+        *(f"{number} {name}" for name, number in facts.items()),
+    ]
+    data = {**case, "part": part, "nodes": nodes, "python": python, "waits": counts["waits"]}
+    row = group.value(", ".join(filter(None, names)), nodes, "nodes", note="; ".join(notes), data=data)
+    most_nodes, most_python = _limits(what, part, case)
+    if most_nodes is not None:
+        row = row.beside(Comparison("nodes", nodes, at_most=most_nodes))
+    if most_python is not None:
+        row = row.beside(Comparison("functions of Python's", python, at_most=most_python))
+    if what == "scan" and part in (FORWARD, BACKWARD):
+        row = row.beside(Comparison("waits", counts["waits"], at_most=0))
+    for name, most in _NODES_FOR_EACH.items():
+        if name in facts:
+            row = row.beside(Comparison(f"nodes / {name}", nodes / facts[name], at_most=most))
+    group.add(row)
 
 
-def _add_products(group: Group, counts: Iterable[dict[str, Any]], method: str, batch: int) -> None:
-    """Rows of a product's nodes and functions."""
-    for each in counts:
-        label, nodes = ", ".join(filter(None, (each["part"], f"B = {batch}"))), each["launches"] + each["kernels"]
-        note = f"{each['python']} functions of Python's, {each['c']} of C's, {each['operators']} operators"
-        data = {"method": method, "batch": batch, "nodes": nodes, "python": each["python"]}
-        row = group.value(label, nodes, "nodes", note=note, data=data)
-        limits = Comparison("nodes", nodes, at_most=_PRODUCT_NODES)
-        most = _PRODUCT_WITH_VECTORS if method == VECTORS else _PRODUCT
-        group.add(row.beside(limits, Comparison("functions of Python's", each["python"], at_most=most)))
-
-
-def _add_jacobian(group: Group, equation: str, size: int, counts: dict[str, int]) -> None:
-    """A row of a compiled Jacobian's nodes, beside its kernels that wait for each other."""
-    nodes, python = counts["launches"] + counts["kernels"], counts["python"]
-    note = f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's; {counts['c']} functions of C's"
-    data = {"equation": equation, "size": size, "nodes": nodes, "python": python}
-    row = group.value(f"{equation}, {size}", nodes, "nodes", note=note, data=data)
-    levels = Comparison("nodes / levels", nodes / counts["levels"], at_most=1.0)
-    group.add(row.beside(levels, Comparison("functions of Python's", python, at_most=_PYTHON_OF_JACOBIAN)))
-
-
-def _add_scan(group: Group, network: str, schedule: str, answer: dict[str, Any]) -> None:
-    """Rows of both passes of a scan: their nodes, beside the products of the second one, and how often they wait."""
-    weights, products = answer["weights"], answer["products"] + answer["weights"]
-    autograd = answer["autograd"]["launches"] + answer["autograd"]["kernels"]
-    for part in (FORWARD, BACKWARD):
-        counts = answer[part]
-        nodes, waits = counts["launches"] + counts["kernels"], Comparison("waits", counts["waits"], at_most=0)
-        note = (
-            f"{counts['launches']} of ours, {counts['kernels']} of PyTorch's; {counts['python']} functions of Python's"
-        )
-        data = {"network": network, "schedule": schedule, "part": part, "nodes": nodes, "waits": counts["waits"]}
-        limits = [waits]
-        if part == BACKWARD:
-            note += (
-                f"; {products} products, {weights} of them gradients of weights; autograd's pass has {autograd} nodes"
-            )
-            limits.append(Comparison("nodes / products", nodes / products, at_most=_NODES_OF_SCAN))
-        label = f"{network} by {schedule}, {part}"
-        group.add(group.value(label, nodes, "nodes", note=note, data=data).beside(*limits))
+def _limits(what: str, part: str, case: dict[str, Any]) -> tuple[int | None, int | None]:
+    """The most nodes of a call, and the most functions of Python's."""
+    if what == "product":
+        return _PRODUCT_NODES, _PRODUCT_WITH_VECTORS if case["method"] == VECTORS else _PRODUCT
+    if what != "layer":
+        return None, _PYTHON_OF_JACOBIAN if what == "jacobian" else None
+    parts = {"": (part,), "two layers": _TWO_LAYERS[part]}.get(case["layer"], (part, part))
+    nodes = sum(_NODES[each][case["time"] > _ONE_LAUNCH] for each in parts)
+    return nodes, None if case["layer"] else _PYTHON[part]
 
 
 def _add_times(group: Group, times: dict[str, dict[str, Any]], case: dict[str, Any]) -> None:
     """Rows of the host's times of both passes, and of those of a Function that computes nothing."""
-    if not times:
-        return
     for part, at_most in _TIMES.items():
-        label, nothing = f"host time, {part}", f"host time, {part}, {EMPTY}"
-        ours, reference = Timing(**times[part]), Timing(**times[f"{part}, {EMPTY}"])
+        label, nothing = f"host time, {part}", f"host time, {part}, {NOTHING}"
+        ours, reference = Timing(**times[part]), Timing(**times[f"{part}, {NOTHING}"])
         group.timed(nothing, reference, role="reference")
         data = {
             **case,

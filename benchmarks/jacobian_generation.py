@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from jacsparse.patterns import Pattern
 from torch import nn
 
 from jacsparse import chain
-from jacsparse.runtime import intercept
+from jacsparse.runtime import intercepted
 from jacsparse.stages import Record
 
 from ._calls import GRAPH, MODES, Call, in_mode, labelled, ready
@@ -30,7 +29,7 @@ from ._text import amount
 _KERNEL, _COPY = "values, kernel alone", "copy of as many bytes"
 _CALL, _OVERHEAD = "call from tensors", "call from tensors, without its kernel"
 _OPERATOR, _BOTH = "PyTorch's operator, on 2 × 2 pixels", "pattern and values, from nothing"
-_GRAD, _BACKWARD = "autograd, grad() of each output", "autograd, backward() of each output"
+_GRAD = "autograd, grad() of each output"
 _STACKED, _EVERY = f"{_GRAD}, stacked to a dense matrix", f"{_GRAD}, none extrapolated"
 PRINTED = "thesis, Algorithms 2 to 4, in NumPy"
 #: The target for the time of a call from tensors without its kernel, as a multiple of PyTorch's operator.
@@ -89,7 +88,7 @@ class JacobianGeneration(Grid):
             return [Row.missing("transposed Jacobian", reason(error), group=case.name)]
         rows, kernel, copy = Group(case.name), *(labelled(label, MODES[device][-1]) for label in (_KERNEL, _COPY))
         _add_sizes(rows, record.stage.transposed_pattern)
-        extrapolated, peers = (_GRAD, _STACKED, _BACKWARD), (_GRAD, _STACKED, _BACKWARD, _EVERY, PRINTED)
+        extrapolated, peers = (_GRAD, _STACKED), (_GRAD, _STACKED, _EVERY, PRINTED)
         roles = {**dict.fromkeys(peers, "peer"), **dict.fromkeys((_OPERATOR, copy), "reference")}
         rows.in_turns(context, functions, per=dict.fromkeys(extrapolated, columns.count / columns.total), role=roles)
         for label in (kernel, _CALL):
@@ -101,7 +100,6 @@ class JacobianGeneration(Grid):
         rows.compare("kernel / copy", kernel, copy, at=kernel, at_most=4)
         rows.compare("grad() / kernel", _GRAD, kernel)
         rows.compare("stacked / kernel", _STACKED, kernel, published=case.published)
-        rows.compare("backward() / kernel", _BACKWARD, kernel)
         rows.compare("all of grad() / kernel", _EVERY, kernel)
         rows.compare("time / operator", _OVERHEAD, _OPERATOR, at=_OVERHEAD, at_most=OVERHEAD)
         rows.compare("grad() / call", _GRAD, _CALL)
@@ -140,7 +138,7 @@ def _functions(module: nn.Module, record: Record, columns: _Columns, device: str
     if isinstance(module, nn.Conv2d) and device == "cpu":
         weight, (_, height, width) = module.weight.detach().numpy(), record.stage.in_shape
         functions[PRINTED] = functools.partial(printed_algorithms, weight, (height, width))
-    functions |= {_GRAD: columns.run, _STACKED: columns.run_stacked, _BACKWARD: columns.run_backward}
+    functions |= {_GRAD: columns.run, _STACKED: columns.run_stacked}
     if columns.total <= _ALL:
         functions[_EVERY] = _Columns(record.input, record.output, columns.total).run
     return functions
@@ -192,7 +190,7 @@ def _kernel_runs(call: Call) -> list[Callable[[], None]]:
         run()
         runs.append(run)
 
-    with _intercepted(note):
+    with intercepted(note):
         call()
     if not runs:
         raise RuntimeError("the call runs no kernel of jacsparse; time what it runs now")
@@ -203,20 +201,10 @@ def _without_kernels(call: Call) -> Callable[[], None]:
     """The call without its kernels: all work from tensors to kernels and back."""
 
     def run() -> None:
-        with _intercepted(lambda _: None):
+        with intercepted(lambda _: None):
             call()
 
     return run
-
-
-@contextlib.contextmanager
-def _intercepted(run: Callable[[Callable[[], None]], None]) -> Iterator[None]:
-    """Let a function have the kernels that the body would run."""
-    before = intercept(run)
-    try:
-        yield
-    finally:
-        intercept(before)
 
 
 class _Columns:
@@ -247,14 +235,7 @@ class _Columns:
         """Compute all columns as a dense matrix."""
         torch.stack([self.column(number).reshape(-1) for number in self.numbers], 1)
 
-    def run_backward(self) -> None:
-        """Compute all columns by ``backward`` into ``.grad``, together with the gradients of the weights."""
-        outputs = self.y.view(-1)
-        for number in self.numbers:
-            self.x.grad = None
-            outputs[number].backward(retain_graph=True)
-
-    def check(self, transposed: Any, tolerance: float = 0.0) -> None:
+    def check(self, transposed: Any, tolerance: float) -> None:
         """Raise RuntimeError if one of our columns differs by more than a share of its largest entry."""
         ours = transposed.tocsc()
         for number in itertools.islice(self.numbers, 0, None, max(1, self.count // 10)):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import itertools
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,13 +13,13 @@ import torch
 from torch import nn
 
 import jacsparse
+from jacsparse.training import check_threads
 
 from ._calls import one_thread
 from ._context import Context
 from ._environment import cores
 from ._experiment import Grid
 from ._figures import COLOURS, Line, Panel, Picture, Straight
-from ._leapfrog_times import leapfrog_critical_path, leapfrog_saving, leapfrog_seconds
 from ._rows import Group, Row, where
 from ._workloads import equal_layers
 
@@ -43,6 +42,65 @@ class _Seconds(NamedTuple):
     gradients: float
 
 
+def leapfrog_saving(forward: float, errors: float, gradients: float, threads: int) -> float:
+    """The share of a pass, forward and back, that the paper says leapfrogging saves (equation 10).
+
+    It leaves out what no worker shares: the prologue of Algorithm 1, and the layers that k does not divide.
+
+    Parameters
+    ----------
+    forward, errors, gradients : float
+        Seconds of a layer's equations 2, 5 and 7: f1, f2 and f3.
+    threads : int
+        The number k of threads.
+
+    Examples
+    --------
+    >>> round(leapfrog_saving(1, 1, 1, threads=8), 3)
+    0.292
+    >>> leapfrog_saving(0, 0, 1, threads=8)                             # of the gradients' time alone
+    0.875
+    """
+    return (1 - 1 / check_threads(threads)) * gradients / (forward + errors + gradients)
+
+
+def leapfrog_critical_path(layers: int, threads: int) -> int:
+    """The number of layers whose gradients Algorithm 1 computes one after another.
+
+    These are k - 1 layers of the parent's prologue, and then each k-th one of the others: shortest near k = √layers.
+
+    Parameters
+    ----------
+    layers : int
+        Layers whose gradients are computed. As printed, the algorithm does so for the layers 2 to L - 1 of L.
+    threads : int
+        The number k of threads.
+
+    Examples
+    --------
+    >>> round(1 - leapfrog_critical_path(16 - 2, threads=8) / (16 - 2), 2)       # of f3, where equation 10 says 0.88
+    0.43
+    >>> [leapfrog_critical_path(256, threads) for threads in (4, 8, 16, 32, 64)]
+    [67, 39, 31, 39, 67]
+    """
+    prologue = min(layers, check_threads(threads) - 1)
+    return prologue + -(-(layers - prologue) // threads)
+
+
+def leapfrog_seconds(errors: float, gradients: float, layers: int, threads: int) -> float:
+    """Seconds of `jacsparse.leapfrog_backward` on equal layers, each worker with a core of its own.
+
+    A worker takes the errors back to its last layer, and that of the first layer through all of them.
+
+    Examples
+    --------
+    >>> leapfrog_seconds(1.0, 1.0, 16, threads=8)                       # of 32; the recursion of errors is not shared
+    18.0
+    """
+    workers = (range(worker, layers, check_threads(threads)) for worker in range(min(threads, layers)))
+    return max((part[-1] + 1) * errors + len(part) * gradients for part in workers)
+
+
 @dataclass(frozen=True)
 class LeapfrogTimes(Grid):
     """Networks of equal layers with sigmoids, as the paper has them."""
@@ -57,18 +115,17 @@ class LeapfrogTimes(Grid):
     title = "Leapfrogging: a pass forward and back"
     source = "Saraiya, equations 8 to 10: the paper has no measurements of its own"
 
-    def cases(self, context: Context) -> Iterable[tuple[int, int, dict[int, float]]]:
-        speeds = _speeds(context.under("threads"), range(1, (self.most or cores()) + 1))
-        return ((width, depth, speeds) for width in self.widths for depth in self.depths)
+    def cases(self, context: Context) -> Iterable[tuple[int, int]]:
+        return itertools.product(self.widths, self.depths)
 
-    def measure(self, case: tuple[int, int, dict[int, float]], context: Context) -> list[Row]:
-        width, depth, speeds = case
+    def measure(self, case: tuple[int, int], context: Context) -> list[Row]:
+        (width, depth), counts = case, range(1, (self.most or cores()) + 1)
         group = f"{depth} layers of {width} units, batch {self.batch}"
         module, x, gradient = _network(depth, width, self.batch)
         everything = {_ALL_CORES: partial(_step, module, module, x, gradient)}
         timings = context.under(group).times(everything)
         steps = {
-            _label(k): partial(_step, jacsparse.nn.Leapfrog(module, threads=k), module, x, gradient) for k in speeds
+            _label(k): partial(_step, jacsparse.nn.Leapfrog(module, threads=k), module, x, gradient) for k in counts
         }
         parts = _parts(module, x, gradient)
         with one_thread():
@@ -80,13 +137,13 @@ class LeapfrogTimes(Grid):
         seconds = _Seconds(forward, errors, max(0.0, both - errors))
         rows = Group(group)
         data = {"depth": depth, "width": width}
-        for k, speed in speeds.items():
-            rows.timed(_label(k), timings[_label(k)], note=_note(k, speed), data={**data, "threads": k})
+        for k in counts:
+            rows.timed(_label(k), timings[_label(k)], data={**data, "threads": k})
         rows.timed(_PEER, timings[_PEER], role="peer", data=data)
-        for k in speeds:
+        for k in counts:
             rows.compare(f"{_PEER} / leapfrog", _PEER, _label(k))
         rows.timed(_ALL_CORES, timings[_ALL_CORES], role="peer")
-        for k in sorted({*speeds, *(2**power for power in range(depth.bit_length())), depth}):
+        for k in sorted({*counts, *(2**power for power in range(depth.bit_length())), depth}):
             _add_predictions(rows, seconds, k, depth, data)
         return rows.rows()
 
@@ -153,33 +210,3 @@ def _parts(module: nn.Module, x: torch.Tensor, gradient: torch.Tensor) -> dict[s
         "errors": lambda: back(inputs=[leaf]),
         "errors and gradients": lambda: back(inputs=[leaf, *module.parameters()]),
     }
-
-
-def _speeds(context: Context, counts: Sequence[int]) -> dict[int, float]:
-    """For each number of threads, the speed of products on each of them at once, as a multiple of one thread's."""
-    matrix = torch.randn(512, 512)
-
-    def products(pool: ThreadPoolExecutor, threads: int) -> None:
-        list(pool.map(lambda _: torch.mm(matrix, matrix), range(8 * threads)))
-
-    with one_thread(), contextlib.ExitStack() as pools:
-        functions = {
-            str(k): partial(products, pools.enter_context(ThreadPoolExecutor(k, initializer=_single)), k)
-            for k in counts
-        }
-        timings = context.times(functions, seconds=context.seconds / 4)
-    medians = {k: statistics.median(timings[str(k)].seconds) for k in counts}
-    return {k: k * medians[counts[0]] / median for k, median in medians.items()}
-
-
-def _single() -> None:
-    # PyTorch first sets a new thread's count to the process's, and that only where the count is asked for.
-    torch.get_num_threads()
-    torch.set_num_threads(1)
-
-
-def _note(threads: int, speed: float) -> str:
-    if threads == 1:
-        return ""
-    shared = "; the threads share cores" if speed < 0.9 * threads else ""
-    return f"independent products on {threads} threads run {speed:.2g} times as fast as on one{shared}"

@@ -29,19 +29,17 @@ def loss_curves(
     data: str | Dataset = "digits",
     batch: int = BATCH,
     schedule: str = "blelloch",
-    seed: int = 0,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Curve]:
     """The curves of `train_side_by_side` for LeNet-5, by back-propagation and by a scan of a schedule."""
-    data = load_data(data) if isinstance(data, str) else data
     return train_side_by_side(
-        lambda: LeNet5().to(dtype),
+        LeNet5,
         {f"scan, {schedule}": lambda model: Scan(model, schedule=schedule)},
         lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM),
-        replace(data, train_inputs=data.train_inputs.to(dtype), test_inputs=data.test_inputs.to(dtype)),
+        load_data(data) if isinstance(data, str) else data,
         iterations,
         batch=batch,
-        seed=seed,
+        dtype=dtype,
         say=say,
     )
 

@@ -34,6 +34,8 @@ from ._workloads import equal_layers, whole_pruned_vgg11
 
 #: Bytes of the messages by which latency and bandwidth are measured.
 _SMALL, _LARGE = 8, 2**25
+#: The exchanges of blocks whose memory is measured.
+_WAYS = ("gather", "scan")
 #: Stages of pruned VGG-11 whose product is timed: two convolutions with a ReLU between them.
 _BLOCK = slice(11, 14)
 
@@ -52,17 +54,6 @@ class _RankSteps(NamedTuple):
     measured: list[float]
     workload: Workload
     interconnect: Interconnect
-
-
-class _Block(NamedTuple):
-    """Entries of a rank's product and largest factor; by way, bytes that it sends, and its peak memory in a step."""
-
-    product: int | None
-    factor: int
-    sent: dict[str, int]
-    #: Of the first step, with plans and messages of patterns, and of later ones.
-    first_peak: dict[str, int]
-    peak: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -189,40 +180,24 @@ class ScansAcrossRanks(Experiment):
         return row.beside(nearness)
 
     def _blocks(self, context: Context, cuts: tuple[int, ...]) -> list[Row]:
-        """Entries, messages and memory of blocks of pruned VGG-11, beside the planner's and section 3.6's."""
+        """The memory of blocks of pruned VGG-11, beside the planner's and section 3.6's."""
         count = len(cuts) + 1
         ranks = on_ranks(partial(_block, experiment=self, cuts=cuts), count, context.say)
-        model, x = _pruned(), torch.randn(1, 3, self.side, self.side)
-        counted = counted_workload(model, x, 1e10)
+        counted = counted_workload(_pruned(), torch.randn(1, 3, self.side, self.side), 1e10)
         # What a step needs beyond the weights and their gradients.
         load = replace(counted, stages=tuple(replace(stage, weights=0) for stage in counted.stages))
         # Section 3.6 without its constant: the entries of the largest Jacobian, for each matrix of a rank.
         published = max(len(load) / count, 1) * max(stage.factor.nnz for stage in load.stages[1:])
         rows = Group(f"vgg11, {count} ranks: stages cut at {', '.join(map(str, cuts))}")
-        largest = max(rank.product or 0 for rank in ranks)
-        entries = [f"{rank.product or 0:,} of {rank.factor:,}" for rank in ranks]
-        compared = (Comparison("entries / section 3.6", largest / published),)
-        note = f"by rank, product of largest factor: {'; '.join(entries)}"
-        rows.value("largest product of a rank's stages", largest, "entries", comparisons=compared, note=note)
-        for way in ("gather", "scan"):
-            method = _CutRanks((way,), cuts)
-            outcome, _ = method.plan(load, Interconnect(), count)
-            product = max(job.stored for job in method.timetable(load, count).jobs) / load.itemsize
-            sent, peak = sum(rank.sent[way] for rank in ranks), max(rank.peak[way] for rank in ranks)
+        for way in _WAYS:
+            outcome, _ = _CutRanks((way,), cuts).plan(load, Interconnect(), count)
+            peak = max(rank[way] for rank in ranks)
             planned = Comparison("measured / planned", peak / outcome.memory)
             claimed = Comparison("measured / section 3.6", peak / (published * load.itemsize))
-            later, first = (
-                ", ".join(amount(each[way] / 2**20, "MiB") for each in peaks)
-                for peaks in ([rank.peak for rank in ranks], [rank.first_peak for rank in ranks])
-            )
-            note = f"by rank {later}; of the first step, which plans, {first}"
-            data: dict[str, Any] = {"cuts": list(cuts), "published": published, "way": way, "planned": outcome.memory}
-            data |= {"peak": peak, "sent": sent, "product": product}
+            note = f"by rank {', '.join(amount(rank[way] / 2**20, 'MiB') for rank in ranks)}"
+            data = {"cuts": list(cuts), "published": published, "way": way, "planned": outcome.memory, "peak": peak}
             label = f"{way}: peak memory of the fullest rank"
             rows.value(label, peak / 2**20, "memory", "MiB", comparisons=(planned, claimed), note=note, data=data)
-            label, note = f"{way}: bytes sent in a step", f"largest product planned {product:,.0f} entries"
-            planned = Comparison("measured / planned", sent / outcome.sent)
-            rows.value(label, sent / 2**20, "messages", "MiB", comparisons=(planned,), note=note)
         return rows.rows()
 
     def picture(self, rows: Sequence[Row]) -> Picture:
@@ -380,12 +355,13 @@ def _fastest(loads: Sequence[Workload]) -> Workload:
     return replace(loads[0], stages=tuple(stages))
 
 
-def _block(say: Say, *, experiment: ScansAcrossRanks, cuts: tuple[int, ...]) -> _Block:
+def _block(say: Say, *, experiment: ScansAcrossRanks, cuts: tuple[int, ...]) -> dict[str, int]:
+    """The peak memory of a step on this rank by each way, after one that plans."""
     model, ranks = _pruned(), ranks_of(None)
     begin, end = ([0, *cuts][ranks.rank], [*cuts, len(model)][ranks.rank])
     part, x = model[begin:end], torch.randn(1, 3, experiment.side, experiment.side)
-    sent, first, later = {}, {}, {}
-    for way in ("gather", "scan"):
+    peaks = {}
+    for way in _WAYS:
         if not ranks.rank:
             say(way)
         scan = jacsparse.nn.Scan(part, process_group=dist.group.WORLD, exchange=way)
@@ -393,12 +369,6 @@ def _block(say: Say, *, experiment: ScansAcrossRanks, cuts: tuple[int, ...]) -> 
         def step(scan: nn.Module = scan) -> None:
             scan(x).sum().backward()
 
-        first[way] = peak_memory(step)
-        before = ranks.sent_bytes
-        later[way] = peak_memory(step)
-        sent[way] = ranks.sent_bytes - before
-    shape = tuple(model[:begin](x).shape[1:])
-    chain = jacsparse.chain(part, shape)
-    # Nobody asks for the products of the first and the last rank.
-    product = chain.pattern.nnz if 0 < ranks.rank < len(cuts) else None
-    return _Block(product, max(factor.nnz for factor in chain.factors), sent, first, later)
+        step()
+        peaks[way] = peak_memory(step)
+    return peaks

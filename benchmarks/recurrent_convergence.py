@@ -84,7 +84,7 @@ class RecurrentConvergence(Grid):
             functools.partial(case.model, data.classes, data.train_inputs.shape[1]),
             {label: functools.partial(_scanned, schedule=schedule) for label, schedule in _SCHEDULES.items()},
             functools.partial(torch.optim.Adam, lr=case.learning_rate),
-            replace(data, train_inputs=data.train_inputs.float(), test_inputs=data.test_inputs.float()),
+            data,
             iterations,
             batch=_BATCH,
             device=context.place,

@@ -109,19 +109,14 @@ def _kept(points: int, context: Context) -> list[Row]:
 
 def _step(points: int) -> tuple[jacsparse.SparseJacobian, np.ndarray]:
     """An implicit step of three fields that diffuse and react fast, and its right-hand side."""
-
-    def f(fields: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(fields[None], (1, 1, 1, 1), mode="circular")[0]
-        around = padded[:, 2:, 1:-1] + padded[:, :-2, 1:-1] + padded[:, 1:-1, 2:] + padded[:, 1:-1, :-2]
-        return 20 * (around - 4 * fields) + 1e4 * fields**2 * (fields.roll(1, 0) - fields)
-
-    def of_points(fields: torch.Tensor) -> torch.Tensor:
-        return f(fields.movedim(2, 0)).movedim(0, 2)
-
     start = torch.rand(points, points, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    J = jacsparse.jacobian(of_points, start)
-    identity = jacsparse.SparseJacobian.identity(J.shape[0], dtype=J.dtype)
-    return identity - 0.01 * J, of_points(start).flatten().numpy()
+
+    def change(u: torch.Tensor) -> torch.Tensor:
+        padded = torch.nn.functional.pad(u.movedim(2, 0)[None], (1, 1, 1, 1), mode="circular")[0].movedim(0, 2)
+        around = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
+        return 20 * (around - 4 * u) + 1e4 * u**2 * (u.roll(1, 2) - u)
+
+    return jacsparse.jacobian(lambda u: u - 0.01 * change(u), start), change(start).flatten().numpy()
 
 
 def _iterative(points: int, is_factored: bool, context: Context) -> list[Row]:

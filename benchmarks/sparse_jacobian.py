@@ -20,8 +20,7 @@ from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call
 from ._problems import SparseFunction, elements
 from ._rows import Group, Row
 
-_CHANGED, _JACOBIAN = "prepared, another number at each call", "jacobian"
-_ASDEX, _JACREV = "asdex", "torch.func.jacrev"
+_JACOBIAN, _ASDEX, _JACREV = "jacobian", "asdex", "torch.func.jacrev"
 #: Those whose Jacobians SciPy estimates by differences of groups of columns.
 _EQUATIONS = ("brusselator", "burgers", "heat")
 #: Colours of markers, by the role of a row.
@@ -60,7 +59,7 @@ class SparseJacobians(JacobianGrid):
     source = "asdex (adrhill/asdex); torch.func.jacrev; SciPy's finite differences by groups of columns"
 
     modes: ClassVar[Mapping[str, str]] = {_ASDEX: "auto"}
-    ours = (PREPARED, COMPILED, _JACOBIAN, _CHANGED)
+    ours = (PREPARED, COMPILED, _JACOBIAN)
     references = ("f alone",)
 
     def calls(
@@ -70,8 +69,6 @@ class SparseJacobians(JacobianGrid):
             _JACOBIAN: lambda: jacsparse.jacobian(problem.f, *problem.args, **problem.options),
             "f alone": lambda: problem.f(*problem.args),
         }
-        if any(type(argument) is float for argument in problem.args):
-            calls[_CHANGED] = _other_numbers(prepared, problem)
         if case.batch == 1 and elements(problem) <= self.most:
             calls[_JACREV] = lambda: torch.func.jacrev(problem.f, problem.argnums)(*problem.args)
             if case.problem in _EQUATIONS:
@@ -86,7 +83,6 @@ class SparseJacobians(JacobianGrid):
             rows.beside(PREPARED, f"time / {1e3 * case.seconds} ms", ours.median / case.seconds, at_most=1.0)
         for label in (PREPARED, _JACOBIAN):
             rows.compare("jacrev / ours", _JACREV, label, at_least=0.95)
-        rows.compare("changed / prepared", _CHANGED, PREPARED, at=_CHANGED)
         add_first_call(rows, "first call", case, "jacobian", first.get(_ASDEX), processes=self.processes)
         needed = rows.memory("prepared: memory of a call", values)
         if needed.median is not None:
@@ -107,18 +103,6 @@ class SparseJacobians(JacobianGrid):
         settings = {"yticks": range(len(groups)), "yticklabels": groups, "ylim": (len(groups) - 0.4, -0.6)}
         panel = Panel(lines, x="seconds of a call, on one thread: medians", log="x", settings=settings)
         return Picture(self.title, [panel], (8.0, 1.6 + 0.27 * len(groups)), legend=3)
-
-
-def _other_numbers(prepared: jacsparse.PreparedJacobian, problem: SparseFunction) -> Callable[[], object]:
-    """Calls whose numbers are others than at the call before."""
-    state = [0]
-
-    def call() -> torch.Tensor:
-        state[0] += 1
-        args = [argument * (1 + state[0] % 2) if type(argument) is float else argument for argument in problem.args]
-        return prepared.values(*args)
-
-    return call
 
 
 def _differences(pattern: jacsparse.Pattern, problem: SparseFunction) -> Callable[[], object]:

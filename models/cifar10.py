@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,17 +21,16 @@ class _RecordLayout:
 
     archive: str
     folder: str
-    train: tuple[str, ...]
-    test: tuple[str, ...]
-    # Images in each file.
-    records: dict[str, int]
+    # The files of training and of test images, and how many each has.
+    train: dict[str, int]
+    test: dict[str, int]
     # The bytes before an image's pixels: the meaning of each, and its number of values. The last is the class.
     labels: tuple[tuple[str, int], ...]
 
     @property
-    def files(self) -> tuple[str, ...]:
+    def files(self) -> dict[str, int]:
         """All files, those of the training images first."""
-        return (*self.train, *self.test)
+        return {**self.train, **self.test}
 
     @property
     def record_size(self) -> int:
@@ -38,22 +38,19 @@ class _RecordLayout:
         return len(self.labels) + _PIXELS
 
 
-_BATCHES = tuple(f"data_batch_{number}.bin" for number in range(1, 6))
 _LAYOUTS = {
     "cifar10": _RecordLayout(
         archive="cifar-10-binary.tar.gz",
         folder="cifar-10-batches-bin",
-        train=_BATCHES,
-        test=("test_batch.bin",),
-        records=dict.fromkeys((*_BATCHES, "test_batch.bin"), 10_000),
+        train={f"data_batch_{number}.bin": 10_000 for number in range(1, 6)},
+        test={"test_batch.bin": 10_000},
         labels=(("label", 10),),
     ),
     "cifar100": _RecordLayout(
         archive="cifar-100-binary.tar.gz",
         folder="cifar-100-binary",
-        train=("train.bin",),
-        test=("test.bin",),
-        records={"train.bin": 50_000, "test.bin": 10_000},
+        train={"train.bin": 50_000},
+        test={"test.bin": 10_000},
         labels=(("coarse label", 20), ("fine label", 100)),
     ),
 }
@@ -98,15 +95,15 @@ def _folder_of_files(name: str, layout: _RecordLayout, folder: Path) -> Path:
 
 
 def _check_size(path: Path, layout: _RecordLayout) -> None:
-    size, expected = path.stat().st_size, layout.records[path.name] * layout.record_size
+    size, expected = path.stat().st_size, layout.files[path.name] * layout.record_size
     if size != expected:
         raise ValueError(
-            f"{path} has {size:,} bytes; expected {expected:,}, {layout.records[path.name]:,} records of "
+            f"{path} has {size:,} bytes; expected {expected:,}, {layout.files[path.name]:,} records of "
             f"{layout.record_size}: it is damaged or of another version; unpack {layout.archive} from {_PAGE} again"
         )
 
 
-def _read(folder: Path, files: tuple[str, ...], layout: _RecordLayout) -> tuple[np.ndarray, np.ndarray]:
+def _read(folder: Path, files: Iterable[str], layout: _RecordLayout) -> tuple[np.ndarray, np.ndarray]:
     """Images, uint8, ``(n, 3, 32, 32)``, and their classes, int64."""
     records = np.concatenate([_records(folder / file, layout) for file in files])
     labels = len(layout.labels)

@@ -50,20 +50,27 @@ def _pairs(row, a_indptr, a_indices, b_indptr):
     return pairs
 
 
+@inlined
+def _write(word, left, c_indices, entry):
+    """Write the columns of a word's bits, in order, from `entry` on; return where others follow."""
+    one = np.uint64(1)
+    while left:
+        c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
+        entry += 1
+        left &= left - one
+    return entry
+
+
 @inlined_with_arrays
 def _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indices, entry):
     """Clear the words that a row has marked, one by one; write their columns, in order, from `entry` on."""
-    one, begin = np.uint64(1), entry
+    begin = entry
     for p in range(a_indptr[row], a_indptr[row + 1]):
         k = a_indices[p]
         for q in range(b_indptr[k], b_indptr[k + 1]):
             word = b_indices[q] >> 6
-            left = bits[word]
+            entry = _write(word, bits[word], c_indices, entry)
             bits[word] = 0
-            while left:
-                c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
-                entry += 1
-                left &= left - one
     if entry - begin > SHORT:
         c_indices[begin:entry].sort()
         return
@@ -76,28 +83,36 @@ def _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indic
 
 
 @kernel
-def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, counts):
+def _count(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, occupied, counts, pairs):
+    # `pairs` is empty, or tells how many of a row's columns are among those of the bitmap `occupied`.
     bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
         low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
         total = np.uint64(0)
+        met = np.uint64(0)
         if _pairs(row, a_indptr, a_indices, b_indptr) < high - low:
             # A few columns far apart: as those of a difference across a periodic boundary.
             for p in range(a_indptr[row], a_indptr[row + 1]):
                 k = a_indices[p]
                 for q in range(b_indptr[k], b_indptr[k + 1]):
-                    total += population(bits[b_indices[q] >> 6])
-                    bits[b_indices[q] >> 6] = 0
+                    word = b_indices[q] >> 6
+                    total += population(bits[word])
+                    if len(pairs) > 0:
+                        met += population(bits[word] & occupied[word])
+                    bits[word] = 0
         else:
             for word in range(low, high):
                 total += population(bits[word])
+                if len(pairs) > 0:
+                    met += population(bits[word] & occupied[word])
                 bits[word] = 0
         counts[row] = total
+        if len(pairs) > 0:
+            pairs[row] = met
 
 
 @kernel
 def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indptr, c_indices):
-    one = np.uint64(1)
     bits = np.zeros((columns + 63) >> 6, np.uint64)
     for row in range(first, last):
         low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
@@ -106,12 +121,8 @@ def _fill(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, c_indp
             _take_scattered(row, a_indptr, a_indices, b_indptr, b_indices, bits, c_indices, entry)
         else:
             for word in range(low, high):
-                left = bits[word]
+                entry = _write(word, bits[word], c_indices, entry)
                 bits[word] = 0
-                while left:
-                    c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
-                    entry += 1
-                    left &= left - one
 
 
 @kernel
@@ -146,42 +157,12 @@ def _count_packed(first, last, a_indptr, a_indices, words, counts):
 
 @kernel
 def _fill_packed(first, last, a_indptr, a_indices, words, c_indptr, c_indices):
-    one = np.uint64(1)
     bits = np.zeros(words.shape[1], np.uint64)
     for row in range(first, last):
         _merge(row, a_indptr, a_indices, words, bits)
         entry = c_indptr[row]
         for word in range(len(bits)):
-            left = bits[word]
-            while left:
-                c_indices[entry] = (word << 6) + np.int64(lowest_bit(left))
-                entry += 1
-                left &= left - one
-
-
-@kernel
-def _count_and_meet(first, last, a_indptr, a_indices, b_indptr, b_indices, columns, occupied, counts, pairs):
-    bits = np.zeros((columns + 63) >> 6, np.uint64)
-    for row in range(first, last):
-        low, high = _mark(row, a_indptr, a_indices, b_indptr, b_indices, bits)
-        total = np.uint64(0)
-        met = np.uint64(0)
-        if _pairs(row, a_indptr, a_indices, b_indptr) < high - low:
-            # As in `_count`.
-            for p in range(a_indptr[row], a_indptr[row + 1]):
-                k = a_indices[p]
-                for q in range(b_indptr[k], b_indptr[k + 1]):
-                    word = b_indices[q] >> 6
-                    total += population(bits[word])
-                    met += population(bits[word] & occupied[word])
-                    bits[word] = 0
-        else:
-            for word in range(low, high):
-                total += population(bits[word])
-                met += population(bits[word] & occupied[word])
-                bits[word] = 0
-        counts[row] = total
-        pairs[row] = met
+            entry = _write(word, bits[word], c_indices, entry)
 
 
 def check_shapes(a: Pattern, b: Pattern) -> None:
@@ -243,7 +224,10 @@ def _product_arrays(a: Pattern, b: Pattern, work: np.ndarray) -> dict[str, np.nd
         words = np.zeros((b.shape[0], -(-columns // 64)), dtype=np.uint64)
         run_rows(_pack, b.indptr, b.indptr, b.indices, words)
         factors = (a.indptr, a.indices, words)
-    run_rows(_count_packed if packed else _count, work, *factors, counts)
+    if packed:
+        run_rows(_count_packed, work, *factors, counts)
+    else:
+        run_rows(_count, work, *factors, np.zeros(0, np.uint64), counts, counts[:0])
     nnz = int(counts.sum())
     if nnz == rows * columns:
         return {}
@@ -310,7 +294,7 @@ def product_meeting(a: Pattern, b: Pattern, occupied: np.ndarray) -> tuple[int, 
     words[: len(packed)] = packed
     counts, pairs = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
     factors = (a.indptr, a.indices, b.indptr, b.indices, columns)
-    run_rows(_count_and_meet, row_work(a, b), *factors, words.view(np.uint64), counts, pairs)
+    run_rows(_count, row_work(a, b), *factors, words.view(np.uint64), counts, pairs)
     return int(counts.sum()), pairs
 
 

@@ -23,7 +23,7 @@ from .device_memory import allocated, before_captures, extend_lives, host_flag, 
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import run_while_traced, uncompiled
 from .files import check_writable, replacing
-from .interception import intercept
+from .interception import intercepted
 from .kernels import compiled_module, flushing, inlined, inlined_with_arrays, kernel, kernel_cache
 from .memory_pool import MEMORY_POOL, SMALLEST
 from .messages import a_type, announce, announced_where_long
@@ -88,7 +88,7 @@ __all__ = [
     "inlined",
     "inlined_with_arrays",
     "instances",
-    "intercept",
+    "intercepted",
     "is_batched",
     "is_exporting",
     "is_traced",

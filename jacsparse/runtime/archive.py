@@ -88,15 +88,8 @@ def read_safetensors(
         ) from error
 
 
-def array_in(
-    content: Mapping[str, Any],
-    name: str,
-    *,
-    kind: type[np.generic] = np.signedinteger,
-    size: int | None = None,
-    stop: int | None = None,
-) -> np.ndarray:
-    """An array of one axis among an archive's content, of a dtype or of one of a kind.
+def array_in(content: Mapping[str, Any], name: str, *, size: int | None = None, stop: int | None = None) -> np.ndarray:
+    """An array of integers along one axis among an archive's content.
 
     Raises
     ------
@@ -110,8 +103,8 @@ def array_in(
     ValueError: columns does not run from 0 to 1
     """
     array = content.get(name)
-    if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, kind):
-        raise ValueError(f"{name} is no array of one axis of {kind.__name__}")
+    if not isinstance(array, np.ndarray) or array.ndim != 1 or not np.issubdtype(array.dtype, np.signedinteger):
+        raise ValueError(f"{name} is no array of one axis of signedinteger")
     if size is not None and len(array) != size:
         raise ValueError(f"{name} has {len(array)} elements; expected {size}")
     if stop is not None and len(array) and not 0 <= array.min() <= array.max() < stop:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 
 Interceptor = Callable[[Callable[[], None]], None]
 
@@ -10,19 +11,15 @@ Interceptor = Callable[[Callable[[], None]], None]
 active: Interceptor | None = None
 
 
-def intercept(interceptor: Interceptor | None) -> Interceptor | None:
-    """Pass each later kernel run, on the CPU or a device, to `interceptor`; with None, run it again.
+@contextlib.contextmanager
+def intercepted(interceptor: Interceptor) -> Iterator[None]:
+    """A context in which each kernel run, on the CPU or a device, is passed to `interceptor`.
 
-    Parameters
-    ----------
-    interceptor : callable or None
-        It is given a function that runs the kernel on its arguments, and may call it at once, later or not at all.
-
-    Returns
-    -------
-    callable or None
-        The former interceptor, to be put back.
+    That is given a function which runs the kernel on its arguments, and may call it at once, later or not at all.
     """
     global active
     before, active = active, interceptor
-    return before
+    try:
+        yield
+    finally:
+        active = before

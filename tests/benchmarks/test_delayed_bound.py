@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks._delayed_bound import gradient_bound
-from benchmarks.ddg_theory import LeastSquares, trajectories
+from benchmarks.ddg_theory import LeastSquares, gradient_bound, trajectories
 from jacsparse.training import DelayedGradients
 
 

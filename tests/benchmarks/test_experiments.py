@@ -14,7 +14,7 @@ import pytest
 import scipy.sparse
 import torch
 import torch.distributed as dist
-from jacsparse.models import BitstreamRNN, TrainSettings, bitstreams, default_settings
+from jacsparse.models import BitstreamRNN, bitstreams
 from jacsparse.spgemm import METHODS
 from torch import nn
 from torch.nn.utils import prune
@@ -42,11 +42,9 @@ from benchmarks.flop_analysis import FlopAnalysis
 from benchmarks.gru_breakdown import GruBreakdown
 from benchmarks.host_path import HostPath
 from benchmarks.jacobian_generation import JacobianGeneration, printed_algorithms
-from benchmarks.kernel_resources import KernelResources
 from benchmarks.layer_calls import LayerCalls
 from benchmarks.leapfrog import LeapfrogTimes
 from benchmarks.lenet_convergence import LenetConvergence, loss_curves
-from benchmarks.normalised_convergence import NormalisedConvergence
 from benchmarks.parallel_forward import ParallelForward
 from benchmarks.rank_scan import ScansAcrossRanks
 from benchmarks.recurrent_convergence import RecurrentConvergence, Task
@@ -54,10 +52,9 @@ from benchmarks.recurrent_shapes import RecurrentShapes
 from benchmarks.rnn_sensitivity import RnnSensitivity
 from benchmarks.simulation import SimulatedTraining
 from benchmarks.solving import Solving
-from benchmarks.sparse_convergence import SparseConvergence
 from benchmarks.sparse_jacobian import SparseJacobians
 from benchmarks.sparse_kernels import SparseKernels
-from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
+from benchmarks.sparse_networks import PrunedNetwork, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_costs import TriangularCosts
@@ -78,24 +75,14 @@ def small_network() -> nn.Sequential:
     return nn.Sequential(*layers, nn.MaxPool2d(2))
 
 
-def small_classifier() -> nn.Module:
-    convolution = nn.Sequential(nn.Conv2d(3, 2, 2, bias=False), nn.BatchNorm2d(2), nn.ReLU())
-    return nn.Sequential(*convolution, nn.Flatten(), nn.Linear(18, 10))
-
-
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
 
 
-def small_pruned(share: float = 0.9) -> nn.Module:
+def small_pruned() -> nn.Module:
     return nn.Sequential(small_network(), nn.Flatten())
 
 
 SMALL_PRUNED = PrunedNetwork("small", small_pruned, (3,), (2, 6, 6))
-
-
-def small_training(seed: int) -> TrainSettings:
-    """Two epochs of LeNet-5."""
-    return replace(default_settings("lenet5"), epochs=1, batch=719, prune=0.9, retrain_epochs=1, seed=seed)
 
 
 SMALL: list[Experiment] = [
@@ -105,11 +92,9 @@ SMALL: list[Experiment] = [
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     SparseJacobians(problems=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
-    SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     DenseRivals(networks=(SMALL_PRUNED,)),
     SparseKernels(build=small_network, input_shape=(2, 6, 6), batches=(3,)),
-    SparseConvergence(settings=small_training, seeds=(0,)),
     DiscretisedEquations(problems=(Case("power_flow", 5, at_most=1.5),), compiled=False),
     StiffEquations(sizes=(3, 4), most=3, end=0.05),
     Solving(batches=((3, 5),), lines=((6, 20),), grids=(3,), fields=(4,)),
@@ -127,7 +112,6 @@ SMALL: list[Experiment] = [
         ranks=(2,), sizes=(8, 1024), layers=2, width=3, batch=2, time=4, hidden=2, samples=2, cuts=((18, 19),)
     ),
     LenetConvergence(iterations=2, batch=4),
-    NormalisedConvergence(networks=(("small", small_classifier, 4),), epochs=1, batch=719),
     RnnSensitivity(times=(3, 5), batches=(2, 16), time=5, others=(4,)),
     RecurrentShapes(sizes=(3, 40), times=(2, 70), batches=(1, 3)),
     GruBreakdown(sets=(("S", 5, 3), ("L", 7, 2)), batches=(2, 3)),
@@ -136,7 +120,6 @@ SMALL: list[Experiment] = [
     ChunkSweep(times=(70,), chunks=(16, 32), batch=2),
     RecurrentConvergence(tasks=(SMALL_TASK, replace(SMALL_TASK, name="once more"))),
     WrittenLoops(time=12, batch=2, size=3),
-    KernelResources(architectures=("sm_75", "sm_90"), files=("values.cu",)),
     HostPath(kinds=(("RNN", 1),), times=(3, 2500), batches=(2,), equations=(("oregonator", 9),), scans=()),
 ]
 
@@ -251,7 +234,7 @@ def test_a_product_s_call_is_one_node(context: Context) -> None:
 
 
 def test_a_scan_of_a_pruned_network_does_not_wait(context: Context) -> None:
-    forward, backward = HostPath(kinds=(), methods=(), equations=()).run(context)
+    forward, backward, _ = HostPath(kinds=(), methods=(), equations=()).run(context)
     assert all(each.met for row in (forward, backward) for each in row.comparisons), (forward, backward)
     assert [row.data["waits"] for row in (forward, backward)] == [0, 0]
     assert [each.text for each in backward.comparisons] == ["waits", "nodes / products"]

@@ -1,6 +1,6 @@
 """The paper's prediction of leapfrogging, and that of its Algorithm 1."""
 
-from benchmarks._leapfrog_times import leapfrog_critical_path, leapfrog_saving, leapfrog_seconds
+from benchmarks.leapfrog import leapfrog_critical_path, leapfrog_saving, leapfrog_seconds
 
 
 def test_published_savings() -> None:

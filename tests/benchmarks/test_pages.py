@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._pages import FigurelessItem, figureless_items, machines, readme_with_figures, status, table
-from benchmarks._papers import COLUMNS, ITEMS, PAPERS, Item, item_cells
+from benchmarks._items import Item
+from benchmarks._pages import FigurelessItem, figureless_items, machines, readme_with_figures, table
+from benchmarks._papers import ITEMS, PAPERS
 from benchmarks._results import Result
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,14 +35,14 @@ def test_each_item_without_a_figure(item: FigurelessItem) -> None:
 
 
 def test_nothing_is_reproduced_without_a_result(results: list[Result]) -> None:
-    assert {status(item, []) for item in ITEMS} == {"not measured"}
+    assert {item.status([]) for item in ITEMS} == {"not measured"}
     known = {"reproduced", "reproduced in small", "comes out otherwise", "not measured"}
-    assert {status(item, results) for item in ITEMS} <= known
+    assert {item.status(results) for item in ITEMS} <= known
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: f"{item.paper}-{item.place}-{item.what}")
 def test_an_item_of_other_data_or_another_device_is_in_small(item: Item, results: list[Result]) -> None:
-    how_far = item_cells(item, results)[COLUMNS.index("how far")]
+    how_far = item.how_far(results)
     words = ("RTX", "Titan", "Threadripper", "GPU", "CIFAR", "digits", "IRMAS", "ResNet")
     if any(word in " ".join((item.what, item.published, item.why)) for word in words):
         assert item.state == "in small" and how_far != item.state

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks._papers import ITEMS, PAPERS, Figure, Item, experiments_of, item_cells, shown_figure
+from benchmarks._items import Figure, Item
+from benchmarks._papers import ITEMS, PAPERS, experiments_of
 from benchmarks._registry import EXPERIMENTS
 from benchmarks._results import Result, read
 from benchmarks._rows import Row
@@ -26,7 +27,7 @@ def item(figure: Figure, value: float | None = None) -> Item:
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: f"{item.paper}-{item.place}-{item.what}")
 def test_each_item_has_a_figure_in_the_stored_results(item: Item) -> None:
     assert item.paper in PAPERS and item.figure.experiment in EXPERIMENTS
-    assert shown_figure(item, RESULTS) is not None
+    assert item.shown(RESULTS) is not None
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: f"{result.experiment}-{result.date}")
@@ -48,9 +49,15 @@ def test_the_newest_result_and_its_largest_figure_are_shown() -> None:
     rows = [Row.of_value(f"speed {n}", float(n), "ratio", data={"kind": "fast"}) for n in (1, 3, 2)]
     figure = Figure("spgemm", label="speed", data={"kind": "fast"})
     results = [result(rows), result(rows[:1], "2026-02-01"), result([], "2026-03-01")]
-    cells = item_cells(item(figure, 2.0), results)
-    assert cells[2:5] == ("1", "0.5", "speed 1; a processor, 2 core(s), 2026-02-01")
+    lines = [*item(figure, 2.0).lines(results)]
+    assert lines[:3] == ["", "### Table 1: speed", ""]
+    assert lines[3:] == [
+        "- Published: 8",
+        "- Here: **1**, 0.5 times the published; reproduced",
+        "- What ran: speed 1; a processor, 2 core(s), 2026-02-01",
+        "- Command: `python -m benchmarks run spgemm`",
+    ]
     assert figure.of(rows) == (rows[1], 3.0)
     assert Figure("spgemm", label="speed", smallest=True, times=10).of(rows) == (rows[0], 10.0)
     assert Figure("spgemm", comparison="a / b").of(rows) is None
-    assert item_cells(item(Figure("spgemm", group="other")), results)[2] == "not measured yet"
+    assert "- Here: not measured yet" in [*item(Figure("spgemm", group="other")).lines(results)]

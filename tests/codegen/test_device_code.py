@@ -12,10 +12,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 
-from benchmarks import _nvrtc
 from jacsparse import UnsupportedOperatorError, VerificationError, prepare_hessian, prepare_jacobian
 from jacsparse.codegen import device_code
 from jacsparse.runtime import KernelFile, active_backend, backend
+from tests.cuda import nvrtc
 from tests.cuda.fibers import COMPILER
 from tests.cuda.harness import emulated
 from tests.cuda.test_compiled_jacobians import Function, check, close, equation, kernels_of, matrices
@@ -30,7 +30,7 @@ from .test_codegen import ELEMENTWISE, long_sums, uneven, written
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernels with")
 DRAWS = 50 if os.environ.get("JACSPARSE_TESTS") == "full" else 5
 try:
-    _nvrtc.library()
+    nvrtc.library()
     NVRTC = ""
 except ImportError as error:
     NVRTC = str(error)
@@ -144,7 +144,7 @@ def test_kernels_compile_without_spills(dtype: torch.dtype, monkeypatch: pytest.
         prepare_jacobian(problem.f, *problem.args, compile=True)
     assert len(files) == 2
     for file in files:
-        for instance, resources in _nvrtc.compile_file(file, "sm_90").items():
+        for instance, resources in nvrtc.compile_file(file, "sm_90").items():
             assert resources.spilled == 0 and 0 < resources.registers <= 255, instance
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks import _nvrtc
 from jacsparse import patterns, recurrence, spgemm  # noqa: F401  (importing them lists their kernels)
 from jacsparse.runtime import KERNEL_FILES
+from tests.cuda import nvrtc
 
 try:
-    _nvrtc.library()
+    nvrtc.library()
 except ImportError as error:
     pytestmark = pytest.mark.skip(reason=str(error))
 
@@ -25,7 +25,7 @@ LONG = ("linear.cu", *(f"{cell}{kind}.cu" for cell in CELLS for kind in ("", "_l
     "name", [pytest.param(name, marks=[pytest.mark.full] * (name in LONG)) for name in sorted(KERNEL_FILES)]
 )
 def test_compiles_without_spills(name: str, architecture: str) -> None:
-    results = _nvrtc.compile_file(KERNEL_FILES[name], architecture)
+    results = nvrtc.compile_file(KERNEL_FILES[name], architecture)
     assert set(results) == set(KERNEL_FILES[name].instances)
     most = 64 if name == "products.cu" else 255
     for instance, resources in results.items():
@@ -42,8 +42,8 @@ def test_all_kernels_of_a_file_have_instances() -> None:
 
 
 def test_what_does_not_compile_says_why() -> None:
-    file = _nvrtc.KernelFile.__new__(_nvrtc.KernelFile)
+    file = nvrtc.KernelFile.__new__(nvrtc.KernelFile)
     object.__setattr__(file, "path", KERNEL_FILES["values.cu"].path)
     object.__setattr__(file, "instances", ("nothing<float>",))
     with pytest.raises(RuntimeError, match="nothing"):
-        _nvrtc.compile_file(file, "sm_90")
+        nvrtc.compile_file(file, "sm_90")

@@ -19,7 +19,9 @@ RECORDS = 20
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Files of CIFAR with few records."""
     layouts = {
-        name: dataclasses.replace(layout, records=dict.fromkeys(layout.records, RECORDS))
+        name: dataclasses.replace(
+            layout, train=dict.fromkeys(layout.train, RECORDS), test=dict.fromkeys(layout.test, RECORDS)
+        )
         for name, layout in _cifar._LAYOUTS.items()
     }
     monkeypatch.setattr(_cifar, "_LAYOUTS", layouts)
@@ -47,7 +49,7 @@ def test_cifar(name: str, below: bool, tmp_path: Path) -> None:
     files = written(name, tmp_path / layout.folder if below else tmp_path)
     data = load_data(f"{name}:{tmp_path}")
     train = np.concatenate([files[file] for file in layout.train])
-    test = files[layout.test[0]]
+    (test,) = (files[file] for file in layout.test)
     assert data.train_labels.tolist() == train[:, len(layout.labels) - 1].tolist()
     assert data.test_labels.tolist() == test[:, len(layout.labels) - 1].tolist()
     assert (data.classes, data.source, data.mirrors) == (layout.labels[-1][1], name, True)

@@ -23,7 +23,7 @@ from jacsparse.spgemm import matvec
 from torch._subclasses import FakeTensorMode
 
 import jacsparse
-from jacsparse.runtime import KERNEL_FILES, KernelFile, cupy_backend, device_memory, frozen, intercept, on_device
+from jacsparse.runtime import KERNEL_FILES, KernelFile, cupy_backend, device_memory, frozen, intercepted, on_device
 from jacsparse.runtime import driver as runtime_driver
 from tests.cuda.harness import emulated
 from tests.helpers import random_pattern
@@ -587,12 +587,9 @@ def test_launches_and_records_are_intercepted(driver: MadeUpDriver) -> None:
     runs: list[Callable[[], None]] = []
     record = EVERY_TYPE.record("every_type<float>", [1], [32], device=CUDA, **ALL_NUMBERS)
     values = torch.zeros(3)
-    before = intercept(runs.append)
-    try:
+    with intercepted(runs.append):
         launch()
         record(8, values, None)
-    finally:
-        assert intercept(before) == runs.append
     assert not driver.launches and len(runs) == 2
     record(9, None, None)
     for run in (*runs, runs[1]):

@@ -16,7 +16,6 @@ from jacsparse.models import build
 from jacsparse.patterns import Full, Pattern
 from torch import nn
 
-from benchmarks._delayed_times import simulated_times
 from jacsparse.simulation import (
     TRAINING_METHODS,
     AcrossRanks,
@@ -180,6 +179,23 @@ def test_space_of_gpipe() -> None:
         slope(np.log2(counts[:3]), np.log2(memory[:3])) < -0.8
         and slope(np.log2(counts[-3:]), np.log2(memory[-3:])) > 0.8
     )
+
+
+def simulated_times(forward: Sequence[float], backward: Sequence[float], iterations: int) -> list[float]:
+    """When each iteration's last module ends, where a process for each module starts as soon as it can.
+
+    A module's forward pass waits for the activations of the one before, and its backward pass for the gradient that
+    the one behind made in the iteration before.
+    """
+    count = len(forward)
+    free, sent, ends = [0.0] * count, [0.0] * count, []
+    for _ in range(iterations):
+        came, gradients = 0.0, list(sent)
+        for k in range(count):
+            came = max(free[k], came) + forward[k]
+            free[k] = sent[k] = (came if k == count - 1 else max(came, gradients[k + 1])) + backward[k]
+        ends.append(free[-1])
+    return ends
 
 
 @pytest.mark.parametrize("seed", range(4))
