@@ -33,11 +33,11 @@ def pruned_vgg11() -> nn.Module:
     return features.eval()
 
 
-def whole_pruned_vgg11() -> nn.Module:
-    """VGG-11 with random weights, the smallest 97 % of each convolution's pruned, and a dense classifier."""
+def whole_pruned_vgg11(share: float = 0.97) -> nn.Module:
+    """VGG-11 with random weights, a share of each convolution's pruned, the smallest, and a dense classifier."""
     torch.manual_seed(0)
     model = VGG11(dropout=0.0)
-    prune_weights(model.get_submodule("features"), 0.97, rescale=True)
+    prune_weights(model.get_submodule("features"), share, rescale=True)
     return model
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import tempfile
 from abc import abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,8 +19,9 @@ import jacsparse
 from ._calls import Call, in_mode
 from ._context import Context
 from ._experiment import Grid
+from ._figures import COLOURS, Drawn, Line, Panel, Picture, Straight
 from ._programs import package
-from ._rows import Group, Row
+from ._rows import Group, Row, where
 from ._workloads import pruned_resnet18, whole_pruned_vgg11
 
 SPARSEPROP, ONNX_RUNTIME, DEEPSPARSE = "SparseProp", "ONNX Runtime", "DeepSparse"
@@ -140,6 +142,50 @@ class SparseTraining(_PrunedGrid):
 
     def others(self, build: Callable[[], nn.Module], x: torch.Tensor, folder: str) -> dict[str, Callable[[], Call]]:
         return {SPARSEPROP: lambda: step_call(sparseprop_model(build(), tuple(x.shape)), x)}
+
+
+@dataclass(frozen=True)
+class SparseCrossover(Grid):
+    """From which share of pruned weights on a step of sparse layers is faster, for small and large batches."""
+
+    shares: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 0.95, 0.97, 0.99)
+    batches: tuple[int, ...] = (1, 4, 16, 64, 128)
+    build: Callable[[float], nn.Module] = whole_pruned_vgg11
+    input_shape: tuple[int, ...] = (3, 32, 32)
+    #: Of each function's runs.
+    seconds: float = 1.0
+
+    name = "sparse_crossover"
+    title = "Training steps of VGG-11 by the share of pruned weights and by batch"
+    source = "Nikdan et al., SparseProp (2023): from which sparsity on it is faster"
+
+    def cases(self, context: Context) -> Iterable[tuple[int, float]]:
+        return itertools.product(self.batches, self.shares)
+
+    def measure(self, case: tuple[int, float], context: Context) -> list[Row]:
+        batch, share = case
+        rows, x = Group(f"batch {batch}, {100 * share:g} % pruned"), torch.randn(batch, *self.input_shape)
+        data = {_OURS: {"share": share, "batch": batch}}
+        models = {_DENSE: self.build(share).train(), _OURS: jacsparse.sparsify(self.build(share).train(), x)}
+        steps = {label: step_call(model, x) for label, model in models.items()}
+        rows.in_turns(context, steps, seconds=self.seconds, role={_DENSE: "peer"}, data=data)
+        rows.compare("dense / jacsparse", _DENSE, _OURS, at_least=0.95)
+        return rows.rows()
+
+    def picture(self, rows: Sequence[Row]) -> Picture:
+        lines: list[Drawn] = [Straight(1.0)]
+        for batch, colour in zip(self.batches, COLOURS, strict=False):
+            of_batch = [row for row in where(rows, batch=batch) if row.comparisons]
+            points = [(100 * (1 - row.data["share"]), row.comparisons[0].ratio) for row in of_batch]
+            lines.append(Line.through(points, f"batch {batch}", colour, "o-"))
+        # From all weights on the left to few on the right.
+        left, speeds = [100 * (1 - share) for share in self.shares], (1, 2, 5, 10, 20)
+        settings = {
+            **{"xlim": (1.15 * max(left), 0.87 * min(left)), "xticks": left, "xticklabels": [f"{e:g}" for e in left]},
+            **{"yticks": speeds, "yticklabels": [str(speed) for speed in speeds]},
+        }
+        x, y = "weights of the convolutions that are left, %", "times as fast as dense PyTorch with masks"
+        return Picture(self.title, [Panel(lines, "", x, y, "xy", settings=settings)], (7.0, 4.4))
 
 
 @dataclass(frozen=True)

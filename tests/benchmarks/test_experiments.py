@@ -54,7 +54,7 @@ from benchmarks.simulation import SimulatedTraining
 from benchmarks.solving import Solving
 from benchmarks.sparse_jacobian import SparseJacobians
 from benchmarks.sparse_kernels import SparseKernels
-from benchmarks.sparse_networks import PrunedNetwork, SparseInference, SparseTraining
+from benchmarks.sparse_networks import PrunedNetwork, SparseCrossover, SparseInference, SparseTraining
 from benchmarks.spgemm import Spgemm
 from benchmarks.stiff_equations import StiffEquations
 from benchmarks.triangular_costs import TriangularCosts
@@ -78,7 +78,7 @@ def small_network() -> nn.Sequential:
 SMALL_TASK = Task("bits", lambda: bitstreams(6, train=40, test=10), BitstreamRNN, 1e-2, 3, 0.9, 2.17)
 
 
-def small_pruned() -> nn.Module:
+def small_pruned(share: float = 0.9) -> nn.Module:
     return nn.Sequential(small_network(), nn.Flatten())
 
 
@@ -92,6 +92,7 @@ SMALL: list[Experiment] = [
     WholeJacobian(networks=(Network("small", small_network, (2, 6, 6), at_least=0.01),), chunks=(2, 64)),
     SparseJacobians(problems=(Case("burgers", 8, asdex=1.0, seconds=1.0),), compiled=False, processes=1),
     SparseTraining(networks=(SMALL_PRUNED,), compiled=False),
+    SparseCrossover(shares=(0.5, 0.9), batches=(1, 3), build=small_pruned, input_shape=(2, 6, 6), seconds=0.1),
     SparseInference(networks=(SMALL_PRUNED,), compiled=False),
     DenseRivals(networks=(SMALL_PRUNED,)),
     SparseKernels(build=small_network, input_shape=(2, 6, 6), batches=(3,)),
