@@ -92,6 +92,26 @@ def test_points_that_fill_blocks_and_that_do_not(size: int) -> None:
     check(f, [drawn(1, size, seed=seed).float() for seed in (0, 1)])
 
 
+#: Functions that jump where a number differs from itself by a rounding, as PyTorch's maximum of numbers and a loop's.
+JUMPS: dict[str, Function] = {
+    "a maximum": lambda u: (0.3 * u).exp().amax(-1),
+    "a norm": lambda u: torch.linalg.vector_norm(u.exp(), float("inf"), -1),
+    "comparisons": lambda u: (lambda v: torch.where(v >= v.amax(-1, keepdim=True), v * v, v.sin()))(u.exp()),
+    "comparisons with what is sorted": lambda u: (lambda v: v * (v == v.sort(-1)[0][:, -1:]))(u.tanh()),
+    "differences": lambda u: (lambda v: v.relu() + v.sign() * v.abs())(u.exp() - u.exp().amax(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("name", JUMPS)
+def test_numbers_are_compared_as_they_were_rounded(name: str, method: str) -> None:
+    """Where PyTorch computes one side of a comparison from what loops compute too."""
+    f, x = JUMPS[name], drawn(400, 4)
+    check(f, [x], method=method)
+    prepared = prepare_jacobian(f, x, batched=True, compile=True, method=method)
+    close(matrices(prepared(x), len(x)), dense(f, x))
+
+
 def energy(u: torch.Tensor) -> torch.Tensor:
     return (u[1:] * u[:-1].exp()).sum() + (u.sin() ** 3).sum()
 
