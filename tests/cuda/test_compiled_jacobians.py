@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -207,6 +208,23 @@ def test_values_that_are_not_finite_are_told_by_a_later_call(caplog: pytest.LogC
         caplog.clear()
         prepared.values(x)
         assert not caplog.records
+
+
+def test_threads_share_a_compiled_jacobian() -> None:
+    """Also where one has another number of samples, for which a program is made meanwhile."""
+    f = lambda u: u.exp().roll(1, -1) * u + (u @ u.new_ones(30, 30)).sin()  # noqa: E731
+    points = [drawn(batch, 30, seed=seed).to(DEVICE) for seed, batch in enumerate((3, 3, 2))]
+    with emulated():
+        prepared = prepare_jacobian(f, points[0], batched=True, compile=True)
+        expected = [prepare_jacobian(f, x, batched=True, compile=True).values(x) for x in points]
+
+        def differ(first: int) -> bool:
+            order = [(first + turn) % len(points) for turn in range(12)]
+            return any(not torch.equal(prepared.values(points[each]), expected[each]) for each in order)
+
+        with ThreadPoolExecutor(2) as threads:
+            assert not any(threads.map(differ, (0, 1)))
+    kernels_of(prepared)
 
 
 def test_without_compile_nothing_is_fused() -> None:
