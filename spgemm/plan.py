@@ -153,7 +153,7 @@ class ProductPlan:
         key = (active_backend(), device, dtype, batches)
         launch = self._launches.get(key)
         if launch is None:
-            self._check_launch(device, dtype, batches)
+            self._check_launch(dtype, batches)
             if len(self._launches) >= LAUNCHES:
                 self._launches.clear()
             method = self._device_method
@@ -161,10 +161,8 @@ class ProductPlan:
             self._launches[key] = launch
         return launch
 
-    def _check_launch(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> None:
-        """Raise where `bind` could launch no product."""
-        if not active_backend().on_device(torch.empty(0, device=device)):
-            raise ValueError(f"device is {device}; expected a CUDA device: on a CPU, call multiply")
+    def _check_launch(self, dtype: torch.dtype, batches: tuple[int, int]) -> None:
+        """Raise where values of a dtype and with these batches have no product."""
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype is {dtype}; expected torch.float32 or torch.float64")
         a, b = batches
