@@ -175,7 +175,7 @@ class DenseProduct(Method):
         (m, k), (_, n), batch = self.product.a.shape, self.product.b.shape, c.shape[1]
         if a.shape[1] == 1:
             # Samples are more columns.
-            torch.mm(a.view(m, k), b.view(k, -1), out=c.view(m, -1))
+            torch.mm(a.view(m, k), b.view(k, n * b.shape[1]), out=c.view(m, n * batch))
             return
         with memory_for("a full product, the batch first", c.shape, c.dtype, c.device, batch):
             matrices(c, m, n).copy_(torch.matmul(matrices(a, m, k), matrices(b, k, n)))

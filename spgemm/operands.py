@@ -136,6 +136,8 @@ def result(
         return torch.from_numpy(array) if tensors else array, array.reshape(rows, batch)
     if isinstance(out, torch.Tensor) and out.requires_grad:
         raise ValueError("out requires grad, but it is only written to; pass out.detach()")
+    if isinstance(out, torch.Tensor) and out.is_neg():
+        raise ValueError("out is a view of other numbers' negatives; pass out.resolve_neg()")
     array = _memory("out", out)
     if getattr(array, "device", None) != getattr(like, "device", None):
         same_device("out", array, "the operands", like)

@@ -144,8 +144,8 @@ class ProductPlan:
 
         Raises
         ------
-        ValueError
-            Where the method has no kernels for CUDA devices.
+        TypeError, ValueError
+            Where the dtype, the batches or the device fit no product, or the method has no kernels for CUDA devices.
         """
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
@@ -153,10 +153,23 @@ class ProductPlan:
         key = (active_backend(), device, dtype, batches)
         launch = self._launches.get(key)
         if launch is None:
-            if len(self._launches) == LAUNCHES:
+            self._check_launch(dtype, batches)
+            if len(self._launches) >= LAUNCHES:
                 self._launches.clear()
-            launch = self._launches[key] = self._device_method.bind(device, dtype, batches)
+            method = self._device_method
+            launch = _nothing if 0 in batches else method.bind(device, dtype, batches)
+            self._launches[key] = launch
         return launch
+
+    def _check_launch(self, dtype: torch.dtype, batches: tuple[int, int]) -> None:
+        """Raise where values of a dtype and with these batches have no product."""
+        if dtype not in (torch.float32, torch.float64):
+            raise TypeError(f"dtype is {dtype}; expected torch.float32 or torch.float64")
+        a, b = batches
+        if min(a, b) < 0 or (a != b and 1 not in batches):
+            raise ValueError(f"the batches are {a} and {b}; they must agree, or one be 1")
+        if (self.selects_left and a == 1 < b) or (self.selects_right and b == 1 < a):
+            raise ValueError(f"the batches are {a} and {b}; that of the winners must be the larger one")
 
     @functools.cached_property
     def device_method(self) -> str:
@@ -240,6 +253,10 @@ class ProductPlan:
         (m, k), n = self.a.shape, self.b.shape[1]
         size = f"flop {self.flop:,}, nnz {self.pattern.nnz:,}, {self.nbytes:,} bytes"
         return f"<ProductPlan {m} × {k} × {n}, {self.method}, {size}>"
+
+
+def _nothing(*_: torch.Tensor) -> None:
+    """A product of no samples."""
 
 
 def plan_product(

@@ -24,6 +24,7 @@ from ..runtime import (
     c_type,
     index_type,
     instances,
+    on_device,
     uploaded,
 )
 
@@ -82,7 +83,12 @@ def _record(
     batches: tuple[int, int],
     **constants: Any,
 ) -> BoundProduct:
-    """The launch of an instance for element types of values and arrays, on values with these batches."""
+    """The launch of an instance for element types of values and arrays, on values with these batches.
+
+    ValueError is raised where the device runs no kernels.
+    """
+    if not on_device(torch.empty(0, device=device)):
+        raise ValueError(f"device is {device}; expected a CUDA device: on a CPU, call multiply")
     instance = f"{kernel}<{', '.join(map(c_type, types))}>"
     constants |= {"a_batch": batches[0], "b_batch": batches[1], "batch": max(batches)}
     return _FILE.record(instance, [grid], block, device=device, **constants)

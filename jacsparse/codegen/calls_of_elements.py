@@ -13,7 +13,7 @@ import torch
 from .calls import CallResult, Calls, mapped
 from .elements import ElementGraph, sums
 from .emitter import FLOATS
-from .operations import is_operation, operation_of
+from .operations import has_jumps, is_operation, operation_of
 
 #: The most elements that a call may sum up to one: PyTorch computes longer sums as fast.
 MOST_SUMMED = 64
@@ -96,6 +96,9 @@ class CallsOfElements:
         #: The tensors that are the same in each call, and the numbers of the elements of others, in their shapes.
         self._known: dict[CallResult, Any] = {}
         self._numbers: dict[CallResult, Any] = {}
+        #: As sets of bits, the operations that loops compute for a tensor, and those that PyTorch computes for it.
+        self._in_loops: dict[CallResult, int] = {}
+        self._by_pytorch: dict[CallResult, int] = {}
         for place, (node, tensor) in enumerate(zip(calls.inputs, inputs, strict=True)):
             if place not in sources:
                 self._known[node] = tensor.cpu()
@@ -104,6 +107,7 @@ class CallsOfElements:
         self._known |= {node: node.constant.cpu() for node in calls.read if node.constant is not None}
         for node in calls.steps:
             self._call(node)
+            self._note(node)
         self.results = [self._result(node).numpy() for node in calls.outputs]
 
     def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
@@ -161,6 +165,33 @@ class CallsOfElements:
         if node.written:
             self._check_written(node)
 
+    def _note(self, node: CallResult) -> None:
+        """Note who computes what a call depends on."""
+        if node in self._known:
+            return
+        in_loops, by_pytorch = self._computed_for(node)
+        if self.left and self.left[-1] is node:
+            in_loops, by_pytorch = 0, in_loops | by_pytorch
+        elif node in self._numbers and node.target is not operator.getitem and _name_of(node.target) not in _MOVES:
+            in_loops |= 1 << node.number
+        self._in_loops[node], self._by_pytorch[node] = in_loops, by_pytorch
+
+    def _computed_for(self, node: CallResult) -> tuple[int, int]:
+        """The operations that loops compute for a call's operands, and those that PyTorch computes for these."""
+        sets = [(self._in_loops.get(each, 0), self._by_pytorch.get(each, 0)) for each in node.operands]
+        in_loops, by_pytorch = ([*each] for each in zip((0, 0), *sets, strict=True))
+        return functools.reduce(operator.or_, in_loops), functools.reduce(operator.or_, by_pytorch)
+
+    def _may_jump(self, node: CallResult) -> bool:
+        """Whether a call compares numbers of a loop with others that PyTorch computes of the same, rounded otherwise.
+
+        An element would not be equal to the maximum that it is.
+        """
+        if not self.left or not has_jumps(_name_of(node.target)):
+            return False
+        in_loops, by_pytorch = self._computed_for(node)
+        return bool(in_loops & by_pytorch) or any(each.written for each in node.operands)
+
     def _move(self, node: CallResult) -> None:
         """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
         target: Any = node.target
@@ -193,7 +224,7 @@ class CallsOfElements:
         self._numbers[node] = moved(result) if isinstance(result, torch.Tensor) else [moved(each) for each in result]
 
     def _computed(self, node: CallResult) -> torch.Tensor | None:
-        """The numbers of what an elementwise call computes; None where there is no operation for it."""
+        """The numbers of what an elementwise call computes; None where PyTorch has to compute it."""
         target: Any = node.target
         value: Any = node.form
         given = (
@@ -201,7 +232,7 @@ class CallsOfElements:
         )
         forms = {name: each.value if isinstance(each, CallResult) else each for name, each in given.items()}
         found = operation_of(target, forms, value.dtype) if isinstance(value, torch.Tensor) else None
-        if found is None:
+        if found is None or self._may_jump(node):
             return None
         operation, taken = found
         operands = []

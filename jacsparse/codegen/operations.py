@@ -213,11 +213,18 @@ _COMPARISONS = ("eq", "ge", "gt", "isnan", "le", "lt", "ne")
 #: Those to which some numbers are not as others.
 _OF_NUMBERS = ("_to_copy", "pow", "sum")
 _MASKS = ("condition", "mask")
+#: Those whose results jump where an operand changes by a rounding.
+_JUMPS = ("eq", "ge", "gt", "le", "leaky_relu_backward", "lt", "ne", "sgn", "sign", "threshold_backward")
 
 
 def is_operation(name: str) -> bool:
     """Whether there is an operation for an elementwise operator of ATen, by its name."""
     return name in _EMITTERS
+
+
+def has_jumps(name: str | None) -> bool:
+    """Whether an operation's result jumps where an operand changes by a rounding."""
+    return name in _JUMPS
 
 
 def operation_of(

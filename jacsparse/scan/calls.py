@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -18,6 +20,23 @@ from .stage_ranks import StageRanks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+#: The scanners of each module that later calls find, with their plans and what these have on a device, by the chain
+#: and the schedule; and how many a module has.
+_SCANNERS: weakref.WeakKeyDictionary[nn.Module, OrderedDict[tuple[int, Schedule | str], Scanner]]
+_SCANNERS, _MOST_SCANNERS = weakref.WeakKeyDictionary(), 2
+
+
+def _scanner_of(module: nn.Module, chain: Chain, schedule: Schedule | str) -> Scanner:
+    """The scanner of one of a module's chains, which an earlier call may have made."""
+    scanners = _SCANNERS.setdefault(module, OrderedDict())
+    # A scanner holds its chain: no other one has the same number.
+    key = id(chain), schedule
+    scanner = scanners.pop(key, None) or Scanner(chain, schedule)
+    scanners[key] = scanner
+    while len(scanners) > _MOST_SCANNERS:
+        scanners.popitem(last=False)
+    return scanner
 
 
 def vjp(
@@ -57,7 +76,7 @@ def vjp(
     if not len(x):
         return torch.func.vjp(check_module(module), x)  # type: ignore[return-value]
     chain, run = forward_pass(check_module(module), x, pruned=None, couples=True)
-    scanner, y = Scanner(chain, schedule), run.trace.output.detach()
+    scanner, y = _scanner_of(module, chain, schedule), run.trace.output.detach()
 
     def pullback(gradient: torch.Tensor) -> tuple[torch.Tensor]:
         x_gradient, _ = scanner.pull_back(run.records, _check_gradient(gradient, y), (), for_input=True)
@@ -113,12 +132,12 @@ def backward(
     """
     across = StageRanks.of(process_group, exchange)
     if across is None:
-        return backward_by(lambda chain: Scanner(chain, schedule), module, x, grad_output)
+        return backward_by(lambda chain: _scanner_of(module, chain, schedule), module, x, grad_output)
     check_module(module)
 
     def run_part(x: torch.Tensor) -> tuple[Scanner, Run]:
         chain, run = _deterministic_run(module, x)
-        return Scanner(chain, schedule), run
+        return _scanner_of(module, chain, schedule), run
 
     return _backward(lambda leaf: across.output(module, leaf, run_part), x, grad_output)
 

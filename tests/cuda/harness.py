@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from tests.cuda.fibers import KernelError, call, compiled
 #: Whether the tests are to run on a GPU, and where they put what kernels work on.
 ON_GPU = os.environ.get("JACSPARSE_TESTS") == "gpu"
 DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+#: Fibers are those of one thread, and a call by ctypes lets other threads run.
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class Fibers:
@@ -60,7 +63,9 @@ class Fibers:
         every = file in KERNEL_FILES.values() or file.path.name == "loops.cu"
         instances = file.instances if every else (instance,)
         try:
-            call(compiled(name_of(file), file.source, instances)[instance], grid, block, arguments, shared)
+            function = compiled(name_of(file), file.source, instances)[instance]
+            with _ONE_AT_A_TIME:
+                call(function, grid, block, arguments, shared)
         except KernelError as error:
             raise KernelError(f"{instance}: {error}") from None
 

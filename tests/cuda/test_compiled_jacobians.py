@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -90,6 +91,26 @@ def test_points_that_fill_blocks_and_that_do_not(size: int) -> None:
         return torch.cat([x * x.roll(1, 1), halves.roll(3, 1) * x, x.flip(1)[:, : size // 2] ** 3], 1)
 
     check(f, [drawn(1, size, seed=seed).float() for seed in (0, 1)])
+
+
+#: Functions that jump where a number differs from itself by a rounding, as PyTorch's maximum of numbers and a loop's.
+JUMPS: dict[str, Function] = {
+    "a maximum": lambda u: (0.3 * u).exp().amax(-1),
+    "a norm": lambda u: torch.linalg.vector_norm(u.exp(), float("inf"), -1),
+    "comparisons": lambda u: (lambda v: torch.where(v >= v.amax(-1, keepdim=True), v * v, v.sin()))(u.exp()),
+    "comparisons with what is sorted": lambda u: (lambda v: v * (v == v.sort(-1)[0][:, -1:]))(u.tanh()),
+    "differences": lambda u: (lambda v: v.relu() + v.sign() * v.abs())(u.exp() - u.exp().amax(-1, keepdim=True)),
+}
+
+
+@pytest.mark.parametrize("method", ["products", "compressed"])
+@pytest.mark.parametrize("name", JUMPS)
+def test_numbers_are_compared_as_they_were_rounded(name: str, method: str) -> None:
+    """Where PyTorch computes one side of a comparison from what loops compute too."""
+    f, x = JUMPS[name], drawn(400, 4)
+    check(f, [x], method=method)
+    prepared = prepare_jacobian(f, x, batched=True, compile=True, method=method)
+    close(matrices(prepared(x), len(x)), dense(f, x))
 
 
 def energy(u: torch.Tensor) -> torch.Tensor:
@@ -187,6 +208,23 @@ def test_values_that_are_not_finite_are_told_by_a_later_call(caplog: pytest.LogC
         caplog.clear()
         prepared.values(x)
         assert not caplog.records
+
+
+def test_threads_share_a_compiled_jacobian() -> None:
+    """Also where one has another number of samples, for which a program is made meanwhile."""
+    f = lambda u: u.exp().roll(1, -1) * u + (u @ u.new_ones(30, 30)).sin()  # noqa: E731
+    points = [drawn(batch, 30, seed=seed).to(DEVICE) for seed, batch in enumerate((3, 3, 2))]
+    with emulated():
+        prepared = prepare_jacobian(f, points[0], batched=True, compile=True)
+        expected = [prepare_jacobian(f, x, batched=True, compile=True).values(x) for x in points]
+
+        def differ(first: int) -> bool:
+            order = [(first + turn) % len(points) for turn in range(12)]
+            return any(not torch.equal(prepared.values(points[each]), expected[each]) for each in order)
+
+        with ThreadPoolExecutor(2) as threads:
+            assert not any(threads.map(differ, (0, 1)))
+    kernels_of(prepared)
 
 
 def test_without_compile_nothing_is_fused() -> None:

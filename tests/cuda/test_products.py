@@ -16,7 +16,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse.runtime import Launch, backend
-from tests.cuda.harness import DEVICE, emulated
+from tests.cuda.harness import DEVICE, ON_GPU, emulated
 from tests.helpers import by_products, random_pattern
 
 BATCHES = [(1, 1), (3, 1), (1, 3), (33, 33), (1, 33), (2, 2)]
@@ -103,6 +103,58 @@ def test_a_plan_keeps_few_launches() -> None:
         assert len(plan._launches) < LAUNCHES
         empty = plan_product(random_pattern(5, 5, 0.0, 1), a, method="merge")
         empty.bind(DEVICE)(torch.zeros(0, 1), torch.zeros(a.nnz, 1), torch.zeros(0, 1))
+
+
+@pytest.mark.parametrize("method", ["merge", "rowwise", "scale", "dense"])
+def test_what_is_bound_is_checked(method: str) -> None:
+    b = {"scale": Pattern.of(Diagonal(5)), "dense": Pattern.of(Full(5, 3))}.get(method, random_pattern(5, 7, 0.5, 2))
+    plan = plan_product(random_pattern(6, 5, 0.5, 1), b, method=method)
+    with emulated():
+        for dtype in (torch.float16, torch.int32):
+            with pytest.raises(TypeError, match=f"dtype is {dtype}; expected torch.float32 or torch.float64"):
+                plan.bind(DEVICE, dtype)
+        for batches in ((2, 3), (-1, 1), (0, 2)):
+            with pytest.raises(ValueError, match=f"the batches are {batches[0]} and {batches[1]}; they must agree"):
+                plan.bind(DEVICE, batches=batches)
+        # Products of no samples write nothing.
+        for batches in ((0, 0), (0, 1), (1, 0)):
+            values = [torch.zeros(each.nnz, n).to(DEVICE) for each, n in zip((plan.a, plan.b), batches, strict=True)]
+            plan.bind(DEVICE, batches=batches)(*values, torch.zeros(plan.pattern.nnz, 0).to(DEVICE))
+    if not ON_GPU:
+        with pytest.raises(ValueError, match="device is cpu; expected a CUDA device"):
+            plan.bind("cpu")
+
+
+def test_winners_are_of_all_samples() -> None:
+    selecting = jacsparse.chain(nn.MaxPool2d(2), (1, 4, 4)).stages[0].transposed_pattern
+    left = plan_product(selecting, random_pattern(4, 5, 0.4, 1), method="select")
+    right = plan_product(random_pattern(5, 16, 0.4, 1), selecting, method="select")
+    with emulated():
+        for plan, batches in ((left, (1, 3)), (right, (3, 1))):
+            with pytest.raises(ValueError, match="that of the winners must be the larger one"):
+                plan.bind(DEVICE, batches=batches)
+
+
+def test_memory_of_negatives_is_not_written_to() -> None:
+    """Its elements would be those of a copy."""
+    a, b = random_pattern(6, 5, 0.5, 1), random_pattern(5, 7, 0.5, 2)
+    plan = plan_product(a, b)
+    values = [values_of(each, 1, torch.float32, 0) for each in (a, b)]
+    out = torch._neg_view(torch.zeros(plan.pattern.nnz, 1))
+    with pytest.raises(ValueError, match="out is a view of other numbers' negatives"):
+        plan.multiply(*values, out=out)
+    with emulated(), pytest.raises(ValueError, match="out is a view of other numbers' negatives"):
+        plan.multiply(*(each.to(DEVICE) for each in values), out=out.to(DEVICE))
+
+
+def test_full_factors_without_inner_size() -> None:
+    plan = planned(Pattern.of(Full(3, 0)), Pattern.of(Full(0, 2)), Pattern.of(Full(3, 2)), "dense")
+    for batch in (1, 2):
+        empty = torch.zeros(0, batch)
+        with emulated():
+            on_device = plan.multiply(empty.to(DEVICE), empty.to(DEVICE))
+        assert torch.equal(plan.multiply(empty, empty), torch.zeros(6, batch))
+        assert torch.equal(on_device.cpu(), torch.zeros(6, batch))
 
 
 #: Factors of products by lists of pairs, and whether lists are bytes.

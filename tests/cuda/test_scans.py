@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,7 +15,7 @@ from jacsparse.models import prune_weights
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse import jacobian, prepare_jacobian, vjp
+from jacsparse import backward, jacobian, prepare_jacobian, vjp
 from jacsparse.nn import Scan
 from jacsparse.stages import COSTS, forward_pass
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
@@ -196,6 +198,31 @@ def test_pullbacks_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     leaf = x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(model(leaf).sum(), leaf)
     assert (actual - expected).abs().max() <= BOUND * expected.abs().max()
+
+
+@pytest.mark.parametrize("schedule", ["blelloch:2", "blelloch"])
+def test_calls_find_what_was_copied_to_the_device(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of products with full matrices, whose plans are in no cache, and no longer than the module lives."""
+    model, x = network(share=0.0), drawn(2, 2, 8, 8).to(DEVICE)
+    prune_weights(model[:3], 0.7)
+    gradient = torch.ones(2, 3).to(x)
+
+    def copy(_: object) -> None:
+        raise AssertionError("copies an array")
+
+    def call(module: nn.Module) -> None:
+        vjp(module, x, schedule=schedule)[1](gradient)
+        backward(module, x, gradient, schedule=schedule)
+
+    with emulated():
+        call(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "from_numpy", copy)
+            call(model)
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 class Shuffled(nn.Module):
