@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..stages import (
 from ..tracing import traced, undisturbed
 from .coupled_edges import counted_record
 from .estimate import check_memory
-from .layer_flop import LayerFlop, OperatorWork, layers_of
+from .layer_flop import LayerFlop, OperatorWork, layers_of, unpruned_nnz
 from .network import Network
 
 #: Bytes of an observed entry: its place in two patterns, and its value.
@@ -137,7 +137,7 @@ def chain_subject(network: Network) -> Subject:
             stage.path,
             stage.name,
             partial(_observed_flop, stage),
-            math.fsum(_operator_flop(edge, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
+            math.fsum(_operator_flop(edge, unpruned_nnz(edge)) for edge in _operator_edges(stage)),
             layers.executed,
             layers.entrywise,
             layers.work,
@@ -178,11 +178,6 @@ def _observed_flop(stage: Stage, factor: Pattern | Region) -> float:
     patterns = [pattern for _, _, pattern in factor.edges] if isinstance(factor, Region) else [factor]
     edges = zip(_operator_edges(stage), patterns, strict=True)
     return math.fsum(_operator_flop(edge, pattern.nnz) for edge, pattern in edges)
-
-
-def _unpruned_nnz(edge: Edge) -> int:
-    """Entries of an edge's Jacobian without any pruning."""
-    return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.transposed_pattern.nnz
 
 
 def _operator_flop(edge: Edge, nnz: int) -> float:
