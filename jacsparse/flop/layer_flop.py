@@ -311,7 +311,10 @@ def _sources(trace: Trace, value: int, parameters: frozenset[int]) -> list[torch
 
 def _trains(trace: Trace, value: int) -> bool:
     """Whether a value has a gradient, or is computed of what has one: the parts of a call are recorded without."""
-    return trace.tensor(value).requires_grad or bool(trace.graph.infos[value].externals)
+    graph = trace.graph
+    trained = [graph.externals[place] for place in graph.infos[value].externals]
+    # A dropout's mask has the shape of what has a gradient, and nothing else of it.
+    return trace.tensor(value).requires_grad or graph.made_of(value, trained)
 
 
 def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
