@@ -190,6 +190,19 @@ class Network(nn.Module):
             raise ValueError(f"{name_of(self)}: {self._sizes()} does not fit it: {error}") from error
         return terms
 
+    def refuse_packed(self) -> None:
+        """Raise UnsupportedOperatorError where the module packs sequences, be it after it reads their lengths."""
+        inputs = {key: _repeated(value, 0, SAMPLES) for key, value in self._inputs.items()}
+        mode = _Embeddings(name_of(self), {}, lambda result, _: result)
+        try:
+            with undisturbed(self.module), torch.no_grad(), mode:
+                self._called(inputs)
+        except UnsupportedOperatorError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            # Whoever calls tells what was wrong before.
+            return
+
     @property
     def joins(self) -> bool:
         """Whether the tensor is of several inputs, which `forward` takes apart."""

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
+from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling, UnsupportedOperatorError
 from ..runtime import frozen, row_starts
 from ..stages import (
     Edge,
@@ -89,7 +89,11 @@ class Subject:
 def chain_subject(network: Network) -> Subject:
     """The stages of a network's chain."""
     with undisturbed(network.module):
-        trace = traced(network, network.samples(0), readable=False)
+        try:
+            trace = traced(network, network.samples(0), readable=False)
+        except UnsupportedOperatorError:
+            network.refuse_packed()
+            raise
         chain = chain_of_trace(trace, couples=True)
         records = [counted_record(record) for record in chain.records(trace)]
         stages = layers_of(
