@@ -359,9 +359,9 @@ def _layer(
     counted = {name: (weight.numel(), int(weight.count_nonzero())) for name, weight in of_sample.items()}
     for name in counted.keys() - factors:
         # What repeats its parameters, as an expanded class token or a table of biases by positions, has their elements.
-        elements, nonzero = (sum(map(count, fresh[name])) for count in (torch.Tensor.numel, torch.Tensor.count_nonzero))
+        elements = sum(source.numel() for source in fresh[name])
         if 0 < elements < counted[name][0]:
-            counted[name] = elements, int(nonzero)
+            counted[name] = elements, sum(int(source.count_nonzero()) for source in fresh[name])
     multiplied = [counted[name] for name in factors if name in fresh]
     trains = not trained.isdisjoint(factors)
     backward = [rule.backward_multiply_adds(call, operands, trains, count) for count in (dense, sparse)]
