@@ -128,10 +128,9 @@ def multiply_mask(
     for number in reversed(range(len(factor.edges))):
         source, target, pattern = factor.edges[number]
         if target in reached:
-            rows = pairs[number] = meeting(pattern, reached[target])
             if read is not None:
-                # No more than meet an entry: a part of a concatenation reads its own share of the gradient.
-                read[number] = min(int(np.count_nonzero(reached[target])), int(rows.sum()))
+                read[number] = int(np.count_nonzero(reached[target]))
+            rows = pairs[number] = meeting(pattern, reached[target])
             reached[source] = reached[source] | (rows > 0) if source in reached else rows > 0
             if number in factor.coupling and rows.any():
                 each, more = divmod(factor.coupling[number], len(rows))

@@ -91,6 +91,8 @@ class OperatorWork:
     edges: tuple[int, ...] = ()
     #: Those of the edges whose source needs a gradient.
     needed: tuple[int, ...] = ()
+    #: The most elements of the result's gradient that each of these reads.
+    reads: tuple[int, ...] = ()
     #: Whether it takes a multiply-add for each entry of the Jacobian.
     entrywise: bool = False
 
@@ -253,6 +255,7 @@ def _work(stage: Stage, edges: Sequence[Edge], needed: Sequence[bool], layer: La
         dense,
         tuple(number for number, _ in numbers),
         tuple(number for number, needs in numbers if needs),
+        tuple(_gradient_read(edge) for edge, needs in counted if needs),
         _is_entrywise(edges),
     )
 
@@ -275,7 +278,12 @@ def _executed(edges: Sequence[Edge]) -> int:
 
 def _elementwise_backward(edge: Edge) -> int:
     """Elements of gradients that PyTorch reads and writes for one operand of an operator without products."""
-    return edge.call.in_size + min(edge.call.out_size, _reach(edge))
+    return edge.call.in_size + _gradient_read(edge)
+
+
+def _gradient_read(edge: Edge) -> int:
+    """Elements of the result's gradient that the gradient of one operand depends on."""
+    return min(edge.call.out_size, _reach(edge))
 
 
 def _reach(edge: Edge) -> int:
