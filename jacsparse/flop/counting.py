@@ -260,8 +260,12 @@ def _work(
         # Products without an entry for each multiply-add, and recurrent layers.
         weights = layer.weight_gradient_sparse
         return StepFlop(layer.forward_sparse, layer.backward_sparse - weights, weights)
-    written = {edge: int(np.count_nonzero(pairs[edge])) for edge in work.needed if edge in pairs}
-    return StepFlop(work.dense.forward, sum(written[edge] + read.get(edge, 0) for edge in written), 0.0)
+    backward = sum(
+        int(np.count_nonzero(pairs[edge])) + min(read.get(edge, 0), most)
+        for edge, most in zip(work.needed, work.reads, strict=True)
+        if edge in pairs
+    )
+    return StepFlop(work.dense.forward, backward, 0.0)
 
 
 def _dense(subject: Subject) -> BackPropagation:

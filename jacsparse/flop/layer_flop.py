@@ -91,6 +91,8 @@ class OperatorWork:
     edges: tuple[int, ...] = ()
     #: Those of the edges whose source needs a gradient.
     needed: tuple[int, ...] = ()
+    #: The most elements of the result's gradient that each of these reads.
+    reads: tuple[int, ...] = ()
     #: Whether it takes a multiply-add for each entry of the Jacobian.
     entrywise: bool = False
 
@@ -142,7 +144,8 @@ def layers_of(records: Sequence[Record], sample: Callable[[], Trace], joined: bo
             counted.update(keys.values())
             values = dict(edges[0].operation.node.tensors)
             trained = {name for name in weights if _trains(record.trace, values[name])}
-            layer = _layer(edges, operands, weights, trained, fresh)
+            sources = {name: _sources(record.trace, values[name], parameters) for name in fresh}
+            layer = _layer(edges, operands, weights, trained, sources)
             if layer.weights:
                 # Whoever multiplies by a product of weights has their elements.
                 counted.update(_parameters(keys.values()))
@@ -241,8 +244,10 @@ def _work(stage: Stage, edges: Sequence[Edge], needed: Sequence[bool], layer: La
         and (multiplies or not isinstance(edge.transposed_pattern.structure, Identity))
     ]
     numbers = [(0 if single is not None else stage.edges.index(edge), needs) for edge, needs in counted]
-    elements = [(edge.call.in_size + edge.call.out_size, needs) for edge, needs in counted]
-    dense = StepFlop(sum(size for size, _ in elements), sum(size for size, needs in elements if needs), 0)
+    # Forward, the operands that it reads and its one result; backward, a gradient of each operand.
+    read = sum(min(edge.call.in_size, _reach(edge)) for edge, _ in counted)
+    written = edges[0].call.out_size if counted else 0
+    dense = StepFlop(read + written, sum(_elementwise_backward(edge) for edge, needs in counted if needs), 0)
     if multiplies:
         dense = StepFlop(layer.forward, layer.backward - layer.weight_gradient, layer.weight_gradient)
     return OperatorWork(
@@ -250,6 +255,7 @@ def _work(stage: Stage, edges: Sequence[Edge], needed: Sequence[bool], layer: La
         dense,
         tuple(number for number, _ in numbers),
         tuple(number for number, needs in numbers if needs),
+        tuple(_gradient_read(edge) for edge, needs in counted if needs),
         _is_entrywise(edges),
     )
 
@@ -266,10 +272,31 @@ def _executed(edges: Sequence[Edge]) -> int:
     if dense:
         return 2 * rule.backward_multiply_adds(call, len(edges), False, dense)
     return sum(
-        edge.call.in_size + edge.call.out_size
-        for edge in edges
-        if not isinstance(edge.transposed_pattern.structure, Identity)
+        _elementwise_backward(edge) for edge in edges if not isinstance(edge.transposed_pattern.structure, Identity)
     )
+
+
+def _elementwise_backward(edge: Edge) -> int:
+    """Elements of gradients that PyTorch reads and writes for one operand of an operator without products."""
+    return edge.call.in_size + _gradient_read(edge)
+
+
+def _gradient_read(edge: Edge) -> int:
+    """Elements of the result's gradient that the gradient of one operand depends on."""
+    return min(edge.call.out_size, _reach(edge))
+
+
+def _reach(edge: Edge) -> int:
+    """A bound on the elements of the result that depend on the operand, and the other way around.
+
+    A part of a concatenation reaches as many as it has, and a slice reads as many as it gives.
+    """
+    return edge.call.in_size + edge.call.out_size if edge.coupling else unpruned_nnz(edge)
+
+
+def unpruned_nnz(edge: Edge) -> int:
+    """Entries of an edge's Jacobian without any pruning."""
+    return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.transposed_pattern.nnz
 
 
 def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[str, torch.Tensor]:
@@ -284,9 +311,18 @@ def _weights_of(record: Record, edge: Edge, parameters: frozenset[int]) -> dict[
     }
 
 
+def _sources(trace: Trace, value: int, parameters: frozenset[int]) -> list[torch.Tensor]:
+    """The parameters that a weight is, or is computed from."""
+    numbers = {value} & parameters or {each for each in parameters if trace.graph.made_of(value, {each})}
+    return [trace.tensor(number).detach() for number in sorted(numbers)]
+
+
 def _trains(trace: Trace, value: int) -> bool:
     """Whether a value has a gradient, or is computed of what has one: the parts of a call are recorded without."""
-    return trace.tensor(value).requires_grad or bool(trace.graph.infos[value].externals)
+    graph = trace.graph
+    trained = [graph.externals[place] for place in graph.infos[value].externals]
+    # A dropout's mask has the shape of what has a gradient, and nothing else of it.
+    return trace.tensor(value).requires_grad or graph.made_of(value, trained)
 
 
 def _keys(record: Record, edge: Edge, weights: Collection[str]) -> dict[str, Hashable]:
@@ -313,11 +349,12 @@ def _layer(
     operands: int,
     weights: Mapping[str, torch.Tensor],
     trained: Set[str],
-    fresh: Collection[str],
+    fresh: Mapping[str, Sequence[torch.Tensor]],
 ) -> LayerFlop:
     """The FLOP of an operator with `operands` operands that need a gradient.
 
-    Of the weights, `trained` ones have gradients, and `fresh` ones are not counted yet.
+    Of the weights, `trained` ones have gradients, and `fresh` ones are not counted yet; with these, the parameters
+    that they come from.
     """
     call, rule = edges[0].call, edges[0].rule
     dense = rule.multiply_adds(call)
@@ -328,6 +365,11 @@ def _layer(
     # Of a weight that samples have each, as what an embedding gives, one sample's counts.
     of_sample = {name: edges[0].operation.of_sample(name, weights[name].detach()) for name in fresh}
     counted = {name: (weight.numel(), int(weight.count_nonzero())) for name, weight in of_sample.items()}
+    for name in counted.keys() - factors:
+        # What repeats its parameters, as an expanded class token or a table of biases by positions, has their elements.
+        elements = sum(source.numel() for source in fresh[name])
+        if 0 < elements < counted[name][0]:
+            counted[name] = elements, sum(int(source.count_nonzero()) for source in fresh[name])
     multiplied = [counted[name] for name in factors if name in fresh]
     trains = not trained.isdisjoint(factors)
     backward = [rule.backward_multiply_adds(call, operands, trains, count) for count in (dense, sparse)]

@@ -23,6 +23,8 @@ from ..tracing import SAMPLES, check_module, memory_of, name_of, undisturbed
 #: The entries of outputs that are counted: the first one that an output has.
 ENTRIES = ("loss", "logits", "last_hidden_state")
 _EMBEDDINGS = (functional.embedding, torch.embedding)
+#: What ``torch.nn.utils.rnn`` packs sequences by.
+_PACK = torch._VF._pack_padded_sequence  # type: ignore[attr-defined]
 
 
 class Network(nn.Module):
@@ -147,7 +149,7 @@ class Network(nn.Module):
             parts = [piece.reshape(len(x), *shape) for piece, shape in zip(pieces, self._shapes, strict=True)]
         arguments = {**self._arguments, **dict(zip(self._floats, parts, strict=False))}
         terms = iter(parts[len(self._floats) :])
-        with _Embeddings(self._memory(), lambda result, _: result + next(terms)):
+        with _Embeddings(name_of(self), self._memory(), lambda result, _: result + next(terms)):
             return self._chosen(self._called(arguments), len(x))
 
     def _called(self, arguments: Mapping[Any, Any]) -> Any:
@@ -180,11 +182,26 @@ class Network(nn.Module):
         # Copies: inputs that are one tensor have their own memory.
         self._arguments = {key: _repeated(value, 0, 1) for key, value in self._inputs.items()}
         try:
-            with undisturbed(self.module), torch.no_grad(), _Embeddings(self._memory(), noted):
+            with undisturbed(self.module), torch.no_grad(), _Embeddings(name_of(self), self._memory(), noted):
                 self._called(self._arguments)
+        except UnsupportedOperatorError:
+            raise
         except (RuntimeError, IndexError, TypeError, ValueError) as error:
             raise ValueError(f"{name_of(self)}: {self._sizes()} does not fit it: {error}") from error
         return terms
+
+    def refuse_packed(self) -> None:
+        """Raise UnsupportedOperatorError where the module packs sequences, be it after it reads their lengths."""
+        inputs = {key: _repeated(value, 0, SAMPLES) for key, value in self._inputs.items()}
+        mode = _Embeddings(name_of(self), {}, lambda result, _: result)
+        try:
+            with undisturbed(self.module), torch.no_grad(), mode:
+                self._called(inputs)
+        except UnsupportedOperatorError:
+            raise
+        except (RuntimeError, IndexError, TypeError, ValueError):
+            # Whoever calls tells what was wrong before.
+            return
 
     @property
     def joins(self) -> bool:
@@ -194,7 +211,13 @@ class Network(nn.Module):
     def _chosen(self, output: Any, count: int) -> Any:
         if isinstance(self.module, nn.RNNBase):
             return output[0]
-        entries = output if isinstance(output, Mapping) else vars(output) if is_dataclass(output) else None
+        entries: Mapping[Any, Any] | None = None
+        if isinstance(output, Mapping):
+            entries = output
+        elif is_dataclass(output):
+            entries = vars(output)
+        elif isinstance(output, tuple) and hasattr(output, "_asdict"):
+            entries = output._asdict()
         if entries is None:
             return output
         tensors = [str(key) for key, value in entries.items() if isinstance(value, torch.Tensor)]
@@ -231,13 +254,23 @@ def _repeated(value: Any, number: int, copies: int) -> Any:
 
 
 class _Embeddings(TorchFunctionMode):
-    """Passes what embeddings make of some integers, with the name of these, through a function."""
+    """Passes what embeddings make of some integers, with the name of these, through a function.
 
-    def __init__(self, names: Mapping[int, str], passed: Callable[[torch.Tensor, str], torch.Tensor]) -> None:
+    It refuses a module that packs sequences.
+    """
+
+    def __init__(
+        self, module: str, names: Mapping[int, str], passed: Callable[[torch.Tensor, str], torch.Tensor]
+    ) -> None:
         super().__init__()
-        self.names, self.passed = names, passed
+        self.module, self.names, self.passed = module, names, passed
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is _PACK:
+            raise UnsupportedOperatorError(
+                f"{self.module} packs sequences, whose lengths may differ; a count is of one sequence: give "
+                "its recurrent layer the padded sequences, (batch, time, features), of one length"
+            )
         if function not in _EMBEDDINGS:
             return function(*args, **(kwargs or {}))
         tensors = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]

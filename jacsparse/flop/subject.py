@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
-from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling
+from ..patterns import Csr, Diagonal, Identity, Pattern, Pooling, UnsupportedOperatorError
 from ..runtime import frozen, row_starts
 from ..stages import (
     Edge,
@@ -24,7 +24,7 @@ from ..stages import (
 from ..tracing import traced, undisturbed
 from .coupled_edges import counted_record
 from .estimate import check_memory
-from .layer_flop import LayerFlop, OperatorWork, layers_of
+from .layer_flop import LayerFlop, OperatorWork, layers_of, unpruned_nnz
 from .network import Network
 
 #: Bytes of an observed entry: its place in two patterns, and its value.
@@ -89,7 +89,11 @@ class Subject:
 def chain_subject(network: Network) -> Subject:
     """The stages of a network's chain."""
     with undisturbed(network.module):
-        trace = traced(network, network.samples(0), readable=False)
+        try:
+            trace = traced(network, network.samples(0), readable=False)
+        except UnsupportedOperatorError:
+            network.refuse_packed()
+            raise
         chain = chain_of_trace(trace, couples=True)
         records = [counted_record(record) for record in chain.records(trace)]
         stages = layers_of(
@@ -137,7 +141,7 @@ def chain_subject(network: Network) -> Subject:
             stage.path,
             stage.name,
             partial(_observed_flop, stage),
-            math.fsum(_operator_flop(edge, _unpruned_nnz(edge)) for edge in _operator_edges(stage)),
+            math.fsum(_operator_flop(edge, unpruned_nnz(edge)) for edge in _operator_edges(stage)),
             layers.executed,
             layers.entrywise,
             layers.work,
@@ -178,11 +182,6 @@ def _observed_flop(stage: Stage, factor: Pattern | Region) -> float:
     patterns = [pattern for _, _, pattern in factor.edges] if isinstance(factor, Region) else [factor]
     edges = zip(_operator_edges(stage), patterns, strict=True)
     return math.fsum(_operator_flop(edge, pattern.nnz) for edge, pattern in edges)
-
-
-def _unpruned_nnz(edge: Edge) -> int:
-    """Entries of an edge's Jacobian without any pruning."""
-    return edge.rule.pattern(replace(edge.call, masks={})).nnz if edge.call.masks else edge.transposed_pattern.nnz
 
 
 def _operator_flop(edge: Edge, nnz: int) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -178,19 +179,20 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
-    dense = copied(model)
     judge = functools.partial(_measured, training=training) if measure else None
-    with announced_where_long(f"measuring the layers of {type(model).__name__}, dense and sparse"):
-        choices = _choices(dense, (x,), training, judge)
+    doing = f"measuring the layers of {type(model).__name__}, dense and sparse"
+    with announced_where_long(doing) if measure else contextlib.nullcontext():
+        choices = _choices(model, (x,), training, judge)
     paths = _sparse_paths(choices)
     if not paths:
         busy = any(each.dense and each.sparse and each.dense.over(each.sparse) is None for each in choices)
         reason = f"no layer is sparse by its sizes; {BUSY}" if busy else "no layer is sparse"
-        return SparseModel(dense, SparsityReport(tuple(choices), training, None, None, reason))
+        return SparseModel(copied(model), SparsityReport(tuple(choices), training, None, None, reason))
     if not measure:
         report = SparsityReport(tuple(choices), training, None, None, "not measured", is_chosen=False)
         return SparseModel(converted(model, paths), report)
     # What is timed takes steps, and so is no copy to give away.
+    dense = copied(model)
     timed = SparseModel(converted(model, paths), SparsityReport((), training, None, None, ""))
     of_dense, of_sparse = run_times(
         *(_pass(each, x.detach().requires_grad_(x.requires_grad), training) for each in (dense, timed)), most=_OF_MODEL
@@ -308,12 +310,15 @@ def _inputs(model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool) 
         if len(args) == 1 and isinstance(args[0], torch.Tensor):
             layer_inputs[path] = LayerInput(tuple(args[0].shape), args[0].dtype, args[0].requires_grad)
 
-    observed = copied(model)
-    for path, part in observed.named_modules():
-        if is_layer(part):
-            part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
+    hooks = [
+        part.register_forward_pre_hook(lambda part, args, path=path: note(path, args))
+        for path, part in model.named_modules()
+        if is_layer(part)
+    ]
     with torch.set_grad_enabled(training):
-        observed(*inputs)
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
     return layer_inputs
 
 
@@ -324,16 +329,15 @@ _Judge = Callable[[str, nn.Module, LayerInput], dict[str, Any]]
 def _choices(
     model: nn.Module, inputs: tuple[torch.Tensor, ...], training: bool, judge: _Judge | None
 ) -> list[LayerChoice]:
-    """How each layer of a model is to run."""
+    """How each layer of a model is to run, by one copy of the model, which runs once."""
     opened = copied(model)
     opened = _replaced(opened, unpack_attentions(opened))
     leave_fused(opened)
-    layer_inputs, shared = _inputs(opened, inputs, training), shared_parameters(opened)
-    return [
-        _choice(path, part, layer_inputs.get(path), shared, judge)
-        for path, part in opened.named_modules()
-        if is_layer(part) or weight_counts(part, pruned=True)
+    parts = [
+        (path, part) for path, part in opened.named_modules() if is_layer(part) or weight_counts(part, pruned=True)
     ]
+    layer_inputs, shared = _inputs(opened, inputs, training), shared_parameters(opened)
+    return [_choice(path, part, layer_inputs.get(path), shared, judge) for path, part in parts]
 
 
 def _sparse_paths(choices: Sequence[LayerChoice]) -> set[str]:

@@ -7,6 +7,7 @@ weights, which layers are sparse, and shapes; so `FrozenModel.load` takes the mo
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,6 +23,8 @@ from .freezing import FrozenRun, record_run
 from .layers import SparseLayer
 
 _FORMAT = 1
+#: Bytes of an element as it is drawn, at most but for complex numbers, and the copies of an input while it is recorded.
+_DRAWN, _COPIES = 8, 4
 #: What follows the name of a tensor that is mostly zeros: its other values, and their places.
 _VALUES, _PLACES = ":values", ":places"
 
@@ -281,6 +284,7 @@ def _read(
         name, sparse, inputs = (description[key] for key in ("frozen", "sparse", "inputs"))
         if description["format"] != _FORMAT:
             raise ValueError(f"its format is {description['format']!r}, this jacsparse reads {_FORMAT}")
+        _check_memory(inputs)
         return str(name), {str(layer) for layer in sparse}, [[*map(_example, run)] for run in inputs], tensors
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise ValueError(
@@ -300,6 +304,20 @@ def _described(x: torch.Tensor) -> dict[str, Any]:
         low, high = (int(x.min()), int(x.max())) if x.numel() else (0, 0)
         description |= {"low": low, "high": high}
     return description
+
+
+def _check_memory(inputs: Sequence[Sequence[dict[str, Any]]]) -> None:
+    """Raise ValueError, before memory is taken, where a file's inputs are more than this machine can record."""
+    shapes = [each["shape"] for run in inputs for each in run]
+    if any(type(size) is not int or size < 0 for shape in shapes for size in shape):
+        raise ValueError("the shape of an input is none")
+    nbytes = _DRAWN * _COPIES * sum(map(math.prod, shapes))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if nbytes > memory:
+        raise ValueError(
+            f"to record it for its inputs takes {nbytes / 2**30:,.0f} GiB or more, and this machine has "
+            f"{memory / 2**30:,.0f} GiB; freeze the model for smaller batches"
+        )
 
 
 def _example(description: dict[str, Any]) -> torch.Tensor:

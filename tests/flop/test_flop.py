@@ -716,19 +716,31 @@ def test_recurrent_layers_take_other_shapes() -> None:
 
 
 class Packed(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layer: type[nn.RNNBase], reads: bool = False) -> None:
         super().__init__()
-        self.gru = nn.GRU(3, 4, batch_first=True)
+        self.layer, self.reads = layer(3, 4, batch_first=True), reads
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, torch.full((len(x),), x.shape[1]), batch_first=True)
-        return nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)[0]
+    def forward(self, x: torch.Tensor, lengths: Any = None) -> torch.Tensor:
+        if lengths is None:
+            lengths = (x.abs().sum(2) >= 0).sum(1)
+        if self.reads:
+            lengths = lengths.tolist()
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True)
+        return nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)[0]
 
 
-def test_packed_sequences_are_refused_with_what_helps() -> None:
-    expected = r"gru: it reads the lengths of packed sequences, .*; give its recurrent layer the padded sequences"
+@pytest.mark.parametrize("layer", [nn.RNN, nn.GRU, nn.LSTM, jacsparse.nn.GRU])
+@pytest.mark.parametrize("reads", [False, True], ids=["a tensor", "a list"])
+def test_packed_sequences_are_refused_with_what_helps(layer: type[nn.RNNBase], reads: bool) -> None:
+    model = Packed(layer, reads)
+    expected = r"Packed packs sequences, whose lengths may differ; .* give its recurrent layer the padded sequences"
     with pytest.raises(jacsparse.UnsupportedOperatorError, match=expected):
-        count_flop(Packed(), (5, 3))
+        count_flop(model, (5, 3))
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=expected):
+        count_flop(model, inputs=[torch.randn(2, 5, 3), torch.tensor([5, 5])])
+
+
+def test_packed_inputs_are_refused() -> None:
     packed = nn.utils.rnn.pack_sequence([torch.randn(5, 3), torch.randn(2, 3)])
     with pytest.raises(TypeError, match=r"inputs is a PackedSequence; .*give a padded batch"):
         count_flop(nn.GRU(3, 4), inputs=packed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,21 @@ INPUT = {"shape": [2, 6], "dtype": "float32"}
 def test_descriptions_that_are_none(saved: Path, changes: dict[str, Any]) -> None:
     rewritten(saved, **changes)
     with pytest.raises(ValueError, match=rf"{saved} is no frozen model that this jacsparse reads .*; write it anew"):
+        FrozenModel.load(saved, nn.Linear(6, 4))
+
+
+@pytest.mark.parametrize("runs", [1, 16])
+@pytest.mark.parametrize("more", [{}, {"dtype": "int64", "low": 0, "high": 1}])
+def test_inputs_that_fill_the_memory(
+    saved: Path, runs: int, more: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are refused before memory is taken, be it one large input or many."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    example = {**INPUT, "shape": [memory // (16 * runs), 1], **more}
+    rewritten(saved, inputs=[[example]] * runs)
+    for name in ("randn", "randint"):
+        monkeypatch.setattr(torch, name, pytest.fail)
+    with pytest.raises(ValueError, match=r"is no frozen model .*GiB or more, and this machine has .* smaller batches"):
         FrozenModel.load(saved, nn.Linear(6, 4))
 
 

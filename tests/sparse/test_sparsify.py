@@ -492,3 +492,31 @@ def test_one_layer() -> None:
     assert isinstance(sparse, SparseModel) and isinstance(sparse.model, SparseLinear)
     assert isinstance(densify(sparse), nn.Linear)
     close(sparse(torch.ones(1, 3)), layer(torch.ones(1, 3)), 1e-5)
+
+
+class Copied(nn.Linear):
+    """Counts its copies."""
+
+    copies = 0
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Copied:
+        Copied.copies += 1
+        copied = self.__reduce_ex__(4)
+        made = copied[0](*copied[1])
+        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return made
+
+
+@pytest.mark.parametrize(("share", "copies"), [(1.0, 2), (0.3, 2)])
+def test_one_copy_decides(share: float, copies: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one is given away; the model that is given keeps its statistics, and its weights."""
+    monkeypatch.setattr(Copied, "copies", 0)
+    model = pruned(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)), share)
+    model.append(Copied(6, 4).double())
+    before = copy.deepcopy(model.state_dict())
+    x = torch.randn(5, 6, dtype=torch.float64)
+    sparse = sparsify(model, x, measure=False)
+    assert Copied.copies == copies
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in before.items())
+    assert all(torch.equal(value, sparse.state_dict()[name]) for name, value in before.items() if "running" in name)
+    close(sparse(x), copy.deepcopy(model)(x), 1e-12)
