@@ -15,6 +15,7 @@ import torch
 from .layout import Labels
 from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
+from .value_kernels import constants
 
 
 def axis_labels(use: Use, *axes: int) -> tuple[dict[str, Labels], Labels]:
@@ -71,7 +72,7 @@ class _RunningSumRule(_RunningRule):
         return True
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        return torch.from_numpy(self.jacobian(call).data).to(call.input).reshape(-1, 1)
+        return constants(call, pattern, lambda: self.jacobian(call).data).clone().reshape(-1, 1)
 
 
 @add_rule("aten.glu")

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import frozen, index_dtype, row_starts
+from ..runtime import frozen, index_dtype, row_starts, uploaded
 from .axis import axis_labels, split_at_axis
 from .layout import Labels, MixedSamplesError
 from .pattern import Pattern
@@ -164,9 +164,8 @@ class _SoftmaxRule(_AxisLineRule):
     def _of_entries(self, call: Call, pattern: Pattern) -> torch.Tensor:
         """The values of single entries of the Jacobian, which is symmetric."""
         y = call.output.detach().reshape(len(call.output), -1).T.contiguous()
-        rows = frozen(np.repeat(np.arange(len(y), dtype=pattern.indices.dtype), np.diff(pattern.indptr)))
-        of_rows = gathered(y, rows)
-        of_diagonal = torch.from_numpy(rows == pattern.indices).to(y.device)[:, None]
+        of_rows = gathered(y, pattern.rows)
+        of_diagonal = uploaded(pattern.on_diagonal, y.device, None)[:, None]
         return torch.where(of_diagonal, of_rows, 0.0) - of_rows * gathered(y, pattern.indices)
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:

@@ -101,6 +101,11 @@ class Pattern:
         return {}
 
     @functools.cached_property
+    def _constants(self) -> dict[Any, np.ndarray]:
+        """Read-only numbers of its entries that arguments of calls decide alone, by these; rules make them."""
+        return {}
+
+    @functools.cached_property
     def T(self) -> Pattern:
         """The pattern of the transpose."""
         transpose = Pattern.of(self.structure.T)
@@ -126,6 +131,11 @@ class Pattern:
         """Row of each entry; read-only, shape ``(nnz,)``, of the indices' type."""
         dtype = index_dtype(self.nnz, *self.shape)
         return frozen(np.repeat(np.arange(self.shape[0], dtype=dtype), self.structure.row_counts()))
+
+    @functools.cached_property
+    def on_diagonal(self) -> np.ndarray:
+        """Whether each entry is on the main diagonal; read-only, bool, shape ``(nnz,)``."""
+        return frozen(self.rows == self.indices)
 
     @functools.cached_property
     def places(self) -> np.ndarray:

@@ -25,7 +25,7 @@ from .pattern import Pattern
 from .rules import Call, Rule, Use, add_rule
 from .sliding import LARGEST_TABLE, Sliding, described_axes, joined, pairs, restored_axes
 from .structure import Arrays, Structure, axes_table, byte_array, check_size, csr_of_transpose, flag, natural
-from .value_kernels import placed, selected, take
+from .value_kernels import constants, placed, selected, take
 
 
 @dataclass(frozen=True)
@@ -351,7 +351,7 @@ class _AveragePoolRule(_WindowRule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         assert isinstance(pattern.structure, Pooling)
-        weights = torch.from_numpy(np.tile(1.0 / self.divisors(call), _channels(call))).to(call.input)
+        weights = constants(call, pattern, lambda: np.tile(1.0 / self.divisors(call), _channels(call)))
         return take(weights, pattern.structure.entry_windows)
 
     transposed_values = values
@@ -393,7 +393,11 @@ class _UpsampleRule(_WindowRule):
         return matrices
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        return constants(call, pattern, lambda: self._entries(call)).clone().reshape(-1, 1)
+
+    def _entries(self, call: Call) -> np.ndarray:
+        """The weights of all channels' entries, float64."""
         axes = [scipy.sparse.csr_array(weights) for weights in self._weights(call)]
         single = functools.reduce(lambda left, right: scipy.sparse.kron(left, right, format="csr"), axes)
         single.sort_indices()
-        return torch.from_numpy(np.tile(single.data, _channels(call))).to(call.input).reshape(-1, 1)
+        return np.tile(single.data, _channels(call))

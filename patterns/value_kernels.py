@@ -7,12 +7,18 @@ agree, and the flat kernels run along the entries instead of the batch.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ..runtime import SIMD, kernel, memory_for, on_device, run_rows, uploaded
+from ..runtime import SIMD, frozen, kernel, memory_for, on_device, run_rows, uploaded
 from . import value_kernels_cuda
+
+if TYPE_CHECKING:
+    from .pattern import Pattern
+    from .rules import Call
 
 #: Elements of a run that are copied in the time of one elementary operation: four times as many as are looked up.
 _COPYING = 4 * SIMD
@@ -122,6 +128,15 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
     # Elements are looked up one by one.
     run_rows(_take, len(place), _flat(source), place, out.numpy().reshape(-1), lanes=SIMD)
     return out
+
+
+def constants(call: Call, pattern: Pattern, make: Callable[[], np.ndarray]) -> torch.Tensor:
+    """Numbers that a call's arguments decide alone, made once for a pattern, on the input's device; to be read alone."""
+    key = call.operator, call.in_shape, repr(call.arguments)
+    numbers = pattern._constants.get(key)
+    if numbers is None:
+        numbers = pattern._constants[key] = frozen(make())
+    return uploaded(numbers, call.input.device, call.input.dtype)
 
 
 def repeated(template: torch.Tensor, start: np.ndarray, indptr: np.ndarray) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 
 from ..runtime import before_captures, on_device
 
-#: The most outcomes that are remembered.
+#: The most tensors of one key whose outcomes are remembered.
 _MOST = 64
 
 
@@ -20,7 +20,7 @@ class Comparisons:
     """
 
     def __init__(self) -> None:
-        self._outcomes: dict[Hashable, tuple[weakref.ref[torch.Tensor], tuple[int, int], bool]] = {}
+        self._outcomes: dict[Hashable, dict[int, tuple[weakref.ref[torch.Tensor], tuple[int, int], bool]]] = {}
 
     def outcome(self, key: Hashable, tensor: torch.Tensor, compare: Callable[[], bool]) -> bool:
         """What a comparison of a tensor says, which each version of it in the same memory takes once.
@@ -29,13 +29,13 @@ class Comparisons:
         """
         if not on_device(tensor) or tensor.is_inference():
             return compare()
-        key, version = (key, id(tensor)), (tensor._version, tensor.data_ptr())
-        known = self._outcomes.get(key)
+        outcomes, version = self._outcomes.setdefault(key, {}), (tensor._version, tensor.data_ptr())
+        known = outcomes.get(id(tensor))
         if known is not None and known[0]() is tensor and known[1] == version:
             return known[2]
         before_captures("an index or a mask of this version was not compared with that of the patterns", tensor.device)
         outcome = compare()
-        if len(self._outcomes) >= _MOST:
-            self._outcomes.clear()
-        self._outcomes[key] = weakref.ref(tensor), version, outcome
+        if len(outcomes) >= _MOST:
+            outcomes.clear()
+        outcomes[id(tensor)] = weakref.ref(tensor), version, outcome
         return outcome

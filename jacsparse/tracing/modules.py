@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ..patterns import holds_numbers
-from ..runtime import a_type, has_tangent, is_transformed, transform_under_way, without_compiling
+from ..runtime import a_type, has_tangent, is_transformed, on_device, transform_under_way, without_compiling
 from .autograd_nodes import NO_CONTEXT, noted, unchanged
 
 
@@ -196,7 +196,13 @@ def _is_mask(part: nn.Module, name: str) -> bool:
 def _restored(part: nn.Module, name: str, buffer: torch.Tensor, version: int, copy: torch.Tensor | None) -> bool:
     """Undo writes to a buffer since a version of it; False where there is no copy of what was overwritten."""
     # Batch normalisation writes to its statistics without a new version of them.
-    silent = copy is not None and buffer.layout == torch.strided and not torch.equal(buffer, copy)
+    silent = False
+    if copy is not None and buffer.layout == torch.strided:
+        if not on_device(buffer):
+            silent = not torch.equal(buffer, copy)
+        elif buffer.is_floating_point():
+            # A look at elements would wait; this is no new version either.
+            buffer.data.copy_(copy)
     if buffer._version == version and not silent:
         if _is_mask(part, name):
             _LEAVE_MASKS.add(part)

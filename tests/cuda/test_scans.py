@@ -225,6 +225,63 @@ def test_calls_find_what_was_copied_to_the_device(schedule: str, monkeypatch: py
     assert alive() is None
 
 
+class Running(nn.Module):
+    """Sums of the elements so far, and softmax without some elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(8, 8).to(DEVICE, FLOAT))
+        self.mask[0, 3] = -torch.inf
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x.cumsum(-1) + self.mask).softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(3), nn.Upsample(scale_factor=2, mode="bilinear"), Running(), nn.Softmax(-1)],
+    ids=lambda module: type(module).__name__,
+)
+def test_values_that_arguments_decide_are_copied_once(module: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By products of whole scans, and by Jacobians, which may be written to."""
+    model, x = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1).to(DEVICE, FLOAT), module), drawn(2, 2, 8, 8).to(DEVICE)
+    scan, leaf = Scan(model, schedule="blelloch"), x.clone().requires_grad_()
+
+    def copy(_: object) -> None:
+        raise AssertionError("copies an array")
+
+    def call() -> list[torch.Tensor]:
+        J = jacobian(model, x, batched=True)
+        found = [J.values.clone(), *torch.autograd.grad(scan(leaf).square().sum(), leaf)]
+        J.values.zero_()
+        return found
+
+    with emulated():
+        expected = call()
+        call()
+        with monkeypatch.context() as patch, no_waits(monkeypatch):
+            patch.setattr(torch, "from_numpy", copy)
+            actual = call()
+    for one, other in zip(actual, expected, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_statistics_are_put_back_without_a_look(training: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3)).to(DEVICE, FLOAT).train(training)
+    model[1].running_mean.fill_(0.5)
+    x, before = drawn(2, 2, 4, 4).to(DEVICE), copy.deepcopy(model.state_dict())
+    with emulated():
+        for _ in range(2):
+            jacobian(model, x)
+        versions = [buffer._version for buffer in model.buffers() if buffer.is_floating_point()]
+        with no_waits(monkeypatch):
+            jacobian(model, x)
+    assert versions == [buffer._version for buffer in model.buffers() if buffer.is_floating_point()]
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
 class Shuffled(nn.Module):
     """What moves elements by a buffer of indices."""
 
@@ -258,6 +315,15 @@ def test_indices_are_compared_once_for_each_version(monkeypatch: pytest.MonkeyPa
             compare(scan, nothing)
         for scan in scans:
             compare(scan, lambda: no_waits(monkeypatch))
+
+
+def test_many_indices_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = nn.Sequential(*(Shuffled([2, 0, 1]) for _ in range(70))), drawn(2, 3).to(DEVICE)
+    with emulated():
+        prepared = prepare_jacobian(model, x)
+        expected = prepared.values(x)
+        with no_waits(monkeypatch):
+            assert torch.equal(prepared.values(x), expected)
 
 
 def test_memory_that_is_put_into_a_mask_is_looked_at() -> None:
