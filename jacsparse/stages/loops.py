@@ -17,10 +17,10 @@ step   ``x[:, t]``  h @ W  sum  tanh
 3      11           12     13   14
 =====  ===========  =====  ===  ====
 
-Values of a `Loop` have the numbers of the last step. So `inputs` are those of 11, 10 and 2, ``(3, 7, 11)``, ``(1, 6, 10)``
-and ``(2, 2, 2)``: the second one is the state, ``Slot(before=10, after=14, ...)``, the third one the weight, which is
-`shared`. `outputs` are ``{14: (None, None, 14)}`` where the last state alone is read. Pieces, as ``x[:, t]``, are no part
-of a step, so that `calls` are those of 12, 13 and 14.
+Values of a `Loop` have the numbers of the last step. So `inputs` are those of 11, 10 and 2, ``(3, 7, 11)``,
+``(1, 6, 10)`` and ``(2, 2, 2)``: the second one is the state, ``Slot(before=10, after=14, ...)``, the third one the
+weight, which is `shared`. `outputs` are ``{14: (None, None, 14)}`` where the last state alone is read. Pieces, as
+``x[:, t]``, are no part of a step, so that `calls` are those of 12, 13 and 14.
 """
 
 from __future__ import annotations
