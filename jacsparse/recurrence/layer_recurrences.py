@@ -204,9 +204,6 @@ class LayerPass:
         if choice.name == "auto":
             fallback = None
             choice = self._chosen(choice, weights)
-        across = None if self.part is None else self.part.solve
-        problem = Problem(
-            recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback, across=across
-        )
-        grad_start = solve(problem)
+        problem = Problem(recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback)
+        grad_start = solve(problem) if self.part is None else self.part.solve(problem)
         return grad_gates, recurrence.rows, grad_start
