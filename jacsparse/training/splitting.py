@@ -11,7 +11,7 @@ from typing import SupportsIndex, TypeGuard
 import torch
 from torch import nn
 
-from ..runtime import a_type
+from ..runtime import a_type, run_times
 from .modes import in_eval_mode
 from .stretches import refuse_hooks, stretches_of
 
@@ -82,13 +82,11 @@ def partition(
 
 def measured_costs(layers: dict[str, nn.Module], example: torch.Tensor) -> list[float]:
     """Seconds of each layer's forward and backward pass on an input, in eval mode: no layer changes."""
-    from torch.utils.benchmark import Timer
-
     costs, x = [], example.detach()
     for layer in layers.values():
         with in_eval_mode(layer):
-            timer = Timer("run(layer, x)", globals={"run": _there_and_back, "layer": layer, "x": x})
-            costs.append(timer.blocked_autorange(min_run_time=0.05).median)
+            (time,) = run_times(functools.partial(_there_and_back, layer, x))
+            costs.append(time.fastest)
             x = _there_and_back(layer, x)
     return costs
 
