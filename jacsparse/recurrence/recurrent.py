@@ -37,7 +37,7 @@ from .reports import PassOfReports, Report
 from .sequences import Sequences
 from .small_layer import small_layers
 from .solvers import CHUNK, check_stages
-from .torch_kernels import OPERATORS, LeftToTorch, by_torch, ours_are_faster
+from .torch_kernels import FEW, OPERATORS, LeftToTorch, by_torch, ours_are_faster
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -404,7 +404,9 @@ class Recurrent(nn.RNNBase):
         if weights is not self._flat_weights or torch.is_autocast_enabled("cpu"):
             return None
         trains = trains and any(map(_requires_grad, (*weights, x, *states)))
-        if ours_are_faster(self.mode, x.dtype, steps, batch, size, trains=trains):
+        # Within transforms PyTorch's operators have derivatives in forward mode, too.
+        may_be_ours = steps >= FEW or not is_transformed()
+        if may_be_ours and ours_are_faster(self.mode, x.dtype, steps, batch, size, trains=trains):
             return None
         return LeftToTorch(self._names, steps, batch, size, trains, False)
 

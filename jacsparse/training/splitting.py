@@ -69,7 +69,9 @@ def partition(
             raise ValueError(
                 f"modules is {modules}; expected 1 to {len(layers)}, as many as the model has layers: {_listed(layers)}"
             )
-        units = _weighted(layers) if example is None else measured_costs(layers, example)
+        units = [float(sum(weight.ndim > 1 for weight in layer.parameters())) for layer in layers.values()]
+        if example is not None:
+            units = measured_costs(layers, example)
         starts = _balanced(units, count)
     else:
         starts = _starts(layers, modules)
@@ -114,11 +116,6 @@ def _layers(container: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
         path = prefix + name
         layers += _layers(child, f"{path}.") if _is_container(child) and len(child) else [(path, child)]
     return layers
-
-
-def _weighted(layers: dict[str, nn.Module]) -> list[float]:
-    """How many matrices each layer has."""
-    return [float(sum(parameter.ndim > 1 for parameter in layer.parameters())) for layer in layers.values()]
 
 
 def _balanced(costs: Sequence[float], parts: int) -> list[int]:
