@@ -419,8 +419,8 @@ def _gradients_of_small(
     if grad_output is not None:
         # Of any strides, but with the elements' signs in memory.
         grad_output = grad_output.resolve_neg()
-    grad_last = [None if each is None else plain(each) for each in grad_last]
-    return call.backward(x, saved[:states], saved[states:count], saved[count:], grad_output, grad_last, wanted)
+    ends = [None if each is None else plain(each) for each in grad_last]
+    return call.backward(x, saved[:states], saved[states:count], saved[count:], grad_output, ends, wanted)
 
 
 _small_gradients = once(_gradients_of_small, LayerOnce)

@@ -34,8 +34,8 @@ _OURS = {
 }
 #: Steps whose operators take PyTorch as long as a call of ours takes beside its steps, without gradients and with them.
 #: Operators and lines of Python take about as much of each other on any processor: 7 to 13 steps of a GRU, 4 to 8 with
-#: gradients, 8 to 25 of an RNN, and 9 to 20 with them, on that Xeon and on an AMD EPYC.
-_EVEN = {"GRU": (12, 8), **dict.fromkeys(("RNN_TANH", "RNN_RELU"), (24, 18))}
+#: gradients, 8 to 28 of an RNN, and 9 to 20 with them, on that Xeon and on an AMD EPYC.
+_EVEN = {"GRU": (12, 8), **dict.fromkeys(("RNN_TANH", "RNN_RELU"), (28, 20))}
 #: oneDNN, which PyTorch has for float32, computes all steps by one operator.
 _OURS_FLOAT32 = {**_OURS, "LSTM": ((), ((512, 32, 1024),))}
 
