@@ -16,7 +16,8 @@ from jacsparse.spgemm import matvec
 from torch import nn
 
 import jacsparse
-from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, DenseMaps, Ranks, RankScan, compose, ranks_of
+from jacsparse.affine import DenseMaps, compose
+from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, Ranks, RankScan, ranks_of
 from jacsparse.figures import BLUE, GREEN, ORANGE
 from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges

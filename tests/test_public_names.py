@@ -22,8 +22,7 @@ LIST = Path(__file__).parent / "reference" / "public_names.txt"
 #: What rooms export for other rooms of the library, and not for users.
 INTERNAL = {
     "distributed": """
-        JACOBIANS MATRICES VECTORS AffineMaps DenseMaps DiagonalMaps Incoming RankGroup RankScan Ranks SparseMaps
-        compose interconnect_of ranks_of""",
+        JACOBIANS MATRICES VECTORS Incoming RankGroup RankScan Ranks interconnect_of ranks_of""",
     "models": "Progress SOUNDS progress_bar",
     "patterns": """
         CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE any_nonzero_at
@@ -34,7 +33,7 @@ INTERNAL = {
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",
     "schedule": """
-        COUNTED Cuttable EXCHANGES Names blocked by_level check_exchange check_workers fastest_on run
+        COUNTED EXCHANGES Names blocked by_level check_exchange check_workers fastest_on run
         taken_in""",
     "simulation": "AcrossRanks GPipe TRAINING_METHODS",
     "solvers": "Propagator SOLVERS solver_of",

@@ -1,6 +1,5 @@
 """Work over several processes, on torch.distributed: messages between ranks, and scans across them."""
 
-from ..affine import AffineMaps, DenseMaps, DiagonalMaps, SparseMaps, compose
 from .exclusive_scan import RankScan, exclusive_scan
 from .gradients import sum_gradients
 from .rank_group import RankGroup
@@ -11,16 +10,11 @@ __all__ = [
     "JACOBIANS",
     "MATRICES",
     "VECTORS",
-    "AffineMaps",
-    "DenseMaps",
-    "DiagonalMaps",
     "Incoming",
     "RankError",
     "RankGroup",
     "RankScan",
     "Ranks",
-    "SparseMaps",
-    "compose",
     "exclusive_scan",
     "interconnect_of",
     "ranks_of",

@@ -31,7 +31,7 @@ def tensors_of(element: Any) -> list[torch.Tensor]:
         return list(element)
     raise TypeError(
         f"an element of the scan is {a_type(element)}; expected a tensor, a tuple or list of them, or affine "
-        "maps of jacsparse.distributed"
+        "maps of jacsparse.affine"
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from ..affine import AffineMaps, compose
 from ..distributed import MATRICES, VECTORS, RankGroup, Ranks, RankScan, interconnect_of
 from ..patterns import requiring_gradient
-from .solvers import Problem
+from .solvers import Problem, solve
 
 
 class SequenceRanks(RankGroup):
@@ -77,42 +77,38 @@ class SequencePart:
         """Whether this rank has the first steps in a direction."""
         return self.ranks.rank == (0 if direction > 0 else self.ranks.size - 1)
 
-    def solve(self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor]) -> torch.Tensor:
+    def solve(self, problem: Problem) -> torch.Tensor:
         """Solve an affine recurrence across ranks: this rank's last states; `problem` gets its ``initial_state``.
 
         Parameters
         ----------
         problem : Problem
             This rank's steps; on the first rank, in the direction of the recurrence, with the first states.
-        solve_here : callable
-            Solves a problem on this rank.
         """
         report, step = problem.report, -problem.direction if problem.backward else problem.direction
         phase = f"{report.recurrence} pass of {report.layer or 'the linear recurrence'}"
         report.exchange = self._way(problem)
         if report.exchange == "linear":
-            return self._from_rank_to_rank(problem, solve_here, step, phase)
+            return self._from_rank_to_rank(problem, step, phase)
         recurrence = problem.recurrence
         scan = RankScan(self.ranks, compose, report.exchange, phase, reverse=step < 0)
-        last = solve_here(problem) if scan.is_first else problem.initial_state
+        last = solve(problem) if scan.is_first else problem.initial_state
         # Nobody asks for the map of the last rank.
         before = scan(recurrence.constant(last) if scan.is_first or scan.is_last else _map(problem))
         state = problem.initial_state if scan.is_first else recurrence.state(before)
         finite = bool(state.isfinite().all())
         if not all(good for (good,) in self.ranks.check(phase, {}, finite)):
             # A product of many matrices may overflow where no state does.
-            return self._from_rank_to_rank(problem, solve_here, step, phase)
+            return self._from_rank_to_rank(problem, step, phase)
         if scan.is_first:
             return last
         problem.initial_state = state.to(problem.initial_state.dtype).contiguous()
-        return solve_here(problem)
+        return solve(problem)
 
-    def _from_rank_to_rank(
-        self, problem: Problem, solve_here: Callable[[Problem], torch.Tensor], step: int, phase: str
-    ) -> torch.Tensor:
+    def _from_rank_to_rank(self, problem: Problem, step: int, phase: str) -> torch.Tensor:
         problem.report.exchange = "linear"
         problem.initial_state, number = self.ranks.take_over(problem.initial_state, step, phase)
-        last = solve_here(problem)
+        last = solve(problem)
         self.ranks.hand_over(last, step, phase, number)
         return last
 

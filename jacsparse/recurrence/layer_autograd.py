@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from operator import attrgetter, is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +17,9 @@ from .cells import Saved, Weights, check_step, preceding
 from .layer_recurrences import LayerPass
 from .once_differentiable import LayerOnce, alive, once
 from .reference import outputs_by_steps
+from .reports import PassOfReports
 from .sequences import index, plain
-from .small_layer import SmallLayer, SmallPass
+from .small_layer import SmallLayer
 
 _requires_grad, _is_there = attrgetter("requires_grad"), partial(is_not, None)
 
@@ -273,7 +274,7 @@ def _outer(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def run_small_layers(
     layers: Sequence[SmallLayer],
-    this: SmallPass,
+    this: PassOfReports,
     x: torch.Tensor,
     starts: Sequence[torch.Tensor | None],
     weights: Sequence[torch.Tensor],
@@ -286,7 +287,7 @@ def run_small_layers(
     ----------
     layers : sequence of SmallLayer
         The layers.
-    this : SmallPass
+    this : PassOfReports
         The pass, which is told how the recurrences are solved.
     x, starts, weights, guesses
         As `SmallLayer.forward` takes them, of all layers and directions.
@@ -301,7 +302,7 @@ def run_small_layers(
         places = slice(number * shape.directions, (number + 1) * shape.directions)
         first = starts if alone else [each if each is None else each[places] for each in starts]
         own, room = weights[number * count : (number + 1) * count], None if alone else [end[places] for end in ends]
-        x, *last = _run_small_layer(layer, this, number, x, first, own, guesses[places], room)
+        x, *last = _SmallCall(layer, this, number).run(x, first, own, guesses[places], room)
         if dropout and number < len(layers) - 1:
             x = functional.dropout(x, dropout)
         lasts.append(last)
@@ -310,124 +311,116 @@ def run_small_layers(
     return x, [_Joined.apply([end], *parts) for end, parts in zip(ends, zip(*lasts, strict=True), strict=True)]
 
 
-def _run_small_layer(
-    layer: SmallLayer,
-    this: SmallPass,
-    number: int,
-    x: torch.Tensor,
-    starts: Sequence[torch.Tensor | None],
-    weights: Sequence[torch.Tensor],
-    guesses: Sequence[torch.Tensor | None],
-    last: Sequence[torch.Tensor] | None,
-) -> tuple[torch.Tensor, ...]:
-    """Outputs and last states of one layer, by its number."""
-    x, *weights = map(alive, (x, *weights))
-    device, dtype, facts = x.device, x.dtype, zip(weights, layer.weight_shapes, strict=True)
-    # One look at each weight finds what does not fit, for kernels do not check, and what they could not read.
-    for weight, shape in facts:
-        if weight.shape != shape or weight.dtype is not dtype or weight.device != device:
-            raise _misfit(layer, number, x, weights)
-        if not weight.is_contiguous() or weight.is_neg():
-            weights = [each.resolve_neg().contiguous() for each in weights]
-    if x.stride(2) != 1 or x.is_neg():
-        x = x.resolve_neg().contiguous()
-    starts = [None if each is None else alive(each).resolve_neg().contiguous() for each in starts]
-    tensors = (x, *starts, *weights)
-    if torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors))):
-        return _SmallLayer.apply_outside(layer, this, number, guesses, last, *tensors)
-    output, last, _ = _forward_of_small(layer, this, number, x, starts, weights, guesses, last, keep=False)
-    return output, *last
+class _SmallCall(NamedTuple):
+    """A pass of a layer of small states, by the layer's number in its module."""
 
+    layer: SmallLayer
+    this: PassOfReports
+    number: int
 
-def _forward_of_small(
-    layer: SmallLayer, this: SmallPass, number: int, *arguments: Any, keep: bool
-) -> tuple[torch.Tensor, Sequence[torch.Tensor], list[torch.Tensor]]:
-    """Outputs, last states and what a backward pass reads."""
-    try:
-        output, last, kept, memory = layer.forward(*arguments, keep=keep)
-    except torch.OutOfMemoryError as error:
-        raise _no_memory("forward", layer, number) from error
-    this.forward[number] = layer, memory
-    return output, last, kept
+    def run(
+        self,
+        x: torch.Tensor,
+        starts: Sequence[torch.Tensor | None],
+        weights: Sequence[torch.Tensor],
+        guesses: Sequence[torch.Tensor | None],
+        last: Sequence[torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, ...]:
+        """Outputs and last states."""
+        x, *weights = map(alive, (x, *weights))
+        device, dtype, facts = x.device, x.dtype, zip(weights, self.layer.weight_shapes, strict=True)
+        # One look at each weight finds what does not fit, for kernels do not check, and what they could not read.
+        for weight, shape in facts:
+            if weight.shape != shape or weight.dtype is not dtype or weight.device != device:
+                self._check_weights(x, weights)
+            if not weight.is_contiguous() or weight.is_neg():
+                weights = [each.resolve_neg().contiguous() for each in weights]
+        if x.stride(2) != 1 or x.is_neg():
+            x = x.resolve_neg().contiguous()
+        starts = [None if each is None else alive(each).resolve_neg().contiguous() for each in starts]
+        tensors = (x, *starts, *weights)
+        if torch.is_grad_enabled() and any(map(_requires_grad, filter(_is_there, tensors))):
+            return _SmallLayer.apply_outside(self, guesses, last, *tensors)
+        output, last, _ = self.forward(x, starts, weights, guesses, last, keep=False)
+        return output, *last
 
-
-def _no_memory(recurrence: str, layer: SmallLayer, number: int) -> torch.OutOfMemoryError:
-    time, batch, _, size, _ = layer.shape
-    return torch.OutOfMemoryError(
-        f"{recurrence} pass of {' and '.join(layer.names(number))}: {time:,} steps of {batch:,} samples of {size} "
-        f"elements do not fit on {layer.device}; try a smaller batch or the CPU"
-    )
-
-
-def _misfit(layer: SmallLayer, number: int, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Exception:
-    """The error of a weight that does not fit the input."""
-    count = 4 if layer.bias else 2
-    for direction, name in enumerate(layer.names(number)):
-        own = weights[count * direction : count * (direction + 1)]
+    def forward(self, *arguments: Any, keep: bool) -> tuple[torch.Tensor, Sequence[torch.Tensor], list[torch.Tensor]]:
+        """Outputs, last states and what a backward pass reads."""
         try:
+            output, last, saved, memories = self.layer.forward(*arguments, keep=keep)
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory("forward") from error
+        self._tell("forward", memories)
+        self.this.starts += [partial(self.layer.boundaries, memory) for memory in memories]
+        return output, last, saved
+
+    def backward(self, *arguments: Any) -> tuple[torch.Tensor | None, ...]:
+        """The gradients of the input, the first states and the weights; None where none is wanted."""
+        try:
+            gradients, memories = self.layer.backward(*arguments)
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory("backward") from error
+        self._tell("backward", memories)
+        return tuple(gradients)
+
+    def _tell(self, recurrence: str, memories: Sequence[torch.Tensor]) -> None:
+        """Say how recurrences were solved, by the memory of each direction in which kernels tell what came of it."""
+        for name, memory in zip(self.layer.names(self.number), memories, strict=True):
+            self.this.add(recurrence, name, partial(self.layer.report, recurrence, name, memory))
+
+    def _no_memory(self, recurrence: str) -> torch.OutOfMemoryError:
+        time, batch, _, size, _ = self.layer.shape
+        return torch.OutOfMemoryError(
+            f"{recurrence} pass of {' and '.join(self.layer.names(self.number))}: {time:,} steps of {batch:,} samples "
+            f"of {size} elements do not fit on {self.layer.device}; try a smaller batch or the CPU"
+        )
+
+    def _check_weights(self, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> None:
+        """TypeError or ValueError where a weight does not fit the input."""
+        layer, count = self.layer, 4 if self.layer.bias else 2
+        for direction, name in enumerate(layer.names(self.number)):
+            own = weights[count * direction : count * (direction + 1)]
             check_weights(name, layer.cell.gates, layer.shape.size, layer.shape.inputs, x, own)
-        except (TypeError, ValueError) as error:
-            return error
-    raise AssertionError("all weights fit")
 
 
 class _SmallLayer(LayerOnce):  # type: ignore[misc, valid-type]
     @staticmethod
     def forward(
         ctx: Any,
-        layer: SmallLayer,
-        this: SmallPass,
-        number: int,
+        call: _SmallCall,
         guesses: Sequence[torch.Tensor | None],
         last: Sequence[torch.Tensor] | None,
         x: torch.Tensor,
         *others: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        states = layer.cell.states
-        arguments = (x, others[:states], others[states:], guesses, last)
-        output, last, kept = _forward_of_small(layer, this, number, *arguments, keep=True)
-        ctx.layer, ctx.this, ctx.number = layer, this, number
-        ctx.save_for_backward(x, *others, *kept)
+        states = call.layer.cell.states
+        output, last, saved = call.forward(x, others[:states], others[states:], guesses, last, keep=True)
+        ctx.call = call
+        ctx.save_for_backward(x, *others, *saved)
         ctx.set_materialize_grads(False)
         return output, *last
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        wanted, saved = ctx.needs_input_grad[5:], ctx.saved_tensors
-        return (None,) * 5 + _small_gradients(ctx.layer, ctx.this, ctx.number, wanted, *gradients, *saved)
+        return (None,) * 3 + _small_gradients(ctx.call, ctx.needs_input_grad[3:], *gradients, *ctx.saved_tensors)
 
 
 def _gradients_of_small(
-    layer: SmallLayer,
-    this: SmallPass,
-    number: int,
-    wanted: Sequence[bool],
-    grad_output: torch.Tensor | None,
-    *tensors: torch.Tensor | None,
+    call: _SmallCall, wanted: Sequence[bool], grad_output: torch.Tensor | None, *tensors: torch.Tensor | None
 ) -> tuple[torch.Tensor | None, ...]:
-    """The gradients of the input, the first states and the weights; None where none is wanted.
+    """As `_SmallCall.backward`.
 
-    The tensors are the gradients of the last states, the input, the first states, the weights, and what was kept.
+    The tensors are the gradients of the last states, the input, the first states, the weights, and what was saved.
     """
-    states, count = layer.cell.states, len(wanted) - 1
+    states, count = call.layer.cell.states, len(wanted) - 1
     grad_last, x, saved = tensors[:states], tensors[states], tensors[states + 1 :]
     if any(each is not None and is_batched(each) for each in (grad_output, *grad_last)):
         raise NotImplementedError(_SmallLayer.no_batching)
-    assert x is not None
     if grad_output is not None:
         # Of any strides, but with the elements' signs in memory.
         grad_output = grad_output.resolve_neg()
-    try:
-        gradients, memory = layer.backward(
-            x, saved[:states], saved[states:count], saved[count:], grad_output,
-            [None if each is None else plain(each) for each in grad_last], wanted,
-        )  # fmt: skip
-    except torch.OutOfMemoryError as error:
-        raise _no_memory("backward", layer, number) from error
-    # Of several passes over the same graph, the last one.
-    this.backward.pop(number, None)
-    this.backward[number] = layer, memory
-    return tuple(gradients)
+    ends = [None if each is None else plain(each) for each in grad_last]
+    return call.backward(x, saved[:states], saved[states:count], saved[count:], grad_output, ends, wanted)
 
 
 _small_gradients = once(_gradients_of_small, LayerOnce)

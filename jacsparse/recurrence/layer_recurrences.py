@@ -13,7 +13,7 @@ from ..runtime import on_device
 from .across_ranks import SequencePart
 from .cells import Cell, Saved, StepJacobian, Weights
 from .levels_cuda import widened
-from .reports import Report
+from .reports import PassOfReports, Report
 from .sequences import Chunks, DeviceRuns, Runs, Sequences, index
 from .solvers import SOLVERS, Choice, Kept, Problem, Recurrence, Solver, choose, solve
 
@@ -140,10 +140,8 @@ class LayerPass:
         First states of the chunks, ``(chunks of all samples, states · size)``, to begin guessing with.
     name : str
         The layer's name, ``l0`` or ``l0_reverse``.
-    reports : list of Report
-        Each solution's, the last of each kind.
-    boundaries : Tensor or None
-        The chunks' first states that guessing came to, for a later `warm`.
+    this : PassOfReports
+        Is told how the recurrences are solved, and the chunks' first states that guessing came to, for a later `warm`.
     part : SequencePart or None
         This rank's part of sequences that go across ranks.
     initial : Tensor or None
@@ -159,17 +157,14 @@ class LayerPass:
     backward: Choice
     warm: torch.Tensor | None = None
     name: str = ""
-    reports: list[Report] = field(default_factory=list)
-    boundaries: torch.Tensor | None = None
+    this: PassOfReports = field(default_factory=PassOfReports)
     part: SequencePart | None = None
     initial: torch.Tensor | None = None
     obstacle: str = ""
 
     def _report(self, recurrence: str) -> Report:
-        """A new report; it replaces that of an earlier pass over the same graph."""
         report = Report(recurrence, self.sequences.time, self.name, reason=self.obstacle)
-        others = [other for other in self.reports if (other.recurrence, other.layer) != (recurrence, self.name)]
-        self.reports[:] = [*others, report]
+        self.this.add(recurrence, self.name, report.read)
         return report
 
     def _chosen(self, choice: Choice, weights: Weights) -> Choice:
@@ -185,7 +180,7 @@ class LayerPass:
             choice = self._chosen(choice, weights) if there else _ONE_BY_ONE
         problem = Problem(recurrence, self.sequences, self.direction, saved.initial, choice, report, warm=warm)
         last = solve(problem)
-        self.boundaries = problem.boundaries
+        self.this.starts.append(problem.boundaries)
         return last
 
     def solve_backward(
@@ -204,9 +199,6 @@ class LayerPass:
         if choice.name == "auto":
             fallback = None
             choice = self._chosen(choice, weights)
-        across = None if self.part is None else self.part.solve
-        problem = Problem(
-            recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback, across=across
-        )
-        grad_start = solve(problem)
+        problem = Problem(recurrence, sequences, self.direction, grad_end, choice, report, True, fallback=fallback)
+        grad_start = solve(problem) if self.part is None else self.part.solve(problem)
         return grad_gates, recurrence.rows, grad_start

@@ -72,8 +72,9 @@ class RNN(Recurrent, nn.RNN):
     does there for few, small states that are not forgotten. ``blelloch`` and ``planned`` are the thesis's scans, to be
     studied.
 
-    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients raise an error, except
-    where ``auto`` leaves an RNN or a GRU to PyTorch.
+    Thesis, equation 4.2; Naumov, sections 3.3 and 3.4, for the chunks. Gradients of gradients go step after
+    step on the CPU; on a CUDA device and across ranks they raise an error, but where ``auto`` leaves an RNN or a GRU to
+    PyTorch.
 
     What takes the place of a weight, as by spectral or weight normalisation, pruning or any parametrisation, is made as
     often in each pass as `torch.nn`'s layer makes it. That is several times for most parametrisations, and a spectral

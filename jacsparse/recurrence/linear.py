@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -197,9 +197,46 @@ def linear_recurrence(
         facts = {"A": type(A).__name__, "size": size, "batch": batch, "dtype": str(b.dtype), "reverse": reverse}
         part = across.part(facts, time, (b, start, *A.tensors))
         start = part.joined(start)
-    direction = -1 if reverse else 1
-    states: torch.Tensor = _Recurrence.apply(A.form, direction, choice, reports, part, b, start, *A.tensors)
+    call = _Call(A.form, -1 if reverse else 1, choice, reports, part)
+    states: torch.Tensor = _Recurrence.apply(call, b, start, *A.tensors)
     return states
+
+
+class _Call(NamedTuple):
+    """How a recurrence and its adjoint are solved, with matrices of a form, in a direction of time."""
+
+    form: Callable[..., StepMatrices]
+    direction: int
+    choice: Choice
+    reports: list[Report] | None
+    part: SequencePart | None
+
+    def matrices(self, tensors: Iterable[torch.Tensor]) -> StepMatrices:
+        """The matrices, outside autograd's graph."""
+        return self.form(*(tensor.detach() for tensor in tensors))
+
+    def solve(self, recurrence: _Linear, start: torch.Tensor) -> torch.Tensor:
+        """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
+        time, batch = recurrence.out.shape[:2]
+        choice, part, backward = self.choice, self.part, recurrence.adjoint
+        report = Report("backward" if backward else "forward", time)
+        if self.reports is not None:
+            self.reports.append(report)
+        if not recurrence.out.numel() and part is None:
+            report.methods = ["sequential"]
+            return start.clone()
+        sequences = Sequences.equal(time, batch)
+        if choice.name == "auto":
+            size, diagonal = recurrence.A.size, recurrence.diagonal
+            choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
+        fallback = SOLVERS["chunked"]
+        problem = Problem(recurrence, sequences, self.direction, start, choice, report, backward, fallback=fallback)
+        if part is None:
+            return solve(problem)
+        last = part.solve(problem)
+        if not backward:
+            part.initial = problem.initial_state
+        return last
 
 
 _Once = differentiable_once("linear recurrences", "write the recurrence as a loop for that")
@@ -207,42 +244,27 @@ _Once = differentiable_once("linear recurrences", "write the recurrence as a loo
 
 class _Recurrence(_Once):  # type: ignore[misc, valid-type]
     @staticmethod
-    def forward(
-        form: Callable[..., StepMatrices],
-        direction: int,
-        choice: Choice,
-        reports: list[Report] | None,
-        part: SequencePart | None,
-        b: torch.Tensor,
-        h0: torch.Tensor,
-        *tensors: torch.Tensor,
-    ) -> torch.Tensor:
-        A = form(*(tensor.detach() for tensor in tensors))
+    def forward(call: _Call, b: torch.Tensor, h0: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
         h = torch.empty_like(b, memory_format=torch.contiguous_format)
-        recurrence = _recurrence(A, b, h, adjoint=False)
+        recurrence = _recurrence(call.matrices(tensors), b, h, adjoint=False)
         with without_autocast(b.device):
-            _solve(recurrence, plain(h0), direction, choice, reports, part)
+            call.solve(recurrence, plain(h0))
         return h
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.form, ctx.direction, ctx.choice, ctx.reports, ctx.part, _, h0, *tensors = inputs
+        ctx.call, _, h0, *tensors = inputs
         ctx.save_for_backward(output, h0, *tensors)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        h, h0, *tensors = ctx.saved_tensors
-        wanted, options = ctx.needs_input_grad[5:], (ctx.form, ctx.direction, ctx.choice, ctx.reports, ctx.part)
-        gradients = iter(_gradients_once(*options, wanted, gradient, h, h0, *tensors))
-        return (None, None, None, None, None, *(next(gradients) if need else None for need in wanted))
+        wanted = ctx.needs_input_grad[1:]
+        gradients = iter(_gradients_once(ctx.call, wanted, gradient, *ctx.saved_tensors))
+        return (None, *(next(gradients) if need else None for need in wanted))
 
 
 def _gradients(
-    form: Callable[..., StepMatrices],
-    direction: int,
-    choice: Choice,
-    reports: list[Report] | None,
-    part: SequencePart | None,
+    call: _Call,
     wanted: Sequence[bool],
     gradient: torch.Tensor,
     h: torch.Tensor,
@@ -251,49 +273,18 @@ def _gradients(
 ) -> tuple[torch.Tensor, ...]:
     """The gradients that are wanted, of what is added, the first state and what the matrices are made of."""
     with without_autocast(h.device):
-        A, v = form(*(tensor.detach() for tensor in tensors)), torch.empty_like(h)
+        A, v = call.matrices(tensors), torch.empty_like(h)
         adjoint, end = _recurrence(A, gradient, v, adjoint=True), h.new_zeros(h0.shape)
-        first = _solve(adjoint, end, direction, choice, reports, part)
-        if part is not None:
-            assert part.initial is not None
-            h0, first = part.initial, first if part.begins(direction) else torch.zeros_like(first)
+        first = call.solve(adjoint, end)
+        if call.part is not None:
+            assert call.part.initial is not None
+            h0, first = call.part.initial, first if call.part.begins(call.direction) else torch.zeros_like(first)
         of_matrices: Sequence[torch.Tensor] = ()
         if any(wanted[2:]):
-            before = torch.cat([h0[None], h[:-1]] if direction > 0 else [h[1:], h0[None]])[: len(h)]
+            before = torch.cat([h0[None], h[:-1]] if call.direction > 0 else [h[1:], h0[None]])[: len(h)]
             of_matrices = A.gradients(v, before)
     gradients = (v, first, *(of_matrices or tensors))
     return tuple(gradient for gradient, need in zip(gradients, wanted, strict=True) if need)
 
 
 _gradients_once = once(_gradients, _Once)
-
-
-def _solve(
-    recurrence: _Linear,
-    start: torch.Tensor,
-    direction: int,
-    choice: Choice,
-    reports: list[Report] | None,
-    part: SequencePart | None,
-) -> torch.Tensor:
-    """Fill ``recurrence.out``; the last state, or the gradient of the first one."""
-    time, batch = recurrence.out.shape[:2]
-    report = Report("backward" if recurrence.adjoint else "forward", time)
-    if reports is not None:
-        reports.append(report)
-    if not recurrence.out.numel() and part is None:
-        report.methods = ["sequential"]
-        return start.clone()
-    sequences = Sequences.equal(time, batch)
-    if choice.name == "auto":
-        size, diagonal = recurrence.A.size, recurrence.diagonal
-        choice = choose(sequences, size, recurrence.out, choice.chunk, guesses=False, diagonal=diagonal)
-    backward, fallback = recurrence.adjoint, SOLVERS["chunked"]
-    across = None if part is None else part.solve
-    problem = Problem(
-        recurrence, sequences, direction, start, choice, report, backward, fallback=fallback, across=across
-    )
-    last = solve(problem)
-    if part is not None and not backward:
-        part.initial = problem.initial_state
-    return last

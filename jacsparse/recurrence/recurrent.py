@@ -35,9 +35,9 @@ from .recurrences_cuda import LARGEST
 from .reference import recurrent_layer
 from .reports import PassOfReports, Report
 from .sequences import Sequences
-from .small_layer import SmallPass, small_layers
+from .small_layer import small_layers
 from .solvers import CHUNK, check_stages
-from .torch_kernels import OPERATORS, LeftToTorch, by_torch, ours_are_faster
+from .torch_kernels import FEW, OPERATORS, LeftToTorch, by_torch, ours_are_faster
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -141,7 +141,7 @@ class Recurrent(nn.RNNBase):
         self.schedule, self.forward_method, self.chunk = schedule, forward, chunk
         self._chosen = ChosenSolvers.of(schedule, forward, chunk)
         self._across = SequenceRanks.of(process_group, exchange)
-        self._pass: PassOfReports | SmallPass | LeftToTorch = PassOfReports()
+        self._pass: PassOfReports | LeftToTorch = PassOfReports()
 
     @property
     def reports(self) -> list[Report]:
@@ -293,12 +293,9 @@ class Recurrent(nn.RNNBase):
         def run(x: torch.Tensor, initial: torch.Tensor, direction: int, place: int) -> _OutputAndLast:
             solvers = chosen.forward, chosen.backward
             layer = LayerPass(
-                cell, sequences, direction, *solvers, warm_starts[place], names[place], this.solutions, part=part,
-                obstacle=obstacle,
-            )  # fmt: skip
-            result = run_layer(layer, x, initial, self._parameters_at(place, weights))
-            this.boundaries.append(layer.boundaries)
-            return result
+                cell, sequences, direction, *solvers, warm_starts[place], names[place], this, part, obstacle=obstacle
+            )
+            return run_layer(layer, x, initial, self._parameters_at(place, weights))
 
         output, last = self._stacked(x.reshape(-1, self.input_size), states, run)
         if part is not None:
@@ -320,7 +317,7 @@ class Recurrent(nn.RNNBase):
         if layers is None:
             return None
         starts = [None] * self.cell.states if hx is None else self._states(given, hx)
-        count, this = len(layers) * directions, SmallPass()
+        count, this = len(layers) * directions, PassOfReports()
         guesses = [None] * count if warm is None else warm_states(warm, count)
         result = run_small_layers(layers, this, given.x, starts, weights, guesses, self.dropout * self.training)
         self.__dict__["_pass"] = this
@@ -407,7 +404,9 @@ class Recurrent(nn.RNNBase):
         if weights is not self._flat_weights or torch.is_autocast_enabled("cpu"):
             return None
         trains = trains and any(map(_requires_grad, (*weights, x, *states)))
-        if ours_are_faster(self.mode, x.dtype, steps, batch, size, trains=trains):
+        # Within transforms PyTorch's operators have derivatives in forward mode, too.
+        may_be_ours = steps >= FEW or not is_transformed()
+        if may_be_ours and ours_are_faster(self.mode, x.dtype, steps, batch, size, trains=trains):
             return None
         return LeftToTorch(self._names, steps, batch, size, trains, False)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -166,12 +166,43 @@ class Report:
 
 
 class PassOfReports:
-    """How our kernels computed a layer's last pass; reports on a device are read when they are asked for."""
+    """How a layer's last pass was computed; what a device has of it is read when it is asked for.
 
-    def __init__(self, reports: Sequence[Report] = (), boundaries: Sequence[torch.Tensor | None] = ()) -> None:
-        self.solutions, self.boundaries = list(reports), list(boundaries)
+    Attributes
+    ----------
+    solutions : dict
+        What gives the report of each solution, by its recurrence and layer as in `Report`: of several passes back over
+        the same graph, of the last one.
+    starts : list of Tensor, callable or None
+        The first states of chunks, or what gives them, by layer and direction; None where there are none.
+    """
+
+    def __init__(self) -> None:
+        self.solutions: dict[tuple[str, str], Callable[[], Report]] = {}
+        self.starts: list[torch.Tensor | Callable[[], torch.Tensor | None] | None] = []
+
+    def add(self, recurrence: str, layer: str, report: Callable[[], Report]) -> None:
+        """Add what gives the report of a solution."""
+        self.solutions.pop((recurrence, layer), None)
+        self.solutions[recurrence, layer] = report
 
     @property
     def reports(self) -> list[Report]:
         """How each recurrence was solved; this waits for the device."""
-        return [report.read() for report in self.solutions]
+        return [report() for report in self.solutions.values()]
+
+    @property
+    def boundaries(self) -> list[torch.Tensor | None]:
+        """The first states of chunks, by layer and direction; None where there are none."""
+        return [each if each is None or isinstance(each, torch.Tensor) else each() for each in self.starts]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _pass_of, (self.reports, self.boundaries)
+
+
+def _pass_of(reports: Sequence[Report], boundaries: Sequence[torch.Tensor | None]) -> PassOfReports:
+    this = PassOfReports()
+    for report in reports:
+        this.add(report.recurrence, report.layer, report.read)
+    this.starts += boundaries
+    return this

@@ -16,7 +16,7 @@ from ..runtime import Backend, multiprocessors
 from ..tracing import without_autocast
 from .cells import CELLS, CellKernels, DeviceCell, FrozenCell, cell_on
 from .recurrences_cuda import tolerance
-from .reports import PassOfReports, Report, outcome
+from .reports import Report, outcome
 from .solvers.choice import RecurrenceSize, choose_small, way_in_chunks
 from .solvers.recurrence import ASKED, Choice, check_warm
 from .solvers.relaxed import Relaxed
@@ -308,38 +308,6 @@ class SmallLayer:
         if self.shape.directions > 1:
             states = [each if each is None else each[number] for each in states]
         return [*states, None] if len(states) == 1 else list(states)
-
-
-class SmallPass:
-    """How a pass of layers of small states was computed.
-
-    Attributes
-    ----------
-    forward, backward : dict
-        By the layer's number, the layer and the memory of each direction in which kernels tell what came of it.
-    """
-
-    def __init__(self) -> None:
-        self.forward: dict[int, tuple[SmallLayer, Sequence[torch.Tensor]]] = {}
-        self.backward: dict[int, tuple[SmallLayer, Sequence[torch.Tensor]]] = {}
-
-    @property
-    def reports(self) -> list[Report]:
-        """How each recurrence was solved, forward and then backward; this waits for the device."""
-        return [
-            layer.report(recurrence, name, memory)
-            for recurrence, passes in (("forward", self.forward), ("backward", self.backward))
-            for number, (layer, memories) in passes.items()
-            for name, memory in zip(layer.names(number), memories, strict=True)
-        ]
-
-    @property
-    def boundaries(self) -> list[torch.Tensor | None]:
-        """First states of chunks, by layer and direction; None where there are none."""
-        return [layer.boundaries(memory) for layer, memories in self.forward.values() for memory in memories]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return PassOfReports, (self.reports, self.boundaries)
 
 
 #: How layers of small states may be solved, by the names of solvers.

@@ -11,7 +11,7 @@ Values are numbered: 0 to n are the elements of `a`, and larger numbers are resu
 ``right`` are in the order of the matrix product, ``out = left · right``: `left` is closer to the network's input.
 """
 
-from .blockwise import Cuttable, balanced, blocked, chunked
+from .blockwise import balanced, blocked, chunked
 from .cost import Complexity
 from .names import Names, Number
 from .resolution import COUNTED, parse, resolve
@@ -26,7 +26,6 @@ __all__ = [
     "COUNTED",
     "EXCHANGES",
     "Complexity",
-    "Cuttable",
     "Message",
     "Names",
     "Number",

@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
+from functools import partial
 
 import torch
 from torch import nn
 
 from ..flop import counted_record, layers_of, sequence_subject
 from ..patterns import Pattern
+from ..runtime import run_times
 from ..stages import Record, check_input, forward_pass
 from ..terminal import layer_in_words
 from ..tracing import check_module, traced, undisturbed
@@ -53,7 +54,7 @@ def measured_workload(
     x : Tensor, (batch, *input_shape)
         The mini-batch.
     seconds : float
-        For how long each pass is timed.
+        For how long each pass is timed, at most, once it has run three times.
     progress : callable
         Called with what is timed next.
     """
@@ -132,19 +133,6 @@ def _stored(record: Record) -> int:
     return sum(nbytes for pointer, nbytes in storages.items() if pointer != memory)
 
 
-def _shortest_time(function: Callable[[], object], seconds: float) -> float:
-    """The shortest time of a call, which other users of the machine change least; of one call for no seconds."""
-    if seconds:
-        # The first call makes plans, and touches memory.
-        function()
-    times, end = list[float](), perf_counter() + seconds
-    while not times or perf_counter() < end:
-        begin = perf_counter()
-        function()
-        times.append(perf_counter() - begin)
-    return min(times)
-
-
 def _passes(record: Record, seconds: float) -> tuple[float, float, float]:
     """Seconds of a stage's forward pass, of the gradient of its input, and of those of its weights."""
     leaf = record.trace.elements(record.stage.start).detach().requires_grad_()
@@ -172,19 +160,18 @@ def _times(
 ) -> tuple[float, float, float]:
     """Seconds of a forward pass, of the gradients of leaves, and of those of weights."""
     with torch.enable_grad():
-        forward, y = _shortest_time(output, seconds), output()
+        (forward,), y = run_times(output, most=seconds), output()
     if not y.requires_grad:
-        return forward, 0.0, 0.0
+        return forward.fastest, 0.0, 0.0
     gradient = torch.ones_like(y)
 
-    def back(*tensors: torch.Tensor) -> float:
-        return _shortest_time(
-            lambda: torch.autograd.grad(y, tensors, gradient, retain_graph=True, allow_unused=True), seconds
-        )
+    def back(*tensors: torch.Tensor) -> object:
+        return torch.autograd.grad(y, tensors, gradient, retain_graph=True, allow_unused=True)
 
-    errors = back(*leaves)
+    passes = [partial(back, *leaves), *([partial(back, *leaves, *weights)] if weights else [])]
+    errors, *whole = (each.fastest for each in run_times(*passes, most=seconds * len(passes)))
     # Noise may make both passes together shorter than one of them.
-    return forward, errors, max(back(*leaves, *weights) - errors, 0.01 * errors) if weights else 0.0
+    return forward.fastest, errors, max(whole[0] - errors, 0.01 * errors) if whole else 0.0
 
 
 def _recurrent(module: nn.RNNBase, x: torch.Tensor, rate: float) -> Workload:

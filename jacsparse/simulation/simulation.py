@@ -262,7 +262,7 @@ def simulate(
     rate : float, optional
         FLOP per second of a worker. All times are then counted in FLOP, and nothing is measured.
     seconds : float
-        For how long each pass of each stage is measured.
+        For how long each pass of each stage is measured, at most, once it has run three times.
     progress : callable
         Called with what is measured or simulated next.
 

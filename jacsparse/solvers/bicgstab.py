@@ -9,7 +9,7 @@ import torch
 
 from .blocks import Vector, Work
 from .expected_decay import expected_exponents, times_power
-from .solver import Iterated, Iteration, relative_residuals, scaled_iteration, swept
+from .solver import Iterated, Iteration, relative_residuals, swept
 from .systems import BlockTriangular
 
 #: Powers of two by which inner products weigh a block row more than those that depend on it.
@@ -166,8 +166,11 @@ class _Cycle:
         return relative_residuals(_sum(self._residual, (torch.ones(1), self.values)), self.values)
 
     def _times(self, vector: Vector, work: Work) -> Vector:
-        """``(I - N) x``."""
-        product = scaled_iteration(self._system, vector, work)
+        """``(I - N) x`` with ``N = D⁻¹ A``."""
+        with work.level():
+            product = self._system.off_diagonal.apply(vector, work)
+        with work.level():
+            product = self._system.inverse.apply(product, work)
         return {node: part - product[node] if node in product else part for node, part in vector.items()}
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from .._version import __version__
 from ..flop import estimate_count
 from ..patterns import Diagonal, Pattern
+from ..runtime import run_times
 from ..schedule import check_workers, fastest_on
 from ..stages import check_input
 from ..terminal import Fitted, PrintedReport, glossary, short, short_time
@@ -176,7 +177,7 @@ def compare(
         The solvers, or their names. By default all but ``richardson``, which is ``jacobi`` with ω = 1, and those that
         multiply matrices along a chain where it takes more than 20 seconds or 4 GiB to find their patterns.
     seconds : float
-        For how long each solver is timed.
+        For how long each solver is timed, at most, once it has run three times.
     progress : callable
         Called with the name of each solver before it runs.
 
@@ -241,8 +242,6 @@ def _figures(
     method: TriangularSolver, system: BlockTriangular, workers: Sequence[int], seconds: float
 ) -> tuple[SolverFigures, Work]:
     """A solver's figures, and the work that they count."""
-    from torch.utils.benchmark import Timer
-
     solution = method.solve(system.on_meta() if method.direct else system)
     work, iterations = solution.work, None if method.direct else solution.iterations
     figures = SolverFigures(method.name, work.steps, work.multiply_adds, work.entries, iterations)
@@ -255,6 +254,5 @@ def _figures(
     figures = replace(figures, multiply_adds_until_done={p: work.time(p) for p in workers})
     if not is_timed:
         return replace(figures, remark=f"not timed: more than {MOST:.0e} multiply-adds"), work
-    run = {"solve": method.solve, "system": system}
-    timer = Timer("solve(system)", globals=run, num_threads=torch.get_num_threads())
-    return replace(figures, seconds=timer.blocked_autorange(min_run_time=seconds).median), work
+    (time,) = run_times(lambda: method.solve(system), most=seconds)
+    return replace(figures, seconds=time.fastest), work

@@ -219,14 +219,6 @@ def swept(system: BlockTriangular, values: Vector, work: Work) -> Vector:
         return system.inverse.apply(totals, work)
 
 
-def scaled_iteration(system: BlockTriangular, values: Vector, work: Work) -> Vector:
-    """``N u`` with ``N = D⁻¹ A``; parts that are zero are left out."""
-    with work.level():
-        product = system.off_diagonal.apply(values, work)
-    with work.level():
-        return system.inverse.apply(product, work)
-
-
 def relative_residual(after: Vector, before: Vector) -> float:
     """The largest of `relative_residuals`."""
     residuals = relative_residuals(after, before)

@@ -137,11 +137,6 @@ class DelayedPart:
                     value.copy_(buffers[name])
         return output
 
-    def _computed_again(self, past: _Pass) -> torch.Tensor:
-        """The output of a pass, with a graph of autograd's, as it was."""
-        with in_modes(self.module, past.modes):
-            return self._computed(past, writes=False)
-
     def backward(self, gradient: torch.Tensor | None) -> torch.Tensor | None:
         """Update the weights by the oldest pass' gradient; return that of its input. Without a gradient it is zero."""
         parameters = dict(_named(self.module, "_parameters"))
@@ -152,7 +147,9 @@ class DelayedPart:
                 self._update()
             return None
         past = self.passes.popleft()
-        output = self._computed_again(past) if past.output is None else past.output
+        if (output := past.output) is None:
+            with in_modes(self.module, past.modes):
+                output = self._computed(past, writes=False)
         leaves = {name: value for name, value in past.parameters.items() if value.requires_grad}
         wanted = [*leaves.values(), *([past.x] if self.number else [])]
         gradients: Sequence[torch.Tensor | None] = [None] * len(wanted)

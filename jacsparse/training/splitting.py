@@ -11,7 +11,7 @@ from typing import SupportsIndex, TypeGuard
 import torch
 from torch import nn
 
-from ..runtime import a_type
+from ..runtime import a_type, run_times
 from .modes import in_eval_mode
 from .stretches import refuse_hooks, stretches_of
 
@@ -69,7 +69,9 @@ def partition(
             raise ValueError(
                 f"modules is {modules}; expected 1 to {len(layers)}, as many as the model has layers: {_listed(layers)}"
             )
-        units = _weighted(layers) if example is None else measured_costs(layers, example)
+        units = [float(sum(weight.ndim > 1 for weight in layer.parameters())) for layer in layers.values()]
+        if example is not None:
+            units = measured_costs(layers, example)
         starts = _balanced(units, count)
     else:
         starts = _starts(layers, modules)
@@ -82,13 +84,11 @@ def partition(
 
 def measured_costs(layers: dict[str, nn.Module], example: torch.Tensor) -> list[float]:
     """Seconds of each layer's forward and backward pass on an input, in eval mode: no layer changes."""
-    from torch.utils.benchmark import Timer
-
     costs, x = [], example.detach()
     for layer in layers.values():
         with in_eval_mode(layer):
-            timer = Timer("run(layer, x)", globals={"run": _there_and_back, "layer": layer, "x": x})
-            costs.append(timer.blocked_autorange(min_run_time=0.05).median)
+            (time,) = run_times(functools.partial(_there_and_back, layer, x))
+            costs.append(time.fastest)
             x = _there_and_back(layer, x)
     return costs
 
@@ -116,11 +116,6 @@ def _layers(container: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
         path = prefix + name
         layers += _layers(child, f"{path}.") if _is_container(child) and len(child) else [(path, child)]
     return layers
-
-
-def _weighted(layers: dict[str, nn.Module]) -> list[float]:
-    """How many matrices each layer has."""
-    return [float(sum(parameter.ndim > 1 for parameter in layer.parameters())) for layer in layers.values()]
 
 
 def _balanced(costs: Sequence[float], parts: int) -> list[int]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from jacsparse.recurrence import Recurrent
+from jacsparse.recurrence.small_layer import SmallLayer
 from jacsparse.runtime import KERNEL_FILES, KernelFile, Launch, backend
 from tests.cuda.fibers import KernelError, call, compiled
 
@@ -90,3 +92,9 @@ def emulated(folder: Path | None = None) -> Iterator[None]:
         return
     with backend(Fibers(folder)):
         yield
+
+
+def took_small_kernels(layer: Recurrent) -> bool:
+    """Whether the last pass of a recurrent layer was by the kernels for small states."""
+    reads = getattr(layer._pass, "solutions", {}).values()
+    return any(isinstance(getattr(read, "func", read).__self__, SmallLayer) for read in reads)

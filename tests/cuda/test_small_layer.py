@@ -13,10 +13,10 @@ from torch import nn
 
 import jacsparse
 from jacsparse.recurrence.recurrent import Recurrent
-from jacsparse.recurrence.small_layer import MOST_BLOCKS, SmallPass, small_layers
+from jacsparse.recurrence.small_layer import MOST_BLOCKS, small_layers
 from jacsparse.runtime import active_backend
 from jacsparse.schedule import Step, blelloch, linear
-from tests.cuda.harness import DEVICE, emulated
+from tests.cuda.harness import DEVICE, emulated, took_small_kernels
 from tests.cuda.test_recurrent import KINDS
 
 #: Errors of float32 relative to the largest element: a gradient of a weight is a sum over all steps.
@@ -66,7 +66,7 @@ def check(
             loss = sum((each * torch.randn(each.shape).to(each)).sum() for each in terms)
             leaves = [leaf, *starts, *module.parameters()]
             results.append([output, *states_of(last), *torch.autograd.grad(loss, leaves)])
-    assert isinstance(layer._pass, SmallPass)
+    assert took_small_kernels(layer)
     for actual, expected in zip(*results, strict=True):
         largest = max(1e-30, expected.abs().max().item())
         assert (actual.cpu() - expected).abs().max() <= tolerance * largest
@@ -213,7 +213,7 @@ def test_a_single_sequence(kind: str) -> None:
     for hx, batched in ((None, None), (first, tuple(each.unsqueeze(1) for each in first))):
         with emulated():
             output, last = layer(x, hx if hx is None or count > 1 else hx[0])
-            assert isinstance(layer._pass, SmallPass)
+            assert took_small_kernels(layer)
             whole, ends = layer(x.unsqueeze(1), batched if batched is None or count > 1 else batched[0])
         assert torch.equal(output, whole[:, 0])
         for one, other in zip(states_of(last), states_of(ends), strict=True):
@@ -379,7 +379,7 @@ def test_other_ways_and_types_are_others_work(options: dict[str, Any]) -> None:
     layer = jacsparse.nn.GRU(3, 5, **options).to(DEVICE)
     with emulated():
         layer(torch.randn(10, 2, 3, dtype=options.get("dtype")).to(DEVICE))[0].sum().backward()
-    assert not isinstance(layer._pass, SmallPass)
+    assert not took_small_kernels(layer)
 
 
 def test_autocast_changes_nothing() -> None:
@@ -401,7 +401,7 @@ def test_a_call_does_not_go_through_a_schedule(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Step, "__hash__", None)
     with emulated():
         layer(torch.randn(10, 2, 3).to(DEVICE))[0].sum().backward()
-    assert not isinstance(layer._pass, SmallPass)
+    assert not took_small_kernels(layer)
 
 
 @pytest.mark.parametrize("size", [4, 40])
@@ -414,7 +414,7 @@ def test_small_states_that_are_not_forgotten(size: int) -> None:
     x = torch.full((100, 2, 1), 1e-9).to(DEVICE)
     with emulated():
         output, last = layer(x)
-    assert isinstance(layer._pass, SmallPass) == (size <= 32)
+    assert took_small_kernels(layer) == (size <= 32)
     torch.testing.assert_close(last.cpu(), torch.full_like(last.cpu(), 1e-7), rtol=1e-5, atol=0)
     torch.testing.assert_close(output[:, 0, 0].cpu(), torch.arange(1, 101) * 1e-9, rtol=1e-5, atol=0)
 

@@ -13,16 +13,8 @@ import torch.distributed as dist
 
 import jacsparse
 from jacsparse import Pattern
-from jacsparse.distributed import (
-    DenseMaps,
-    DiagonalMaps,
-    RankError,
-    RankScan,
-    SparseMaps,
-    compose,
-    exclusive_scan,
-    ranks_of,
-)
+from jacsparse.affine import DenseMaps, DiagonalMaps, SparseMaps, compose
+from jacsparse.distributed import RankError, RankScan, exclusive_scan, ranks_of
 from jacsparse.schedule import EXCHANGES, exchanges
 
 from .launch import impatient_group

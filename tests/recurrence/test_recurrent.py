@@ -736,10 +736,50 @@ def test_auto_says_what_it_chose() -> None:
     backward = [report for report in layer.reports if report.recurrence == "backward"]
     assert [report.methods for report in backward] == [["sequential"]] * 4
     assert all("4 samples of 50 steps" in report.reason for report in backward)
-    layer(torch.randn(10, 4, 3))[0].sum().backward()
+    layer(torch.randn(5, 4, 3))[0].sum().backward()
     assert [report.methods for report in layer.reports] == [["torch.nn"]] * 8
     assert {report.layer for report in layer.reports} == {"l0", "l0_reverse", "l1", "l1_reverse"}
-    assert all("4 samples of 10 steps" in report.reason for report in layer.reports)
+    assert all("4 samples of 5 steps" in report.reason for report in layer.reports)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "size", "batch", "inference", "training"),
+    [
+        ("GRU", 8, 8, 1, False, False),
+        ("GRU", 9, 8, 1, False, True),
+        ("GRU", 12, 8, 1, False, True),
+        ("GRU", 13, 8, 1, True, True),
+        # The fewer steps, the fewer elements.
+        ("GRU", 16, 32, 102, True, True),
+        ("GRU", 16, 32, 103, False, True),
+        ("GRU", 31, 32, 251, True, True),
+        ("GRU", 31, 32, 252, False, True),
+        ("GRU", 32, 32, 256, True, True),
+        ("RNN", 20, 8, 1, False, False),
+        ("RNN", 21, 8, 1, False, True),
+        ("RNN", 24, 8, 113, False, True),
+        ("RNN", 24, 8, 114, False, False),
+        ("RNN", 29, 8, 7, True, True),
+        ("RNN", 29, 8, 8, False, True),
+        ("LSTM", 31, 8, 1, False, False),
+    ],
+)
+def test_few_steps_are_ours_where_operators_take_longer_than_a_call(
+    kind: str, steps: int, size: int, batch: int, inference: bool, training: bool
+) -> None:
+    layer, x = getattr(jacsparse.nn, kind)(3, size).double(), torch.randn(steps, batch, 3, dtype=torch.float64)
+    for trains, expected in ((False, inference), (True, training)):
+        with torch.set_grad_enabled(trains):
+            layer(x)
+        assert (layer.reports[0].methods == ["torch.nn"]) != expected
+
+
+@pytest.mark.parametrize("kind", ["RNN", "GRU"])
+def test_few_steps_have_derivatives_in_forward_mode(kind: str) -> None:
+    layer, x = getattr(jacsparse.nn, kind)(3, 8), torch.randn(31, 2, 3)
+    assert layer(x)[0].requires_grad and layer.reports[0].methods == ["sequential"]
+    y, tangent = torch.func.jvp(lambda x: layer(x)[0], (x,), (x,))
+    assert y.shape == tangent.shape and layer.reports[0].methods == ["torch.nn"]
 
 
 @pytest.mark.parametrize(

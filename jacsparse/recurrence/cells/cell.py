@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -190,13 +190,35 @@ class Cell(ABC):
         return self.gates + self.states - 1
 
     @property
+    def _recurrent(self) -> Sequence[int]:
+        """Which vector of a step's gradient of the gates is that of each gate's part from the state.
+
+        It is the gate's own number where its two parts are added, and have one gradient; a step does not say so.
+        """
+        return range(self.gates, 2 * self.gates)
+
+    @property
+    def _apart(self) -> Sequence[int]:
+        """The gates whose parts from the input and from the state are not added to each other."""
+        return [gate for gate, part in enumerate(self._recurrent) if part != gate]
+
+    @property
     def grad_width(self) -> int:
         """Vectors of each step's gradient of the gates: of the input's part, and of the state's unless they are one."""
-        return 2 * self.gates
+        return 1 + max(self.gates - 1, *self._recurrent)
 
     def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The input's part of the gates, ``(rows, gates · size)``: one matrix product for all steps."""
-        return functional.linear(x, weights.input, weights.bias)
+        """The input's part of the gates, ``(rows, gates · size)``: one matrix product for all steps.
+
+        It has the hidden biases of those gates whose two parts are added.
+        """
+        bias, size, apart = weights.bias, weights.size, self._apart
+        if bias is not None and weights.hidden_bias is not None and len(apart) < self.gates:
+            bias = bias + weights.hidden_bias
+            for gate in apart:
+                own = slice(gate * size, (gate + 1) * size)
+                bias[own] = weights.bias[own]  # type: ignore[index]
+        return functional.linear(x, weights.input, bias)
 
     def forward(
         self,
@@ -319,8 +341,17 @@ class Cell(ABC):
 
     def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
         """The columns of the gates' gradients that belong to the input's part, and those of the state's part."""
-        width = self.gates * size
-        return slice(0, width), [slice(self.grad_width * size - width, self.grad_width * size)]
+        return slice(0, self.gates * size), _columns(self._recurrent, size)
+
+
+@functools.lru_cache(maxsize=64)
+def _columns(vectors: Sequence[int], size: int) -> list[slice]:
+    """The columns of some vectors of `size` elements, as few slices as can be."""
+    slices: list[slice] = []
+    for vector in vectors:
+        begin = slices.pop().start if slices and slices[-1].stop == vector * size else vector * size
+        slices.append(slice(begin, (vector + 1) * size))
+    return slices
 
 
 def preceding(states: torch.Tensor, initial: torch.Tensor, before: np.ndarray, sample: torch.Tensor) -> torch.Tensor:

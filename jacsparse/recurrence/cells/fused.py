@@ -20,6 +20,7 @@ All loops over elements are over whole arrays by a plain index, for LLVM to vect
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -84,19 +85,18 @@ class FusedCell(Cell):
     ----------
     kernels : tuple
         The forward and the backward kernel.
-    reads_output : bool
-        Whether the backward kernel reads the states after the steps.
     """
 
     saved_vectors = 0
     kernels: ClassVar[tuple[Any, Any]]
-    reads_output: ClassVar[bool] = True
 
-    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        """The input's part of the gates, and the hidden biases where these are added to it."""
-        if weights.bias is None or weights.hidden_bias is None:
-            return x @ weights.input.T
-        return torch.addmm(self.entering_bias(weights.bias, weights.hidden_bias), x, weights.input.T)
+    @property
+    def _recurrent(self) -> Sequence[int]:
+        return range(self.gates)
+
+    def extra(self, weights: Weights) -> Any:
+        """The kernels' argument after the weights, which not every cell reads."""
+        return False
 
     def forward(
         self,
@@ -108,7 +108,7 @@ class FusedCell(Cell):
     ) -> torch.Tensor:
         end = torch.empty_like(start)
         written = (saved.output, saved.gates) if self.saved_vectors else (saved.output,)
-        arguments = (input_projection, weights.forward_rows, *self.forward_constants(weights), start, *written, end)
+        arguments = (input_projection, weights.forward_rows, self.extra(weights), start, *written, end)
         self._run(self.kernels[0], runs, weights, arguments)
         return end
 
@@ -124,8 +124,9 @@ class FusedCell(Cell):
     ) -> torch.Tensor:
         grad_start = torch.empty_like(grad_end)
         reached = np.empty(0, np.int64) if live_steps is None else live_steps
-        before, after = self._history(runs, saved), (grad_output, grad_end, grad_gates, grad_start, reached)
-        arguments = (*before, weights.backward_rows, *self.backward_constants, *after)
+        past = (saved.gates, saved.initial, runs.sequences.first_times(runs.direction)) if self.saved_vectors else ()
+        gradients = grad_output, grad_end, grad_gates, grad_start, reached
+        arguments = (saved.output, *past, weights.backward_rows, self.extra(weights), *gradients)
         self._run(self.kernels[1], runs, weights, arguments)
         return grad_start
 
@@ -136,23 +137,3 @@ class FusedCell(Cell):
         step = self.gates * (size * -(-size // 8) + 4 * size)
         blocks = runs.in_blocks(runs.block_size, step)
         run_rows(kernel, *blocks, *rows_of(arguments, weights.hidden))
-
-    def entering_bias(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
-        """The biases that are added to the input's part of the gates."""
-        return bias + hidden_bias
-
-    def forward_constants(self, weights: Weights) -> tuple[Any, ...]:
-        """The forward kernel's arguments after the weights."""
-        return ()
-
-    @property
-    def backward_constants(self) -> tuple[Any, ...]:
-        """The backward kernel's arguments after the weights."""
-        return ()
-
-    def _history(self, runs: Runs | DeviceRuns, saved: Saved) -> tuple[Any, ...]:
-        """The backward kernel's arguments from the forward pass."""
-        output = (saved.output,) if self.reads_output else ()
-        if not self.saved_vectors:
-            return output
-        return (*output, saved.gates, saved.initial, runs.sequences.first_times(runs.direction))

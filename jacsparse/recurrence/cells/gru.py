@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -61,7 +60,7 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
 @kernel
 def _backward(
     first, last, sample, begin, count, direction, offset, block_size,
-    h, gates, initial, first_times, w, grad_out, grad_end, grad_gates, grad_start, live_steps,
+    h, gates, initial, first_times, w, _, grad_out, grad_end, grad_gates, grad_start, live_steps,
 ):  # fmt: skip
     """Writes the gradients of what enters r, z, n and of m; `initial` is the state before ``first_times[sample]``."""
     size, width = grad_end.shape[1], w.shape[1]
@@ -125,7 +124,9 @@ class GruCell(FusedCell):
     """The cell of `torch.nn.GRU`."""
 
     gates = 3
-    grad_width = saved_vectors = 4
+    saved_vectors = 4
+    # r, z and n from the input; r, z and m = W_n h + b from the state, whose bias is inside the product with r.
+    _recurrent = (0, 1, 3)
     terms = (Terms(gates=(0, 1, 2), states=(0,)),)
     mode = "GRU"
     bounded = True
@@ -143,16 +144,6 @@ class GruCell(FusedCell):
         bound = initial_state.abs().amax(dim=1, keepdim=True).clamp(min=1)
         return torch.clamp(states, -bound, bound)
 
-    def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
-        # r, z and n from the input; r, z and m = W_n h + b from the state.
-        return slice(0, 3 * size), [slice(0, 2 * size), slice(3 * size, 4 * size)]
-
-    def entering_bias(self, bias: torch.Tensor, hidden_bias: torch.Tensor) -> torch.Tensor:
-        # n's hidden bias is inside the product with r.
-        outside = len(bias) // 3 * 2
-        return torch.cat([bias[:outside] + hidden_bias[:outside], bias[outside:]])
-
-    def forward_constants(self, weights: Weights) -> tuple[Any, ...]:
+    def extra(self, weights: Weights) -> torch.Tensor:
         size = weights.size
-        bias = weights.hidden.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]
-        return (bias,)
+        return weights.hidden.new_zeros(size) if weights.hidden_bias is None else weights.hidden_bias[2 * size :]

@@ -14,7 +14,7 @@ from .fused import CHECKED, FusedCell, any_added, record_live_steps, row_of, scr
 
 
 @kernel
-def _forward(first, last, sample, begin, count, direction, offset, block_size, x, w, start, out, gates, end):
+def _forward(first, last, sample, begin, count, direction, offset, block_size, x, w, _, start, out, gates, end):
     """``c ← σ(f) c + σ(i) tanh(g)``, ``h ← σ(o) tanh(c)``; states hold h and then c.
 
     Where `gates` has rows, i, f, g, o and c are saved there.
@@ -65,7 +65,7 @@ def _forward(first, last, sample, begin, count, direction, offset, block_size, x
 @kernel
 def _backward(
     first, last, sample, begin, count, direction, offset, block_size,
-    gates, initial, first_times, w, grad_out, grad_end, grad_gates, grad_start, live_steps,
+    _h, gates, initial, first_times, w, _, grad_out, grad_end, grad_gates, grad_start, live_steps,
 ):  # fmt: skip
     """Writes the gradients of what enters i, f, g and o; `initial` is the state before time ``first_times[sample]``."""
     size, width = grad_end.shape[1] // 2, w.shape[1]
@@ -132,12 +132,12 @@ def _backward(
 class LstmCell(FusedCell):
     """The cell of `torch.nn.LSTM`, whose state is h, then c."""
 
-    gates = grad_width = 4
+    gates = 4
     states = 2
     saved_vectors = 5
     terms = (Terms(gates=(0, 1, 2, 3), states=(1,)), Terms(gates=(0, 1, 2), states=(1,)))
     mode = "LSTM"
-    bounded, reads_output = True, False
+    bounded = True
     kernels = (_forward, _backward)
 
     def step(

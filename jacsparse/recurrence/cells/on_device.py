@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -121,30 +121,8 @@ class DeviceCell(Cell):
         return self.step_parts.saved + self.states - 1
 
     @property
-    def grad_width(self) -> int:
-        return self.step_parts.parts
-
-    def grad_columns(self, size: int) -> tuple[slice, list[slice]]:
-        recurrent = self.step_parts.recurrent
-        begins = [gate for gate in range(self.gates) if not gate or recurrent[gate] != recurrent[gate - 1] + 1]
-        runs = zip(begins, [*begins[1:], self.gates], strict=True)
-        parts = [slice(recurrent[begin] * size, (recurrent[end - 1] + 1) * size) for begin, end in runs]
-        return slice(0, self.gates * size), parts
-
-    def enter(self, x: torch.Tensor, weights: Weights) -> torch.Tensor:
-        if weights.bias is None or weights.hidden_bias is None:
-            return x @ weights.input.T
-        # The kernel adds the hidden bias of a gate whose two parts are not added to each other.
-        added = weights.bias + weights.hidden_bias
-        for gate in self._apart:
-            own = slice(gate * weights.size, (gate + 1) * weights.size)
-            added[own] = weights.bias[own]
-        return torch.addmm(added, x, weights.input.T)
-
-    @functools.cached_property
-    def _apart(self) -> list[int]:
-        """The gates whose parts from the input and from the state are not added to each other."""
-        return [gate for gate, part in enumerate(self.step_parts.recurrent) if part != gate]
+    def _recurrent(self) -> Sequence[int]:
+        return self.step_parts.recurrent
 
     def forward(
         self,
@@ -155,6 +133,7 @@ class DeviceCell(Cell):
         saved: Saved,
     ) -> torch.Tensor:
         end, kind = torch.empty_like(start), c_type(start.dtype)
+        # The kernel adds the hidden bias of a gate whose two parts are not added to each other.
         own_bias = weights.hidden_bias if self._apart else None
         arguments = (input_projection, weights.columns, own_bias, start, saved.output, _rows(saved.gates), end)
         self._launch("forward", kind, runs, weights, arguments)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -111,7 +110,7 @@ class RnnCell(FusedCell):
     """The cell of `torch.nn.RNN`."""
 
     relu: bool = False
-    gates = grad_width = 1
+    gates = 1
     terms = (Terms(gates=(0,), states=()),)
     kernels = (_forward, _backward)
 
@@ -135,9 +134,5 @@ class RnnCell(FusedCell):
     def limit(self, states: torch.Tensor, initial_state: torch.Tensor) -> torch.Tensor:
         return states.clamp(min=0) if self.relu else states.clamp(-1, 1)
 
-    def forward_constants(self, weights: Weights) -> tuple[Any, ...]:
-        return (self.relu,)
-
-    @property
-    def backward_constants(self) -> tuple[Any, ...]:
-        return (self.relu,)
+    def extra(self, weights: Weights) -> bool:
+        return self.relu

@@ -93,10 +93,6 @@ def solve(problem: Problem) -> torch.Tensor:
     ValueError
         Where the schedule is for another number of stages than there are steps and a first state.
     """
-    return _solve_here(problem) if problem.across is None else problem.across(problem, _solve_here)
-
-
-def _solve_here(problem: Problem) -> torch.Tensor:
     time, choice, report = problem.sequences.time, problem.choice, problem.report
     if not time:
         return problem.initial_state

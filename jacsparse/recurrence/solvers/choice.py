@@ -104,7 +104,7 @@ def way_in_chunks(time: int, chunk: int, warps: int) -> Choice:
     return Choice("relaxed", chunk, swept=places > warps) if places > 1 else Choice("sequential", time)
 
 
-def choose_small(work: RecurrenceSize, warps: int, *, prices: Prices = PRICES) -> Choice:
+def choose_small(work: RecurrenceSize, warps: int) -> Choice:
     """What ``auto`` is for small states, where a block has so many warps, called one by one or captured in a graph.
 
     Examples
@@ -114,7 +114,7 @@ def choose_small(work: RecurrenceSize, warps: int, *, prices: Prices = PRICES) -
     [('relaxed', 455, True), ('relaxed', 125, False), ('sequential', 50, False)]
     """
     blocks = -(-work.batch // work.processors)
-    step, ways = work.step_price(prices), dict[Choice, float]()
+    prices, step, ways = PRICES, work.step_price(PRICES), dict[Choice, float]()
 
     def add(way: Choice, nodes: int, kernels: float) -> None:
         ways[way] = _overlapped(nodes, kernels, prices, captured=False)
@@ -197,13 +197,10 @@ def _chunks(time: int, batch: int, rows: int, workers: int, chunk: int) -> tuple
     return "chunked", f"enough for chunks, which take {rows + 2} vectors through each step"
 
 
-def choose_on_device(
-    work: RecurrenceSize, *, guesses: bool = True, diagonal: bool = False, captured: bool = False, nodes: Nodes = NODES,
-    prices: Prices = PRICES,
-) -> Choice:  # fmt: skip
+def choose_on_device(work: RecurrenceSize, *, guesses: bool = True, diagonal: bool = False) -> Choice:
     """As `choose`, for a device.
 
-    A graph that is captured runs what was run before it: both are chosen as eager calls, unless `captured` says so.
+    A graph that is captured runs what was run before it: both are chosen as eager calls.
 
     Examples
     --------
@@ -213,9 +210,9 @@ def choose_on_device(
     'sequential'
     """
     method = "relaxed" if guesses else "diagonal" if diagonal else "chunked"
-    chunk = work.chunk(method, prices)
+    chunk = work.chunk(method, PRICES)
     steps = {method: chunk, "sequential": work.time}
-    predicted = {name: work.microseconds(name, each, nodes, prices, captured=captured) for name, each in steps.items()}
+    predicted = {name: work.microseconds(name, each, NODES, PRICES, captured=False) for name, each in steps.items()}
     name = "relaxed" if guesses else "chunked"
     reason = work.reason({name: predicted[method], "sequential": predicted["sequential"]})
     return Choice("sequential" if predicted[method] >= predicted["sequential"] else name, chunk, reason=reason)

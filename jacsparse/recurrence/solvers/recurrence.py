@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -166,9 +165,6 @@ class Problem:
         Solves on the host what does not settle; None for step after step, from where it fits.
     boundaries : Tensor or None, (chunks, state)
         The first states of the chunks that guessing came to.
-    across : callable or None
-        ``across(problem, solve_here)`` solves an affine recurrence that goes across ranks, and gives the problem its
-        ``initial_state``.
     """
 
     recurrence: Recurrence
@@ -181,7 +177,6 @@ class Problem:
     warm: torch.Tensor | None = None
     fallback: Solver | None = None
     boundaries: torch.Tensor | None = None
-    across: Callable[[Problem, Callable[[Problem], torch.Tensor]], torch.Tensor] | None = None
 
     @property
     def chunks(self) -> Chunks:
