@@ -131,7 +131,7 @@ def take(source: torch.Tensor, place: np.ndarray) -> torch.Tensor:
 
 
 def constants(call: Call, pattern: Pattern, make: Callable[[], np.ndarray]) -> torch.Tensor:
-    """Numbers that a call's arguments decide alone, made once for a pattern, on the input's device; to be read alone."""
+    """Numbers that a call's arguments decide alone, made once for a pattern, on the input's device: to be read."""
     key = call.operator, call.in_shape, repr(call.arguments)
     numbers = pattern._constants.get(key)
     if numbers is None:
