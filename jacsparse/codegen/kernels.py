@@ -66,11 +66,12 @@ def _points(
     for is_single in e.either(single.differs(0)):
         if is_single:
             with e.each(0, n) as k:
-                yield k, starts[at_starts + k] + distance, 1
+                yield k, starts.index(at_starts + k) + distance, 1
             continue
         begin = Variable(e.value(0, INT64))
         with e.each(0, pieces) as piece:
-            first, start, count = begin.value, starts[at_starts + piece] + distance, counts[at_counts + piece]
+            first, start = begin.value, starts.index(at_starts + piece) + distance
+            count = counts.index(at_counts + piece)
             for is_row in e.either(stride.equals(1)):
                 # Pieces are mostly short.
                 for k, lanes in e.blocks(count, (32, 8, 1) if is_row else (1,)):
@@ -146,6 +147,16 @@ def interpret(first, last, begin, ends, blocks, counts, starts, program, constan
 
 
 @kernel
+def begin_blocks(first, last, length, tiles, begins):
+    """Mark the pieces with which blocks begin: each holds consecutive pieces of one tile."""
+    points = 0
+    for piece in range(first, last):
+        if piece == first or points + length[piece] > BLOCK or tiles[piece] != tiles[piece - 1]:
+            begins[piece], points = True, 0
+        points += length[piece]
+
+
+@kernel
 def widen_ranges(first, last, numbers, low, high, lowest, highest):
     """Make each range of some numbers hold another one: NumPy's `minimum.at` takes many times as long."""
     for k in range(first, last):
@@ -159,6 +170,28 @@ def mark_makers(first, last, numbers, places, makers):
     """Mark the places of the nodes of some elements."""
     for k in range(first, last):
         makers[places[numbers[k]]] = True
+
+
+@kernel
+def find_runs(first, last, places, most, strides, breaks):
+    """Find the distance between most neighbours in each sequence of places, and mark the points after other distances.
+
+    Where more points are marked than that, the strides of further sequences are left.
+    """
+    for sequence in range(first, last):
+        stride = votes = 0
+        for point in range(1, len(breaks)):
+            step = places[sequence, point] - places[sequence, point - 1]
+            if not votes:
+                stride = step
+            votes += 1 if step == stride else -1
+        strides[sequence], marked = stride, 0
+        for point in range(len(breaks)):
+            if point and places[sequence, point] - places[sequence, point - 1] != stride:
+                breaks[point] = True
+            marked += breaks[point]
+        if marked > most:
+            break
 
 
 @inlined

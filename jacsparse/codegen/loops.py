@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..runtime import index_dtype, within_rows
 from .elements import ElementGraph, Elements, of_kinds
+from .kernels import find_runs
 from .operations import ElementOperation
 from .tiles import SHARED, UNREAD, RowTiles, Scratch
 
@@ -61,7 +63,7 @@ class FusedLoop:
         What a point computes, in order.
     stores : list of (int, Place)
         The expressions that are stored, and where.
-    runs : ndarray of int, (runs, 1 + sequences)
+    runs : ndarray of int, (1 + sequences, runs)
         The number of points of each run, and the places of the first one in each sequence.
     strides : list of int or None
         How far the places of a sequence are apart along runs; None where all runs are single points.
@@ -263,8 +265,9 @@ class Fusion:
             tiles = tiles[members[:, 0] // entries.shape[1]]
             order = np.argsort(tiles, kind="stable")
             members, tiles = members[order], tiles[order]
-        body = _Body(self, len(members), tiles)
-        for each in members.T:
+        members = members.T.astype(index_dtype(entries.size, 0, 0), order="C")
+        body = _Body(self, members.shape[1], tiles)
+        for each in members:
             body.store(body.value(entries.reshape(-1)[each]), OUT, self.dtype, each)
         return body.loop(self._tiles.count)
 
@@ -294,16 +297,15 @@ class _Body:
     stores: list[tuple[int, Place]] = field(default_factory=list)
     #: By what identifies them but for rare cases, the elements and the expressions that compute them.
     known: dict[Any, list[tuple[np.ndarray, int]]] = field(default_factory=lambda: defaultdict(list))
-    #: The places of the first point, and the distances to the next ones, of each sequence.
-    starts: list[int] = field(default_factory=list)
-    steps: list[np.ndarray] = field(default_factory=list)
+    #: The places of all points in each sequence; and the sequences, by what identifies them but for rare cases.
+    places: list[np.ndarray] = field(default_factory=list)
     sequences: dict[Any, list[int]] = field(default_factory=lambda: defaultdict(list))
     #: As of the loop.
     level: int = 0
 
     def value(self, numbers: np.ndarray) -> int:
         """The expression that computes elements of a class, one for each point."""
-        alike = self.known[int(numbers[0]), int(numbers[-1]), int(numbers.sum())]
+        alike = self.known[int(numbers[0]), int(numbers[-1]), int(numbers[len(numbers) // 2])]
         for others, number in alike:
             if np.array_equal(others, numbers):
                 return number
@@ -343,34 +345,33 @@ class _Body:
 
     def _place(self, memory: Any, dtype: torch.dtype, places: np.ndarray) -> Place:
         """Where each point finds something: a distance from a sequence of places that may serve others too."""
-        steps, start = np.diff(places), int(places[0])
-        alike = self.sequences[int(places[-1]) - start, int(steps[: len(steps) // 2].sum())]
+        start = int(places[0])
+        alike = self.sequences[int(places[-1]) - start, int(places[len(places) // 2]) - start]
         for sequence in alike:
-            if np.array_equal(self.steps[sequence], steps):
-                return Place(memory, dtype, sequence, start - self.starts[sequence])
-        alike.append(len(self.steps))
-        self.starts.append(start)
-        self.steps.append(steps)
+            distance = start - int(self.places[sequence][0])
+            if (places - self.places[sequence] == distance).all():
+                return Place(memory, dtype, sequence, distance)
+        alike.append(len(self.places))
+        self.places.append(places)
         return Place(memory, dtype, alike[-1], 0)
 
     def loop(self, tiles: int) -> FusedLoop:
         """The loop, whose points are in runs where these are long, with so many tiles where they are of tiles."""
-        steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
-        count = steps.shape[1]
-        strides = np.partition(steps, count // 2)[:, count // 2] if count else np.zeros(len(steps), np.int64)
-        breaks = (steps != strides[:, None]).any(0)
+        runs = np.stack([np.ones(self.points, self.fusion.graph.dtype), *self.places])
+        strides, breaks = np.zeros(len(self.places), np.int64), np.zeros(self.points, np.bool_)
         if self.tiles is not None:
-            breaks |= self.tiles[1:] != self.tiles[:-1]
-        begin = np.append(0, 1 + np.flatnonzero(breaks))
+            np.not_equal(self.tiles[1:], self.tiles[:-1], out=breaks[1:])
+        breaks[0] = True
+        find_runs(0, len(strides), runs[1:], self.points // SHORTEST, strides, breaks)
+        begin = np.flatnonzero(breaks)
         single = self.points < SHORTEST * len(begin)
         if single:
             begin = np.arange(self.points)
         else:
-            within = np.arange(self.points) - np.repeat(begin, np.diff(np.append(begin, self.points)))
-            begin = np.flatnonzero(within % LONGEST == 0)
-        places = np.concatenate([np.array(self.starts)[:, None], steps], 1).cumsum(1) if self.steps else steps[:, :0]
-        runs = np.concatenate([np.diff(np.append(begin, self.points))[None], places[:, begin]]).T
+            lengths = np.diff(np.append(begin, self.points))
+            begin = np.repeat(begin, -(-lengths // LONGEST)) + LONGEST * within_rows(-(-lengths // LONGEST))
+            runs = runs[:, begin]
+            runs[0] = np.diff(np.append(begin, self.points))
         of_tiles = None if self.tiles is None else np.searchsorted(self.tiles[begin], np.arange(tiles + 1))
         step = None if single else strides.tolist()
-        runs = np.ascontiguousarray(runs)
         return FusedLoop(self.expressions, self.stores, runs, step, self.points, self.level, of_tiles)
