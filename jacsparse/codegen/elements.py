@@ -92,7 +92,7 @@ class ElementGraph:
         """The numbers of elements that are the same in each call."""
         array = values.reshape(-1).numpy()
         # By their bits: zeros have signs.
-        firsts, kinds = kinds_of(array.view(f"i{array.itemsize}")[:, None], MOST_KINDS)
+        firsts, kinds = kinds_of([array.view(f"i{array.itemsize}")], MOST_KINDS)
         if kinds is None:
             return self.tensor(values.reshape(-1).clone(), values.numel(), values.dtype)
         constants = [self.constant(each.item(), values.dtype) for each in array[firsts]]
@@ -170,7 +170,7 @@ def sums(
     results = np.repeat(start, batch, 1)
     of_weights, firsts = None, np.zeros(0, np.int64)
     if weights.dtype.kind != "i":
-        firsts, of_weights = kinds_of(weights.view(f"i{weights.itemsize}")[:, None], MOST_KINDS)
+        firsts, of_weights = kinds_of([weights.view(f"i{weights.itemsize}")], MOST_KINDS)
     fixed, distinct = of_weights is not None, weights[firsts]
     if of_weights is None:
         of_weights = np.zeros(len(weights), np.int32)
@@ -179,17 +179,17 @@ def sums(
     for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
         sorted_by = [in_own_order(factor[:, 0]) for factor in factors]
-        terms, of_terms = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
-        if kinds_of(of_terms, MOST_KINDS)[1] is None:
+        terms, keys = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
+        if kinds_of(keys, MOST_KINDS)[1] is None:
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
             terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights, len(distinct))
-        for _, those in of_kinds(of_weights[terms.T]):
+        for _, those in of_kinds(of_weights[terms] if len(distinct) > 1 else terms[:0], len(rows)):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
             operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
             for term in of_kind:
                 operands += [] if fixed else [weights[term, None]]
-                operands += [factor[term] for factor in factors]
+                operands += [factor.take(term, 0) for factor in factors]
             arguments = OPERAND, tuple((weight, len(factors)) for weight in weighted)
             operation = ElementOperation("sum", dtype, (dtype,) * len(operands), arguments)
             # One sample after the other, as the operands of most lie.
@@ -208,13 +208,13 @@ def _sorted_terms(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The terms of sums of so many, each sum's by the nodes of factors, then by kinds of weights; and what these are.
 
-    The terms are ``(count, sums)``, and what tells their kinds ``(sums, count)``.
+    Both are ``(count, sums)``.
     """
-    terms, of_terms = np.empty((count, len(begins)), np.int64), np.empty((len(begins), count), np.int64)
+    terms, keys = np.empty((2, count, len(begins)), np.int64)
     left, right = [*factors, *[np.zeros(0, elements.dtype)] * 2][:2]
     places = begins.astype(np.int64), left, right, elements.places_of_nodes
-    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, max(1, kinds), terms, of_terms)
-    return terms, of_terms
+    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, max(1, kinds), terms, keys)
+    return terms, keys
 
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
@@ -234,21 +234,29 @@ def in_own_order(array: np.ndarray) -> np.ndarray:
     return np.require(array, requirements=["C", "W"])
 
 
-def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The first row of each kind, and the kind of each row; None where there are more kinds than that."""
-    firsts, kinds = np.empty(most + 1, np.int64), np.empty(len(matrix), np.int32)
-    number_kinds(0, len(matrix), in_own_order(matrix), firsts, kinds)
-    count = int(firsts[-1])
-    return firsts[: min(count, most)], kinds if count <= most else None
+def kinds_of(rows: Sequence[np.ndarray], most: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """The first place of each kind, and the kind of each place; None where there are more kinds than that.
+
+    Places are of one kind where they have the same integer in each of several rows; `count` is how many places there
+    are, where there may be no row.
+    """
+    count = len(rows[0]) if count is None else count
+    firsts, kinds = np.zeros(most + 1, np.int64), np.zeros(count, np.int32)
+    firsts[-1] = min(1, count)
+    for row in rows:
+        number_kinds(0, count, in_own_order(row), kinds, firsts)
+        if firsts[-1] > most:
+            return firsts[:-1], None
+    return firsts[: firsts[-1]], kinds
 
 
-def of_kinds(matrix: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """For each kind of rows, the first one, and all."""
-    firsts, kinds = kinds_of(matrix, 2 * MOST_KINDS)
+def of_kinds(rows: Sequence[np.ndarray], count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """For each kind of places, as of `kinds_of`, the first one, and all."""
+    firsts, kinds = kinds_of(rows, 2 * MOST_KINDS, count)
     if kinds is None:
-        firsts, kinds = np.unique(matrix, axis=0, return_index=True, return_inverse=True)[1:]
+        firsts, kinds = np.unique(np.stack(rows), axis=1, return_index=True, return_inverse=True)[1:]
     if len(firsts) == 1:
-        yield 0, np.arange(len(matrix))
+        yield 0, np.arange(count)
         return
     # NumPy sorts small types in linear time.
     order = np.argsort(kinds.astype(np.min_scalar_type(len(firsts))), kind="stable")

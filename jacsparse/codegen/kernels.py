@@ -13,7 +13,7 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..runtime import inlined, inlined_with_arrays, kernel
+from ..runtime import inlined_with_arrays, kernel
 from .emitter import BYTE, INT64, TRUTH, Array, Emitter, Register, Variable, emitted
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
@@ -168,8 +168,11 @@ def widen_ranges(first, last, numbers, low, high, lowest, highest):
 @kernel
 def mark_makers(first, last, numbers, places, makers):
     """Mark the places of the nodes of some elements."""
+    before = -1
     for k in range(first, last):
-        makers[places[numbers[k]]] = True
+        place = places[numbers[k]]
+        if place != before:
+            makers[place], before = True, place
 
 
 @kernel
@@ -194,35 +197,42 @@ def find_runs(first, last, places, most, strides, breaks):
             break
 
 
-@inlined
-def _are_alike(matrix, row, other):
-    alike = True
-    for column in range(matrix.shape[1]):
-        alike = alike and matrix[row, column] == matrix[other, column]
-    return alike
-
-
 @kernel
-def number_kinds(first, last, matrix, firsts, kinds):
-    """Number the kinds of all rows, and count them in the last place of their first rows, or until these are full."""
-    count = kind = 0
-    for row in range(first, last):
+def number_kinds(first, last, values, kinds, firsts):
+    """Number the pairs of a kind and a value anew, in the order in which they come.
+
+    The first place of each is noted, and their number in the last place of these; beyond so many, the rest is left.
+    """
+    pairs, count, kind = np.empty((len(firsts) - 1, 2), np.int64), 0, 0
+    for place in range(first, last):
         # Neighbours are mostly alike.
-        if not count or not _are_alike(matrix, row, firsts[kind]):
+        if not count or pairs[kind, 0] != kinds[place] or pairs[kind, 1] != values[place]:
             kind = 0
-            while kind < count and not _are_alike(matrix, row, firsts[kind]):
+            while kind < count and (pairs[kind, 0] != kinds[place] or pairs[kind, 1] != values[place]):
                 kind += 1
             if kind == count:
                 count += 1
                 if count == len(firsts):
                     break
-                firsts[kind] = row
-        kinds[row] = kind
+                firsts[kind], pairs[kind, 0], pairs[kind, 1] = place, kinds[place], values[place]
+        kinds[place] = kind
     firsts[-1] = count
 
 
 @kernel
-def sort_sums(first, last, begins, left, right, places, nodes, of_weights, kinds, terms, of_terms):
+def sort_columns(first, last, keys, rows):
+    """Sort the elements of columns by keys."""
+    for column in range(first, last):
+        for n in range(1, len(keys)):
+            key, element = keys[n, column], rows[n, column]
+            while n > 0 and keys[n - 1, column] > key:
+                keys[n, column], rows[n, column] = keys[n - 1, column], rows[n - 1, column]
+                n -= 1
+            keys[n, column], rows[n, column] = key, element
+
+
+@kernel
+def sort_sums(first, last, begins, left, right, places, nodes, of_weights, kinds, terms, keys):
     """The terms of sums, each sum's in the order of the nodes of their factors, then of their weights."""
     for row in range(first, last):
         for n in range(len(terms)):
@@ -233,7 +243,7 @@ def sort_sums(first, last, begins, left, right, places, nodes, of_weights, kinds
             if len(right):
                 key = key * nodes + places[right[term]]
             key = key * kinds + of_weights[term]
-            while n > 0 and of_terms[row, n - 1] > key:
-                of_terms[row, n], terms[n, row] = of_terms[row, n - 1], terms[n - 1, row]
+            while n > 0 and keys[n - 1, row] > key:
+                keys[n, row], terms[n, row] = keys[n - 1, row], terms[n - 1, row]
                 n -= 1
-            of_terms[row, n], terms[n, row] = key, term
+            keys[n, row], terms[n, row] = key, term

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ..runtime import index_dtype, within_rows
-from .elements import ElementGraph, Elements, of_kinds
-from .kernels import find_runs
+from .elements import ElementGraph, Elements, of_kinds, unrepeated
+from .kernels import find_runs, sort_columns
 from .operations import ElementOperation
 from .tiles import SHARED, UNREAD, RowTiles, Scratch
 
@@ -190,13 +190,11 @@ class Fusion:
             elif node.operation is None:
                 self._classes[where] = known.setdefault(place, len(known))
             elif place in self._needed:
-                operands = [self._classes[operand] for operand in node.operands]
+                operands = [self._classes[unrepeated(operand)] for operand in node.operands]
                 varying = [each for each in operands if (each != each[0]).any()]
-                if not varying:
-                    self._classes[where] = known.setdefault((place, 0), len(known))
-                    continue
-                for number, (_, those) in enumerate(of_kinds(np.stack(varying, 1))):
-                    self._classes[node.first + those] = known.setdefault((place, number), len(known))
+                for number, (_, those) in enumerate(of_kinds(varying, node.count)):
+                    at = where if len(those) == node.count else node.first + those
+                    self._classes[at] = known.setdefault((place, number), len(known))
 
     def _of_stored(self) -> Iterator[FusedLoop]:
         """The loops that store elements for others, those first that the others read."""
@@ -217,8 +215,9 @@ class Fusion:
         for place in places:
             node = self.graph.nodes[place]
             tiles = self._tiles.of_elements[node.first : node.first + node.count]
-            classes = np.stack([np.minimum(tiles, 0), *(self._classes[operand] for operand in node.operands)], 1)
-            kinds = [those for first, those in of_kinds(classes) if tiles[first] != UNREAD]
+            classes = (self._classes[operand] for operand in node.operands if len(unrepeated(operand)) > 1)
+            kinds = of_kinds([np.minimum(tiles, 0), *classes], node.count)
+            kinds = [those for first, those in kinds if tiles[first] != UNREAD]
             key = b"" if len(places) == 1 else b",".join(each.tobytes() for each in (*kinds, tiles))
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():
@@ -242,30 +241,30 @@ class Fusion:
             # The places of the entries of a row and sample. Rows of a block, of one sample after the other.
             sample, row = np.divmod(np.arange(batch * len(rows)), max(1, len(rows)))
             order = np.lexsort((row, sample, row // BLOCK)) if batch > 1 else row
-            members = (indptr[rows[row[order]], None] + np.arange(count)) * batch + sample[order, None]
-            of_members = classes.reshape(-1)[members]
-            members = np.take_along_axis(members, np.argsort(of_members, 1, kind="stable"), 1)
-            kinds = list(of_kinds(classes.reshape(-1)[members])) if count <= MOST_ROW_ENTRIES else []
-            for _, those in kinds:
-                if SHARE * len(those) >= len(counts) * batch:
-                    yield self._storing(entries, members[those])
-                else:
-                    alone.append(members[those].reshape(-1))
-            if not kinds:
+            members = (indptr[rows[row[order]]] + np.arange(count)[:, None]) * batch + sample[order]
+            if count > MOST_ROW_ENTRIES:
                 alone.append(members.reshape(-1))
+                continue
+            of_members = classes.reshape(-1)[members]
+            sort_columns(0, members.shape[1], of_members, members)
+            for _, those in of_kinds(of_members, members.shape[1]):
+                if SHARE * len(those) >= len(counts) * batch:
+                    yield self._storing(entries, members[:, those])
+                else:
+                    alone.append(members[:, those].reshape(-1))
         if alone:
             members = np.sort(np.concatenate(alone))
-            for _, those in of_kinds(classes.reshape(-1)[members, None]):
-                yield self._storing(entries, members[those, None])
+            for _, those in of_kinds([classes.reshape(-1)[members]], len(members)):
+                yield self._storing(entries, members[None, those])
 
     def _storing(self, entries: np.ndarray, members: np.ndarray) -> FusedLoop:
-        """A loop that stores some entries of each point."""
+        """A loop that stores some entries of each point, ``(entries, points)``."""
         tiles = self._tiles.of_entries
         if tiles is not None:
-            tiles = tiles[members[:, 0] // entries.shape[1]]
+            tiles = tiles[members[0] // entries.shape[1]]
             order = np.argsort(tiles, kind="stable")
-            members, tiles = members[order], tiles[order]
-        members = members.T.astype(index_dtype(entries.size, 0, 0), order="C")
+            members, tiles = members[:, order], tiles[order]
+        members = members.astype(index_dtype(entries.size, 0, 0))
         body = _Body(self, members.shape[1], tiles)
         for each in members:
             body.store(body.value(entries.reshape(-1)[each]), OUT, self.dtype, each)
