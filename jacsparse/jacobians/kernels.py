@@ -139,21 +139,68 @@ def multiply_terms(
                 else:
                     left[end] = max(x, b_variable[q])
                 end += 1
-        _sort(starts[row], end, pairs, column, left, right, coefficient)
-        if not pairs:
-            _add_equal(starts[row], end, column, left, coefficient)
+        # A row of the other matrix is in order.
+        if a_indptr[row + 1] - a_indptr[row] > 1:
+            _sort(starts[row], end, pairs, column, left, right, coefficient)
+            if not pairs:
+                _add_equal(starts[row], end, column, left, coefficient)
 
 
 @kernel
 def add_terms(
-    first, last, indptr, column, variable, coefficient, starts, out_column, out_variable, out_coefficient
+    first, last,
+    a_indptr, a_column, a_variable, a_coefficient,
+    b_indptr, b_column, b_variable, b_coefficient,
+    starts, column, variable, coefficient,
 ):  # fmt: skip
-    """The terms of rows of a sum of matrices, whose terms lie one matrix after the other."""
+    """The terms of rows of a sum of two matrices; places that are left have column -1."""
     for row in range(first, last):
-        end = starts[row]
-        for part in range(len(indptr)):
-            for p in range(indptr[part, row], indptr[part, row + 1]):
-                out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
-                end += 1
-        _sort(starts[row], end, False, out_column, out_variable, out_variable, out_coefficient)
-        _add_equal(starts[row], end, out_column, out_variable, out_coefficient)
+        p, a_end, q, b_end, end = a_indptr[row], a_indptr[row + 1], b_indptr[row], b_indptr[row + 1], starts[row]
+        while p < a_end or q < b_end:
+            # Behind the last term of a row comes the other row's.
+            difference = (q == b_end) - (p == a_end)
+            if not difference:
+                difference = np.int64(b_column[q]) - a_column[p]
+            if not difference:
+                difference = np.int64(b_variable[q]) - a_variable[p]
+            if difference >= 0:
+                column[end], variable[end], coefficient[end] = a_column[p], a_variable[p], a_coefficient[p]
+                p += 1
+            if not difference:
+                coefficient[end] += b_coefficient[q]
+                q += 1
+            if difference < 0:
+                column[end], variable[end], coefficient[end] = b_column[q], b_variable[q], b_coefficient[q]
+                q += 1
+            end += 1
+        column[end : starts[row + 1]] = -1
+
+
+@kernel
+def order_entries(
+    first, last, indptr, begins, left, right, coefficient, numbers, starts, out_left, out_right, out_coefficient
+):  # fmt: skip
+    """Number the entries of a matrix, the first ones of all rows first, then the second ones; their terms likewise."""
+    most = 0
+    for row in range(first, last):
+        most = max(most, indptr[row + 1] - indptr[row])
+    # Where the next entry, and its terms, of each place in rows come to lie.
+    entries, terms = np.zeros(most + 1, np.int64), np.zeros(most + 1, np.int64)
+    for row in range(first, last):
+        for place, entry in enumerate(range(indptr[row], indptr[row + 1])):
+            entries[place + 1] += 1
+            terms[place + 1] += begins[entry + 1] - begins[entry]
+    for place in range(most):
+        entries[place + 1] += entries[place]
+        terms[place + 1] += terms[place]
+    for row in range(first, last):
+        for place, entry in enumerate(range(indptr[row], indptr[row + 1])):
+            at = terms[place]
+            numbers[entry], starts[entries[place]] = entries[place], at
+            for term in range(begins[entry], begins[entry + 1]):
+                out_left[at], out_coefficient[at] = left[term], coefficient[term]
+                if len(right):
+                    out_right[at] = right[term]
+                at += 1
+            entries[place], terms[place] = entries[place] + 1, at
+    starts[-1] = len(out_left)

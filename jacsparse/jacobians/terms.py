@@ -17,7 +17,7 @@ import numpy as np
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import frozen, index_dtype, row_starts, run_rows
 from ..spgemm import product_pattern
-from .kernels import add_terms, multiply_terms
+from .kernels import add_terms, multiply_terms, order_entries
 
 #: The variable of a term that has none.
 NONE = -1
@@ -45,15 +45,33 @@ class TermMatrix:
         """The matrix of the terms where a mask is true."""
         if selected.all():
             return self
+        if not selected.any():
+            return TermMatrix(self.shape, 0 * self.indptr, self.column[:0], self.variable[:0], self.coefficient[:0])
         arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
         return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays)
 
+    @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
         first = np.ones(len(self) + 1, np.bool_)
         np.not_equal(self.column[1:], self.column[:-1], out=first[1:-1])
         first[self.indptr] = True
         return row_starts(first[:-1], np.int64)[self.indptr], np.flatnonzero(first)
+
+    @property
+    def nnz(self) -> int:
+        """The number of entries."""
+        return len(self.entries[1]) - 1
+
+    @functools.cached_property
+    def row_counts(self) -> np.ndarray:
+        """The number of entries of each row."""
+        return np.diff(self.entries[0])
+
+    @functools.cached_property
+    def column_counts(self) -> np.ndarray:
+        """The number of entries of each column."""
+        return np.bincount(self.column[self.entries[1][:-1]], minlength=self.shape[1])
 
     @functools.cached_property
     def varies(self) -> np.ndarray:
@@ -63,8 +81,7 @@ class TermMatrix:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The positions of the entries."""
-        (rows, columns), (indptr, begins) = self.shape, self.entries()
-        nnz = len(begins) - 1
+        (rows, columns), (indptr, begins), nnz = self.shape, self.entries, self.nnz
         if nnz == rows * columns:
             return Pattern.of(Full(rows, columns))
         dtype = index_dtype(nnz, rows, columns)
@@ -123,9 +140,13 @@ class Algebra:
     steps: list[WeightedSums] = field(default_factory=list)
     terms: int = 0
 
-    def pattern_of(self, matrix: TermMatrix) -> Pattern:
-        """The pattern of a matrix."""
-        return matrix.pattern
+    def nnz_of(self, matrix: TermMatrix) -> int:
+        """The number of entries of a matrix."""
+        return matrix.nnz
+
+    def product_work(self, left: TermMatrix, right: TermMatrix) -> int:
+        """The number of pairs of entries that meet in a product."""
+        return int(left.column_counts @ right.row_counts)
 
     def products(self, lefts: Sequence[TermMatrix], rights: Sequence[TermMatrix]) -> list[list[TermMatrix]]:
         """The products of each one of some matrices with each one of others."""
@@ -151,10 +172,10 @@ class Algebra:
         Its variables are summed where a product with other variables needs their sums, or where products have fewer
         terms then than it takes to sum.
         """
-        if terms.pattern.nnz == len(terms) or not terms.varies.any():
+        if terms.nnz == len(terms) or not terms.varies.any():
             return terms
         if not any(other.varies.any() for other in others):
-            times, begins = uses(terms), terms.entries()[1][:-1]
+            times, begins = uses(terms), terms.entries[1][:-1]
             if times.sum() <= len(terms) + times[begins].sum():
                 return terms
         return self._summed(terms)
@@ -182,21 +203,26 @@ class Algebra:
         return total.at(pattern.scaled()) if all(pattern == each.pattern for each in terms) else total
 
     def _sum(self, parts: Sequence[TermMatrix]) -> TermMatrix:
-        if len(parts) == 1:
-            return parts[0]
-        offsets = row_starts(np.array([len(part) for part in parts]), np.int64)[:-1, None]
-        indptr = np.stack([part.indptr for part in parts]) + offsets
-        columns, variables, coefficients = (
-            np.concatenate(each) for each in zip(*((t.column, t.variable, t.coefficient) for t in parts), strict=True)
-        )
-        starts = np.sum([part.indptr for part in parts], 0)
-        results = [np.empty_like(each) for each in (columns, variables, coefficients)]
-        run_rows(add_terms, starts, indptr, columns, variables, coefficients, starts, *results)
-        return TermMatrix(parts[0].shape, starts, *results)[results[0] >= 0]
+        """The sum of matrices, two by two."""
+        parts = [part for part in parts if len(part)] or parts[:1]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts = [*(self._sum_of_two(*pair) for pair in pairs), *parts[len(parts) // 2 * 2 :]]
+        return parts[0]
+
+    def _sum_of_two(self, a: TermMatrix, b: TermMatrix) -> TermMatrix:
+        arrays = (a.indptr, a.column, a.variable, a.coefficient), (b.indptr, b.column, b.variable, b.coefficient)
+        starts = a.indptr + b.indptr
+        results = [np.empty(len(a) + len(b), np.promote_types(*(each.dtype for each in pair)))
+                   for pair in zip(*(those[1:] for those in arrays), strict=True)]  # fmt: skip
+        run_rows(add_terms, starts, *arrays[0], *arrays[1], starts, *results)
+        return TermMatrix(a.shape, starts, *results)[results[0] >= 0]
 
     def _product(self, a: TermMatrix, b: TermMatrix, *, of_variables: bool = False) -> tuple[TermMatrix, np.ndarray]:
         """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
-        starts = row_starts(np.diff(b.indptr)[a.column], np.int64)[a.indptr]
+        counts = np.diff(b.indptr)
+        least, most = (counts.min(), counts.max()) if len(counts) else (0, 0)
+        starts = a.indptr * most if least == most else row_starts(counts[a.column], np.int64)[a.indptr]
         total = int(starts[-1])
         self.terms += total
         if self.terms > self.limit:
@@ -208,13 +234,14 @@ class Algebra:
         right = np.empty(total, b.variable.dtype) if of_variables else variable
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
         run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
-        return TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient)[column >= 0], right
+        product = TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient)
+        return product if of_variables else product[column >= 0], right
 
     def _summed(self, terms: TermMatrix) -> TermMatrix:
         """The same matrix with one variable for each entry that has several."""
         varies = terms.varies
         variables = terms[varies]
-        counts = np.diff(variables.entries()[1])
+        counts = np.diff(variables.entries[1])
         several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
@@ -222,18 +249,16 @@ class Algebra:
 
     def _step(self, terms: TermMatrix, right: np.ndarray | None) -> TermMatrix:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
-        indptr, begins = terms.entries()
-        count = len(begins) - 1
-        # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        place = np.arange(count) - np.repeat(indptr[:-1], np.diff(indptr))
-        order = np.argsort(place.astype(np.min_scalar_type(place.max(initial=0))), kind="stable")
-        counts = np.diff(begins)[order]
-        starts = row_starts(counts, index_dtype(len(terms), 0, 0))
-        of_entries = np.repeat(begins[order] - starts[:-1], counts) + np.arange(len(terms))
-        left, coefficient = terms.variable[of_entries], terms.coefficient[of_entries]
-        right = None if right is None else right[of_entries]
-        self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
+        (indptr, begins), count, dtype = terms.entries, terms.nnz, terms.variable.dtype
         numbers = np.empty(count, index_dtype(self.variables + count, 0, 0))
-        numbers[order] = np.arange(self.variables, self.variables + count)
+        starts = np.empty(count + 1, index_dtype(len(terms), 0, 0))
+        left, coefficient = np.empty(len(terms), dtype), np.empty(len(terms))
+        second = np.empty(0, dtype) if right is None else right
+        of_second = np.empty_like(second)
+        factors = terms.variable, second, terms.coefficient
+        order_entries(0, len(indptr) - 1, indptr, begins, *factors, numbers, starts, left, of_second, coefficient)
+        numbers += numbers.dtype.type(self.variables)
+        right = None if right is None else of_second
+        self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
         self.variables += count
         return TermMatrix(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))
