@@ -128,7 +128,13 @@ class ElementGraph:
 
     def makers(self, numbers: np.ndarray) -> list[int]:
         """The places of the nodes of some elements, each once."""
-        makers, numbers = np.zeros(len(self.nodes), np.bool_), unrepeated(numbers)
+        if not numbers.size:
+            return []
+        numbers = unrepeated(numbers)
+        first, last = self.places_of_nodes[[numbers.min(), numbers.max()]].tolist()
+        if first == last:
+            return [first]
+        makers = np.zeros(len(self.nodes), np.bool_)
         mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
         return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
 
@@ -178,11 +184,10 @@ def sums(
             weights = elements.array(torch.from_numpy(weights).to(dtype))
     for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
-        sorted_by = [in_own_order(factor[:, 0]) for factor in factors]
-        terms, keys = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
-        if kinds_of(keys, MOST_KINDS)[1] is None:
+        terms, many = _sorted_terms(elements, indptr[rows], count, factors, of_weights)
+        if many:
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights, len(distinct))
+            terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights)
         for _, those in of_kinds(of_weights[terms] if len(distinct) > 1 else terms[:0], len(rows)):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
@@ -194,27 +199,27 @@ def sums(
             operation = ElementOperation("sum", dtype, (dtype,) * len(operands), arguments)
             # One sample after the other, as the operands of most lie.
             numbers = elements.compute(operation, [_by_samples(operand, batch) for operand in operands])
-            results[rows[those]] = numbers.reshape(batch, -1).T
+            results[slice(None) if len(those) == len(counts) else rows[those]] = numbers.reshape(batch, -1).T
     return results
 
 
 def _sorted_terms(
-    elements: ElementGraph,
-    begins: np.ndarray,
-    count: int,
-    factors: Sequence[np.ndarray],
-    of_weights: np.ndarray,
-    kinds: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The terms of sums of so many, each sum's by the nodes of factors, then by kinds of weights; and what these are.
+    elements: ElementGraph, begins: np.ndarray, count: int, factors: Sequence[np.ndarray], of_weights: np.ndarray
+) -> tuple[np.ndarray, bool]:
+    """The terms of sums of so many, ``(count, sums)``, each sum's by the nodes of its factors and by kinds of weights.
 
-    Both are ``(count, sums)``.
+    Also whether there are many kinds of sums.
     """
     terms, keys = np.empty((2, count, len(begins)), np.int64)
-    left, right = [*factors, *[np.zeros(0, elements.dtype)] * 2][:2]
-    places = begins.astype(np.int64), left, right, elements.places_of_nodes
-    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, max(1, kinds), terms, keys)
-    return terms, keys
+    np.add(begins, np.arange(count)[:, None], out=terms)
+    kinds = int(of_weights.max(initial=0)) + 1
+    factors = [factor[:, 0] for factor in factors if len(elements.makers(factor[:, 0])) > 1]
+    if kinds == 1 and not factors:
+        return terms, False
+    left, right = [*map(in_own_order, factors), *[np.zeros(0, elements.dtype)] * 2][:2]
+    places = left, right, elements.places_of_nodes
+    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, kinds, terms, keys)
+    return terms, kinds_of(keys, MOST_KINDS)[1] is None
 
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
@@ -258,6 +263,12 @@ def of_kinds(rows: Sequence[np.ndarray], count: int) -> Iterator[tuple[int, np.n
     if len(firsts) == 1:
         yield 0, np.arange(count)
         return
+    yield from zip(firsts.tolist(), np.split(sorted_places(kinds), np.cumsum(np.bincount(kinds))[:-1]), strict=True)
+
+
+def sorted_places(keys: np.ndarray) -> np.ndarray:
+    """The places of keys, natural numbers, in their stable order."""
+    if (keys[1:] >= keys[:-1]).all():
+        return np.arange(len(keys))
     # NumPy sorts small types in linear time.
-    order = np.argsort(kinds.astype(np.min_scalar_type(len(firsts))), kind="stable")
-    yield from zip(firsts.tolist(), np.split(order, np.cumsum(np.bincount(kinds))[:-1]), strict=True)
+    return np.argsort(keys.astype(np.min_scalar_type(keys.max())), kind="stable")

@@ -18,6 +18,8 @@ from .emitter import BYTE, INT64, TRUTH, Array, Emitter, Register, Variable, emi
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
+#: In place of the tile of elements that several tiles read, or that none reads.
+SHARED, UNREAD = -1, -2
 #: What an instruction does to a memory, or to a register by a constant; those of registers follow.
 LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL = range(6)
 INSTRUCTIONS = (
@@ -166,6 +168,19 @@ def widen_ranges(first, last, numbers, low, high, lowest, highest):
 
 
 @kernel
+def place_elements(first, last, tiles, places, counts):
+    """Place elements behind those of their tiles, or behind those of several, and count neighbours of other tiles."""
+    for k in range(first, last):
+        tile = tiles[k]
+        counts[-1] += k > first and tile != tiles[k - 1]
+        if tile >= 0 or tile == SHARED:
+            # Those of several tiles are counted behind those of all tiles.
+            at = tile if tile >= 0 else len(counts) - 2
+            places[k] = counts[at]
+            counts[at] += 1
+
+
+@kernel
 def mark_makers(first, last, numbers, places, makers):
     """Mark the places of the nodes of some elements."""
     before = -1
@@ -232,11 +247,11 @@ def sort_columns(first, last, keys, rows):
 
 
 @kernel
-def sort_sums(first, last, begins, left, right, places, nodes, of_weights, kinds, terms, keys):
-    """The terms of sums, each sum's in the order of the nodes of their factors, then of their weights."""
+def sort_sums(first, last, left, right, places, nodes, of_weights, kinds, terms, keys):
+    """Sort the terms of each sum by the nodes of their factors, then by their weights."""
     for row in range(first, last):
         for n in range(len(terms)):
-            term = begins[row] + n
+            term = terms[n, row]
             key = np.int64(0)
             if len(left):
                 key = np.int64(places[left[term]])

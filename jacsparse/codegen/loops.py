@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ..runtime import index_dtype, within_rows
-from .elements import ElementGraph, Elements, of_kinds, unrepeated
+from .elements import ElementGraph, Elements, of_kinds, sorted_places, unrepeated
 from .kernels import find_runs, sort_columns
 from .operations import ElementOperation
 from .tiles import SHARED, UNREAD, RowTiles, Scratch
@@ -181,20 +181,33 @@ class Fusion:
     def _classify(self) -> None:
         """Number the classes of elements: those of one are computed alike."""
         self._classes = np.zeros(self.graph.count, np.int32)
+        #: By the places of nodes, whether all elements are of one class.
+        self._uniform = np.ones(len(self.graph.nodes), np.bool_)
         known: dict[Any, int] = {}
         for place, node in enumerate(self.graph.nodes):
             where = slice(node.first, node.first + node.count)
             if place in self.graph.stored:
-                shared, own = (known.setdefault((node.dtype, of_tile), len(known)) for of_tile in (False, True))
-                self._classes[where] = np.where(self._tiles.of_elements[where] == SHARED, shared, own)
+                shared = self._tiles.of_elements[where] == SHARED
+                of_kind = [known.setdefault((node.dtype, kind), len(known)) for kind in (False, True)]
+                self._uniform[place] = shared.all() or not shared.any()
+                self._classes[where] = np.array(of_kind, np.int32)[shared.view(np.int8)]
             elif node.operation is None:
                 self._classes[where] = known.setdefault(place, len(known))
             elif place in self._needed:
-                operands = [self._classes[unrepeated(operand)] for operand in node.operands]
-                varying = [each for each in operands if (each != each[0]).any()]
-                for number, (_, those) in enumerate(of_kinds(varying, node.count)):
-                    at = where if len(those) == node.count else node.first + those
+                kinds = [those for _, those in of_kinds(self._varying(place), node.count)]
+                self._uniform[place] = len(kinds) == 1
+                for number, those in enumerate(kinds):
+                    at = where if len(kinds) == 1 else node.first + those
                     self._classes[at] = known.setdefault((place, number), len(known))
+
+    def _varying(self, place: int) -> list[np.ndarray]:
+        """The classes of a node's operands, but for those whose elements are all of one class."""
+        pairs = zip(self.graph.nodes[place].operands, self._makers[place], strict=True)
+        return [
+            self._classes[operand]
+            for operand, makers in pairs
+            if len(makers) > 1 or not (self._uniform[makers[0]] or len(unrepeated(operand)) == 1)
+        ]
 
     def _of_stored(self) -> Iterator[FusedLoop]:
         """The loops that store elements for others, those first that the others read."""
@@ -215,16 +228,16 @@ class Fusion:
         for place in places:
             node = self.graph.nodes[place]
             tiles = self._tiles.of_elements[node.first : node.first + node.count]
-            classes = (self._classes[operand] for operand in node.operands if len(unrepeated(operand)) > 1)
-            kinds = of_kinds([np.minimum(tiles, 0), *classes], node.count)
+            kinds = of_kinds([np.minimum(tiles, 0), *self._varying(place)], node.count)
             kinds = [those for first, those in kinds if tiles[first] != UNREAD]
             key = b"" if len(places) == 1 else b",".join(each.tobytes() for each in (*kinds, tiles))
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():
             tiles = self._tiles.of_elements[self.graph.nodes[places[0]].first :]
             for those in kinds:
-                points = those[np.argsort(tiles[those], kind="stable")]
-                body = _Body(self, len(points), None if tiles[points[0]] == SHARED else tiles[points])
+                is_shared = tiles[those[0]] == SHARED
+                points = those if is_shared else those[sorted_places(tiles[those])]
+                body = _Body(self, len(points), None if is_shared else tiles[points])
                 for place in places:
                     node = self.graph.nodes[place]
                     memory, _, at = self._in_scratch(place, node.first + points)
@@ -262,7 +275,7 @@ class Fusion:
         tiles = self._tiles.of_entries
         if tiles is not None:
             tiles = tiles[members[0] // entries.shape[1]]
-            order = np.argsort(tiles, kind="stable")
+            order = sorted_places(tiles)
             members, tiles = members[:, order], tiles[order]
         members = members.astype(index_dtype(entries.size, 0, 0))
         body = _Body(self, members.shape[1], tiles)

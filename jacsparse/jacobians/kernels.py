@@ -177,6 +177,19 @@ def add_terms(
 
 
 @kernel
+def find_entries(first, last, indptr, column, entries, begins):
+    """Where the entries of rows begin, and their terms, which lie next to each other."""
+    count = 0
+    for row in range(first, last):
+        entries[row] = count
+        for term in range(indptr[row], indptr[row + 1]):
+            if term == indptr[row] or column[term] != column[term - 1]:
+                begins[count] = term
+                count += 1
+    entries[last], begins[count] = count, indptr[last]
+
+
+@kernel
 def order_entries(
     first, last, indptr, begins, left, right, coefficient, numbers, starts, out_left, out_right, out_coefficient
 ):  # fmt: skip

@@ -17,7 +17,7 @@ import numpy as np
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import frozen, index_dtype, row_starts, run_rows
 from ..spgemm import product_pattern
-from .kernels import add_terms, multiply_terms, order_entries
+from .kernels import add_terms, find_entries, multiply_terms, order_entries
 
 #: The variable of a term that has none.
 NONE = -1
@@ -53,10 +53,9 @@ class TermMatrix:
     @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
-        first = np.ones(len(self) + 1, np.bool_)
-        np.not_equal(self.column[1:], self.column[:-1], out=first[1:-1])
-        first[self.indptr] = True
-        return row_starts(first[:-1], np.int64)[self.indptr], np.flatnonzero(first)
+        indptr, begins = np.empty_like(self.indptr), np.empty(len(self) + 1, np.int64)
+        find_entries(0, self.shape[0], self.indptr, self.column, indptr, begins)
+        return indptr, begins[: indptr[-1] + 1]
 
     @property
     def nnz(self) -> int:
