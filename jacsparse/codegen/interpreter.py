@@ -53,25 +53,28 @@ class Interpreted:
         self.runs: dict[str, np.ndarray] = {}
         self.work = sum(loop.work * loop.points for loop in loops)
         constants, registers = list[float](), 1
-        blocks, tiles, counts, starts, program = (list[np.ndarray]() for _ in range(5))
-        first = of_counts = of_starts = 0
+        blocks, tiles, counts, program = (list[np.ndarray]() for _ in range(4))
+        #: The places of the points of each loop, whose addresses the blocks have.
+        self._places = list[np.ndarray]()
+        index = np.result_type(*(loop.runs for loop in loops))
+        first = of_counts = 0
         for loop in loops:
             code = _Code(loop, dtype, memories, offsets, constants)
             instructions, count = code.program()
             length, places, of_tiles = _pieces(loop)
-            begins = _blocks(length, of_tiles)
+            begins, places = _blocks(length, of_tiles), np.ascontiguousarray(places, index)
             columns = np.broadcast_arrays(
-                *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
-                *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1], dtype=np.int64)),
+                *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1]),
+                *(places.ctypes.data + places.itemsize * begins[:-1], len(length), loop.strides is None),
+                np.add.reduceat(length, begins[:-1], dtype=np.int64),
             )
             blocks.append(np.stack(columns, 1))
             tiles.append(of_tiles[begins[:-1]])
             # Of single points there are no lengths.
             length = length[:0] if loop.strides is None else length
-            for arrays, array in ((counts, length), (starts, places.reshape(-1)), (program, instructions)):
+            for arrays, array in ((counts, length), (self._places, places), (program, instructions)):
                 arrays.append(array)
-            first, of_counts, of_starts = first + len(instructions), of_counts + len(length), of_starts + places.size
-            registers = max(registers, count)
+            first, of_counts, registers = first + len(instructions), of_counts + len(length), max(registers, count)
         self.memories = list(memories)
         works = [rows[:, -1] * loop.work // SIMD for rows, loop in zip(blocks, loops, strict=True)]
         whole = sum(loop.tiles is None for loop in loops)
@@ -88,9 +91,7 @@ class Interpreted:
             ends = np.append(ends, ends[-1] + bounds[1:])
         with np.errstate(over="ignore"):
             numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype)
-        places = np.concatenate(starts)
-        lengths = np.concatenate(counts).astype(places.dtype)
-        tables = np.concatenate(blocks), lengths, places, np.concatenate(program)
+        tables = np.concatenate(blocks), np.concatenate(counts).astype(index), np.concatenate(program)
         sizes = registers, nbytes // dtype.itemsize
         self._arguments: tuple[Any, ...] = (ends, *tables, numbers, *sizes, np.zeros(1, np.uint8))
 

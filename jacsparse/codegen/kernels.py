@@ -97,7 +97,7 @@ def _store(e, memory, values, pieces, counts, at_counts, starts, at_starts, sing
 
 
 # A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
-# begin in `counts` and places of the first sequence in `starts`, how far behind those of the next sequence begin,
+# begin in `counts`, the address of their places of the first sequence, how far behind those of the next sequence begin,
 # whether each piece is one point, and the number of points. An instruction has its operator, its result's register, and
 # the registers of its operands, or a constant; or it has a register, a memory, a sequence of places, a distance from
 # these and a stride. Registers are offsets in bytes. A negative memory is one of a tile, which lies before the
@@ -106,19 +106,20 @@ def _store(e, memory, values, pieces, counts, at_counts, starts, at_starts, sing
 
 
 @kernel
-def interpret(first, last, begin, ends, blocks, counts, starts, program, constants, registers, stored, truth, table):
+def interpret(first, last, begin, ends, blocks, counts, program, constants, registers, stored, truth, table):
     memory = np.empty(stored + registers * BLOCK, constants.dtype)
     of_tile = memory.ctypes.data
     base = of_tile + stored * constants.itemsize
     largest = np.finfo(constants.dtype).max
     for block in range(ends[begin + first], ends[begin + last]):
-        first_instruction, last_instruction, pieces, of_counts, of_starts, across, single, n = blocks[block]
+        first_instruction, last_instruction, pieces, of_counts, places, across, single, n = blocks[block]
+        starts = _at(places, counts, 1)
         for place in range(first_instruction, last_instruction):
             op, to, p, q, r, stride = program[place]
             if op <= STORE_CHECKED:
                 register = _at(base + to, constants, n)
                 address = table[p] if p >= 0 else of_tile + ~p
-                at = of_starts + q * across
+                at = q * across
                 if op == LOAD:
                     _load(
                         register, _at(address, constants, 1), pieces, counts, of_counts, starts, at, single, stride, r

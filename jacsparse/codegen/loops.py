@@ -6,8 +6,9 @@ costs decides which elements are stored for other loops, and which are computed 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,10 +133,11 @@ class Fusion:
         #: By the places of nodes, how many stored ones they are made of one after the other, themselves among them.
         self.depths = np.zeros(len(graph.nodes), np.int64)
         self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
-        self._choose(graph.makers(entries), DEVICE_MEMORY if on_device else MEMORY)
+        wanted = graph.makers(entries)
+        self._choose(wanted, DEVICE_MEMORY if on_device else MEMORY)
         self._tiles = RowTiles(graph, self._needed, entries, indptr, tiled=not on_device)
         self.scratch = self._tiles.scratch
-        self._classify()
+        self._classify([*itertools.chain(*self._makers), wanted])
         loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
         self.loops = sorted(loops, key=lambda loop: loop.tiles is not None)
 
@@ -178,8 +180,12 @@ class Fusion:
                     share = often * len(read) / nodes[maker].count
                     times[maker][key] = max(times[maker].get(key, 0.0), share)
 
-    def _classify(self) -> None:
-        """Number the classes of elements: those of one are computed alike."""
+    def _classify(self, together: Iterable[Sequence[int]]) -> None:
+        """Number the classes of elements: those of one are computed alike.
+
+        Those of nodes of one class are noted only where other nodes' elements are read together with them.
+        """
+        mixed = {maker for makers in together if len(makers) > 1 for maker in makers}
         self._classes = np.zeros(self.graph.count, np.int32)
         #: By the places of nodes, whether all elements are of one class.
         self._uniform = np.ones(len(self.graph.nodes), np.bool_)
@@ -188,17 +194,21 @@ class Fusion:
             where = slice(node.first, node.first + node.count)
             if place in self.graph.stored:
                 shared = self._tiles.of_elements[where] == SHARED
-                of_kind = [known.setdefault((node.dtype, kind), len(known)) for kind in (False, True)]
-                self._uniform[place] = shared.all() or not shared.any()
-                self._classes[where] = np.array(of_kind, np.int32)[shared.view(np.int8)]
+                kinds = [those for those in map(np.flatnonzero, (shared, ~shared)) if len(those)]
+                classes = [known.setdefault((node.dtype, bool(shared[those[0]])), len(known)) for those in kinds]
             elif node.operation is None:
-                self._classes[where] = known.setdefault(place, len(known))
+                kinds, classes = [np.arange(0)], [known.setdefault(place, len(known))]
             elif place in self._needed:
                 kinds = [those for _, those in of_kinds(self._varying(place), node.count)]
-                self._uniform[place] = len(kinds) == 1
-                for number, those in enumerate(kinds):
-                    at = where if len(kinds) == 1 else node.first + those
-                    self._classes[at] = known.setdefault((place, number), len(known))
+                classes = [known.setdefault((place, number), len(known)) for number in range(len(kinds))]
+            else:
+                continue
+            self._uniform[place] = len(kinds) == 1
+            if self._uniform[place] and place in mixed:
+                self._classes[where] = classes[0]
+            elif not self._uniform[place]:
+                for number, those in zip(classes, kinds, strict=True):
+                    self._classes[node.first + those] = number
 
     def _varying(self, place: int) -> list[np.ndarray]:
         """The classes of a node's operands, but for those whose elements are all of one class."""
@@ -228,8 +238,8 @@ class Fusion:
         for place in places:
             node = self.graph.nodes[place]
             tiles = self._tiles.of_elements[node.first : node.first + node.count]
-            kinds = of_kinds([np.minimum(tiles, 0), *self._varying(place)], node.count)
-            kinds = [those for first, those in kinds if tiles[first] != UNREAD]
+            rows = [np.minimum(tiles, 0, dtype=np.int32), *self._varying(place)]
+            kinds = [those for first, those in of_kinds(rows, node.count) if tiles[first] != UNREAD]
             key = b"" if len(places) == 1 else b",".join(each.tobytes() for each in (*kinds, tiles))
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():

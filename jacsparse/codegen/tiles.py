@@ -66,19 +66,19 @@ class RowTiles:
     ) -> None:
         self._graph, self._stored = graph, [graph.nodes[place] for place in sorted(graph.stored & needed)]
         nbytes, rows = sum(node.count * node.dtype.itemsize for node in self._stored), len(indptr) - 1
-        self.count, self.of_entries = nbytes // TILE, None
+        self.count, self.of_entries = min(nbytes // TILE, np.iinfo(np.int16).max), None
         if tiled and FEWEST <= self.count <= rows:
             size = rows / self.count
             if size > 4 * TOGETHER:
                 size = size // TOGETHER * TOGETHER
                 self.count = math.ceil(rows / size)
-            of_entries = np.repeat((np.arange(rows) // size).astype(np.int32), np.diff(indptr))
+            of_entries = np.repeat((np.arange(rows) // size).astype(np.int16), np.diff(indptr))
             self.of_elements = self._readers(graph, needed, entries, of_entries)
             self.places, self.scratch, neighbours = self._placed()
             if self._pays(neighbours, nbytes):
                 self.of_entries = of_entries
         if self.of_entries is None:
-            self.of_elements = np.full(graph.count, SHARED, np.int32)
+            self.of_elements = np.full(graph.count, SHARED, np.int16)
             self.places, self.scratch, _ = self._placed()
         del self._graph, self._stored
 
@@ -92,7 +92,7 @@ class RowTiles:
         self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, of_entries: np.ndarray
     ) -> np.ndarray:
         """The tile of each element that one alone reads, itself or through others."""
-        first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
+        first, last = (np.full(graph.count, tile, np.int16) for tile in (self.count, UNREAD))
         tiles = np.repeat(of_entries, entries.shape[1])
         widen_ranges(0, entries.size, in_own_order(entries).reshape(-1), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):

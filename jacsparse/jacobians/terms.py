@@ -37,6 +37,8 @@ class TermMatrix:
     column: np.ndarray
     variable: np.ndarray
     coefficient: np.ndarray
+    #: Whether each entry is known to have one term.
+    single: bool = False
 
     def __len__(self) -> int:
         return len(self.column)
@@ -46,13 +48,15 @@ class TermMatrix:
         if selected.all():
             return self
         if not selected.any():
-            return TermMatrix(self.shape, 0 * self.indptr, self.column[:0], self.variable[:0], self.coefficient[:0])
+            return TermMatrix(self.shape, 0 * self.indptr, self.column[:0], self.variable[:0], self.coefficient[:0], True)
         arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
-        return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays)
+        return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays, self.single)
 
     @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
+        if self.single:
+            return self.indptr, np.arange(len(self) + 1)
         indptr, begins = np.empty_like(self.indptr), np.empty(len(self) + 1, np.int64)
         find_entries(0, self.shape[0], self.indptr, self.column, indptr, begins)
         return indptr, begins[: indptr[-1] + 1]
@@ -60,7 +64,7 @@ class TermMatrix:
     @property
     def nnz(self) -> int:
         """The number of entries."""
-        return len(self.entries[1]) - 1
+        return len(self) if self.single else len(self.entries[1]) - 1
 
     @functools.cached_property
     def row_counts(self) -> np.ndarray:
@@ -70,7 +74,8 @@ class TermMatrix:
     @functools.cached_property
     def column_counts(self) -> np.ndarray:
         """The number of entries of each column."""
-        return np.bincount(self.column[self.entries[1][:-1]], minlength=self.shape[1])
+        columns = self.column if self.single else self.column[self.entries[1][:-1]]
+        return np.bincount(columns, minlength=self.shape[1])
 
     @functools.cached_property
     def varies(self) -> np.ndarray:
@@ -102,7 +107,7 @@ def terms_at(
     variables = np.full(nnz, variable, index_dtype(most, 0, 0))
     coefficients = np.full(nnz, coefficient, np.float64)
     indptr = pattern.indptr.astype(np.int64)
-    return TermMatrix(pattern.shape, indptr, columns, variables, coefficients).at(pattern)
+    return TermMatrix(pattern.shape, indptr, columns, variables, coefficients, True).at(pattern)
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,8 @@ class Algebra:
 
     def product_work(self, left: TermMatrix, right: TermMatrix) -> int:
         """The number of pairs of entries that meet in a product."""
-        return int(left.column_counts @ right.row_counts)
+        least, most = (int(each(right.row_counts)) if right.shape[0] else 0 for each in (np.min, np.max))
+        return left.nnz * most if least == most else int(left.column_counts @ right.row_counts)
 
     def products(self, lefts: Sequence[TermMatrix], rights: Sequence[TermMatrix]) -> list[list[TermMatrix]]:
         """The products of each one of some matrices with each one of others."""
@@ -233,7 +239,8 @@ class Algebra:
         right = np.empty(total, b.variable.dtype) if of_variables else variable
         factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
         run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
-        product = TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient)
+        single = b.single and bool(np.diff(a.indptr).max(initial=0) <= 1)
+        product = TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient, single)
         return product if of_variables else product[column >= 0], right
 
     def _summed(self, terms: TermMatrix) -> TermMatrix:
@@ -260,4 +267,4 @@ class Algebra:
         right = None if right is None else of_second
         self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
         self.variables += count
-        return TermMatrix(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))
+        return TermMatrix(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count), True)
