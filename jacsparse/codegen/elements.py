@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import index_dtype, row_starts, within_rows
+from ..runtime import index_dtype, row_starts, unsigned, within_rows
 from .kernels import mark_makers, number_kinds, sort_sums
 from .operations import OPERAND, ElementOperation
 
@@ -135,7 +135,7 @@ class ElementGraph:
         if first == last:
             return [first]
         makers = np.zeros(len(self.nodes), np.bool_)
-        mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
+        mark_makers(0, numbers.size, unsigned(in_own_order(numbers).reshape(-1)), self.places_of_nodes, makers)
         return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
 
 
@@ -216,9 +216,9 @@ def _sorted_terms(
     factors = [factor[:, 0] for factor in factors if len(elements.makers(factor[:, 0])) > 1]
     if kinds == 1 and not factors:
         return terms, False
-    left, right = [*map(in_own_order, factors), *[np.zeros(0, elements.dtype)] * 2][:2]
+    left, right = [unsigned(in_own_order(factor)) for factor in (*factors, *[np.zeros(0, elements.dtype)] * 2)][:2]
     places = left, right, elements.places_of_nodes
-    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, kinds, terms, keys)
+    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, kinds, unsigned(terms), keys)
     return terms, kinds_of(keys, MOST_KINDS)[1] is None
 
 

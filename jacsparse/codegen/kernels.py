@@ -169,16 +169,18 @@ def widen_ranges(first, last, numbers, low, high, lowest, highest):
 
 
 @kernel
-def place_elements(first, last, tiles, places, counts):
-    """Place elements behind those of their tiles, or behind those of several, and count neighbours of other tiles."""
+def place_elements(first, last, tiles, places, counts, changes):
+    """Place elements behind those of their tiles, `UNREAD` and `SHARED`, and count neighbours of other tiles."""
+    before = UNREAD
+    count = counts[before]
     for k in range(first, last):
         tile = tiles[k]
-        counts[-1] += k > first and tile != tiles[k - 1]
-        if tile >= 0 or tile == SHARED:
-            # Those of several tiles are counted behind those of all tiles.
-            at = tile if tile >= 0 else len(counts) - 2
-            places[k] = counts[at]
-            counts[at] += 1
+        if tile != before:
+            counts[before], count, before = count, counts[tile], tile
+            changes[0] += k > first
+        places[k] = count
+        count += 1
+    counts[before] = count
 
 
 @kernel
@@ -219,18 +221,18 @@ def number_kinds(first, last, values, kinds, firsts):
 
     The first place of each is noted, and their number in the last place of these; beyond so many, the rest is left.
     """
-    pairs, count, kind = np.empty((len(firsts) - 1, 2), np.int64), 0, 0
+    pairs, count, kind, of_kind, value = np.empty((len(firsts) - 1, 2), np.int64), 0, 0, np.int64(-1), np.int64(0)
     for place in range(first, last):
         # Neighbours are mostly alike.
-        if not count or pairs[kind, 0] != kinds[place] or pairs[kind, 1] != values[place]:
-            kind = 0
-            while kind < count and (pairs[kind, 0] != kinds[place] or pairs[kind, 1] != values[place]):
+        if of_kind != kinds[place] or value != values[place]:
+            of_kind, value, kind = np.int64(kinds[place]), np.int64(values[place]), 0
+            while kind < count and (pairs[kind, 0] != of_kind or pairs[kind, 1] != value):
                 kind += 1
             if kind == count:
                 count += 1
                 if count == len(firsts):
                     break
-                firsts[kind], pairs[kind, 0], pairs[kind, 1] = place, kinds[place], values[place]
+                firsts[kind], pairs[kind, 0], pairs[kind, 1] = place, of_kind, value
         kinds[place] = kind
     firsts[-1] = count
 

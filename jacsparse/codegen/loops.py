@@ -199,7 +199,8 @@ class Fusion:
             elif node.operation is None:
                 kinds, classes = [np.arange(0)], [known.setdefault(place, len(known))]
             elif place in self._needed:
-                kinds = [those for _, those in of_kinds(self._varying(place), node.count)]
+                varying = self._varying(place)
+                kinds = [those for _, those in of_kinds(varying, node.count)] if varying else [np.arange(0)]
                 classes = [known.setdefault((place, number), len(known)) for number in range(len(kinds))]
             else:
                 continue

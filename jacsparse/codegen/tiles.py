@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..runtime import index_dtype
+from ..runtime import index_dtype, unsigned
 from .elements import ElementGraph, in_own_order, unrepeated
 from .kernels import SHARED, UNREAD, place_elements, widen_ranges
 
@@ -94,7 +94,7 @@ class RowTiles:
         """The tile of each element that one alone reads, itself or through others."""
         first, last = (np.full(graph.count, tile, np.int16) for tile in (self.count, UNREAD))
         tiles = np.repeat(of_entries, entries.shape[1])
-        widen_ranges(0, entries.size, in_own_order(entries).reshape(-1), tiles, tiles, first, last)
+        widen_ranges(0, entries.size, unsigned(in_own_order(entries).reshape(-1)), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
             if node.operation is None:
@@ -102,7 +102,7 @@ class RowTiles:
             where = slice(node.first, node.first + node.count)
             low, high = first[where], last[where]
             for operand in node.operands:
-                numbers = in_own_order(unrepeated(operand))
+                numbers = unsigned(in_own_order(unrepeated(operand)))
                 if len(numbers) == len(low):
                     widen_ranges(0, len(low), numbers, low, high, first, last)
                 else:
@@ -119,12 +119,12 @@ class RowTiles:
         places = np.zeros(graph.count, index_dtype(graph.count, 0, 0))
         for dtype in dict.fromkeys(node.dtype for node in self._stored):
             nodes = [node for node in self._stored if node.dtype == dtype]
-            # Beside the elements of each tile: those that several tiles read, and neighbours of other tiles.
-            counts = np.zeros(self.count + 2, np.int64)
+            # Behind those of tiles there are `UNREAD` and `SHARED`.
+            counts, changes = np.zeros(self.count + 2, np.int64), np.zeros(1, np.int64)
             for node in nodes:
-                place_elements(node.first, node.first + node.count, self.of_elements, places, counts)
-            *of_tiles, shared, others = counts.tolist()
+                place_elements(node.first, node.first + node.count, self.of_elements, places, counts, changes)
+            *of_tiles, _, shared = counts.tolist()
             sizes = {Scratch(dtype): shared, Scratch(dtype, of_tile=True): max(of_tiles, default=0)}
             scratch |= {memory: count for memory, count in sizes.items() if count}
-            most = max(most, others / sum(node.count for node in nodes))
+            most = max(most, changes[0] / sum(node.count for node in nodes))
         return places, scratch, most

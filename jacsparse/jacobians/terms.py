@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
-from ..runtime import frozen, index_dtype, row_starts, run_rows
+from ..runtime import frozen, index_dtype, row_starts, run_rows, unsigned
 from ..spgemm import product_pattern
 from .kernels import add_terms, find_entries, multiply_terms, order_entries
 
@@ -40,6 +40,11 @@ class TermMatrix:
     #: Whether each entry is known to have one term.
     single: bool = False
 
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What kernels take."""
+        return unsigned(self.indptr), unsigned(self.column), self.variable, self.coefficient
+
     def __len__(self) -> int:
         return len(self.column)
 
@@ -58,7 +63,7 @@ class TermMatrix:
         if self.single:
             return self.indptr, np.arange(len(self) + 1)
         indptr, begins = np.empty_like(self.indptr), np.empty(len(self) + 1, np.int64)
-        find_entries(0, self.shape[0], self.indptr, self.column, indptr, begins)
+        find_entries(0, self.shape[0], unsigned(self.indptr), unsigned(self.column), indptr, begins)
         return indptr, begins[: indptr[-1] + 1]
 
     @property
@@ -216,12 +221,12 @@ class Algebra:
         return parts[0]
 
     def _sum_of_two(self, a: TermMatrix, b: TermMatrix) -> TermMatrix:
-        arrays = (a.indptr, a.column, a.variable, a.coefficient), (b.indptr, b.column, b.variable, b.coefficient)
-        starts = a.indptr + b.indptr
-        results = [np.empty(len(a) + len(b), np.promote_types(*(each.dtype for each in pair)))
-                   for pair in zip(*(those[1:] for those in arrays), strict=True)]  # fmt: skip
-        run_rows(add_terms, starts, *arrays[0], *arrays[1], starts, *results)
-        return TermMatrix(a.shape, starts, *results)[results[0] >= 0]
+        starts, count = a.indptr + b.indptr, len(a) + len(b)
+        column, coefficient = np.empty(count, a.column.dtype), np.empty(count)
+        variable = np.empty(count, np.promote_types(a.variable.dtype, b.variable.dtype))
+        results = column, variable, coefficient
+        run_rows(add_terms, starts, *a.arrays, *b.arrays, unsigned(starts), *results)
+        return TermMatrix(a.shape, starts, *results)[column >= 0]
 
     def _product(self, a: TermMatrix, b: TermMatrix, *, of_variables: bool = False) -> tuple[TermMatrix, np.ndarray]:
         """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
@@ -237,8 +242,8 @@ class Algebra:
         column, coefficient = np.empty(total, b.column.dtype), np.empty(total)
         variable = np.empty(total, np.promote_types(a.variable.dtype, b.variable.dtype))
         right = np.empty(total, b.variable.dtype) if of_variables else variable
-        factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
-        run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
+        results = column, variable, right, coefficient
+        run_rows(multiply_terms, starts, *a.arrays, *b.arrays, of_variables, unsigned(starts), *results)
         single = b.single and bool(np.diff(a.indptr).max(initial=0) <= 1)
         product = TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient, single)
         return product if of_variables else product[column >= 0], right
@@ -261,8 +266,8 @@ class Algebra:
         left, coefficient = np.empty(len(terms), dtype), np.empty(len(terms))
         second = np.empty(0, dtype) if right is None else right
         of_second = np.empty_like(second)
-        factors = terms.variable, second, terms.coefficient
-        order_entries(0, len(indptr) - 1, indptr, begins, *factors, numbers, starts, left, of_second, coefficient)
+        rows, factors = (unsigned(indptr), unsigned(begins)), (terms.variable, second, terms.coefficient)
+        order_entries(0, terms.shape[0], *rows, *factors, numbers, starts, left, of_second, coefficient)
         numbers += numbers.dtype.type(self.variables)
         right = None if right is None else of_second
         self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
