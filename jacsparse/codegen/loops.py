@@ -194,8 +194,9 @@ class Fusion:
             where = slice(node.first, node.first + node.count)
             if place in self.graph.stored:
                 shared = self._tiles.of_elements[where] == SHARED
-                kinds = [those for those in map(np.flatnonzero, (shared, ~shared)) if len(those)]
-                classes = [known.setdefault((node.dtype, bool(shared[those[0]])), len(known)) for those in kinds]
+                apart = [bool(shared[:1].all())] if (shared == shared[:1]).all() else [False, True]
+                kinds = [np.flatnonzero(shared == kind) for kind in apart] if len(apart) > 1 else [np.arange(0)]
+                classes = [known.setdefault((node.dtype, kind), len(known)) for kind in apart]
             elif node.operation is None:
                 kinds, classes = [np.arange(0)], [known.setdefault(place, len(known))]
             elif place in self._needed:
@@ -305,7 +306,8 @@ class Fusion:
     def _in_scratch(self, place: int, numbers: np.ndarray) -> tuple[Scratch, torch.dtype, np.ndarray]:
         """The memory of stored elements, of one tile each or of all, its dtype and their places there."""
         dtype, of_tile = self.graph.nodes[place].dtype, self._tiles.of_elements[numbers[0]] != SHARED
-        return Scratch(dtype, bool(of_tile)), dtype, self._tiles.places[numbers]
+        at = _slice_of(numbers)
+        return Scratch(dtype, bool(of_tile)), dtype, self._tiles.places[numbers if at is None else at]
 
 
 @dataclass
@@ -350,12 +352,8 @@ class _Body:
         """The expression of a node's operation, on some of its elements."""
         node: Elements = self.fusion.graph.nodes[place]
         assert node.operation is not None
-        # Most points lie one after the other: their operands are views then.
-        begin, count = int(points[0]), len(points)
-        if points[-1] - begin == count - 1 and (points[1:] - points[:-1] == 1).all():
-            operands = [operand[begin : begin + count] for operand in node.operands]
-        else:
-            operands = [operand[points] for operand in node.operands]
+        at = _slice_of(points)
+        operands = [operand[points if at is None else at] for operand in node.operands]
         return self._added((node.operation, tuple(map(self.value, operands))))
 
     def store(self, value: int, memory: Any, dtype: torch.dtype, places: np.ndarray) -> None:
@@ -398,3 +396,11 @@ class _Body:
         of_tiles = None if self.tiles is None else np.searchsorted(self.tiles[begin], np.arange(tiles + 1))
         step = None if single else strides.tolist()
         return FusedLoop(self.expressions, self.stores, runs, step, self.points, self.level, of_tiles)
+
+
+def _slice_of(places: np.ndarray) -> slice | None:
+    """The slice that has some places; None where these do not lie one after the other, as most do."""
+    begin, end = int(places[0]), int(places[-1]) + 1
+    if end - begin != len(places) or not (places[1:] - places[:-1] == 1).all():
+        return None
+    return slice(begin, end)

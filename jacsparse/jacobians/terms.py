@@ -66,6 +66,19 @@ class TermMatrix:
         find_entries(0, self.shape[0], unsigned(self.indptr), unsigned(self.column), indptr, begins)
         return indptr, begins[: indptr[-1] + 1]
 
+    @functools.cached_property
+    def per_row(self) -> tuple[np.ndarray, int, int]:
+        """The number of terms of each row, the least and the most of them."""
+        counts = np.diff(self.indptr)
+        return counts, int(counts.min(initial=len(self))), int(counts.max(initial=0))
+
+    @functools.cached_property
+    def is_diagonal(self) -> bool:
+        """Whether each row has one term, on the diagonal."""
+        rows, columns = self.shape
+        is_square = rows == columns == len(self) and self.per_row[1:] == (1, 1)
+        return is_square and bool((self.column == np.arange(rows)).all())
+
     @property
     def nnz(self) -> int:
         """The number of entries."""
@@ -74,7 +87,7 @@ class TermMatrix:
     @functools.cached_property
     def row_counts(self) -> np.ndarray:
         """The number of entries of each row."""
-        return np.diff(self.entries[0])
+        return self.per_row[0] if self.single else np.diff(self.entries[0])
 
     @functools.cached_property
     def column_counts(self) -> np.ndarray:
@@ -155,18 +168,19 @@ class Algebra:
 
     def product_work(self, left: TermMatrix, right: TermMatrix) -> int:
         """The number of pairs of entries that meet in a product."""
-        least, most = (int(each(right.row_counts)) if right.shape[0] else 0 for each in (np.min, np.max))
-        return left.nnz * most if least == most else int(left.column_counts @ right.row_counts)
+        if right.single and right.per_row[1] == right.per_row[2]:
+            return left.nnz * right.per_row[2]
+        return int(left.column_counts @ right.row_counts)
 
     def products(self, lefts: Sequence[TermMatrix], rights: Sequence[TermMatrix]) -> list[list[TermMatrix]]:
         """The products of each one of some matrices with each one of others."""
 
         def uses_of_left(left: TermMatrix) -> np.ndarray:
-            return np.sum([np.diff(right.indptr)[left.column] for right in rights], 0)
+            return np.sum([right.per_row[0][left.column] for right in rights], 0)
 
         def uses_of_right(right: TermMatrix) -> np.ndarray:
             columns = np.concatenate([left.column for left in lefts])
-            return np.repeat(np.bincount(columns, minlength=right.shape[0]), np.diff(right.indptr))
+            return np.repeat(np.bincount(columns, minlength=right.shape[0]), right.per_row[0])
 
         if not rights:
             return [[] for _ in lefts]
@@ -230,8 +244,7 @@ class Algebra:
 
     def _product(self, a: TermMatrix, b: TermMatrix, *, of_variables: bool = False) -> tuple[TermMatrix, np.ndarray]:
         """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
-        counts = np.diff(b.indptr)
-        least, most = (counts.min(), counts.max()) if len(counts) else (0, 0)
+        counts, least, most = b.per_row
         starts = a.indptr * most if least == most else row_starts(counts[a.column], np.int64)[a.indptr]
         total = int(starts[-1])
         self.terms += total
@@ -239,14 +252,27 @@ class Algebra:
             entries = product_pattern(a.pattern, b.pattern).nnz + sum(a.shape) + sum(b.shape) if self.grows else 0
             if self.terms > TERMS_PER_ENTRY * entries:
                 raise NotFoldableError("its paths meet in too many terms")
+        if a.is_diagonal or b.is_diagonal:
+            return self._scaled(a, b, of_variables)
         column, coefficient = np.empty(total, b.column.dtype), np.empty(total)
         variable = np.empty(total, np.promote_types(a.variable.dtype, b.variable.dtype))
         right = np.empty(total, b.variable.dtype) if of_variables else variable
         results = column, variable, right, coefficient
         run_rows(multiply_terms, starts, *a.arrays, *b.arrays, of_variables, unsigned(starts), *results)
-        single = b.single and bool(np.diff(a.indptr).max(initial=0) <= 1)
+        single = b.single and a.per_row[2] <= 1
         product = TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient, single)
         return product if of_variables else product[column >= 0], right
+
+    def _scaled(self, a: TermMatrix, b: TermMatrix, of_variables: bool) -> tuple[TermMatrix, np.ndarray]:
+        """As `_product`, of a matrix and a diagonal one."""
+        other, diagonal = (b, a) if a.is_diagonal else (a, b)
+        counts, least, most = other.per_row
+        rows = np.arange(len(counts)) if least == most == 1 else np.repeat(np.arange(len(counts)), counts)
+        which = rows if a.is_diagonal else other.column
+        of_diagonal, coefficient = diagonal.variable[which], other.coefficient * diagonal.coefficient[which]
+        left, right = (of_diagonal, other.variable) if a.is_diagonal else (other.variable, of_diagonal)
+        left = left if of_variables else np.maximum(left, right)
+        return TermMatrix(other.shape, other.indptr, other.column, left, coefficient, other.single), right
 
     def _summed(self, terms: TermMatrix) -> TermMatrix:
         """The same matrix with one variable for each entry that has several."""
@@ -260,16 +286,18 @@ class Algebra:
 
     def _step(self, terms: TermMatrix, right: np.ndarray | None) -> TermMatrix:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
-        (indptr, begins), count, dtype = terms.entries, terms.nnz, terms.variable.dtype
-        numbers = np.empty(count, index_dtype(self.variables + count, 0, 0))
-        starts = np.empty(count + 1, index_dtype(len(terms), 0, 0))
-        left, coefficient = np.empty(len(terms), dtype), np.empty(len(terms))
-        second = np.empty(0, dtype) if right is None else right
-        of_second = np.empty_like(second)
-        rows, factors = (unsigned(indptr), unsigned(begins)), (terms.variable, second, terms.coefficient)
-        order_entries(0, terms.shape[0], *rows, *factors, numbers, starts, left, of_second, coefficient)
+        (indptr, begins), count, left, coefficient = terms.entries, terms.nnz, terms.variable, terms.coefficient
+        columns = terms.column if count == len(terms) else terms.column[begins[:-1]]
+        numbers = np.arange(count, dtype=index_dtype(self.variables + count, 0, 0))
+        starts = begins.astype(index_dtype(len(terms), 0, 0))
+        if terms.row_counts.max(initial=0) > 1:
+            second = left[:0] if right is None else right
+            ordered = [np.empty_like(each) for each in (left, second, coefficient)]
+            factors = unsigned(indptr), unsigned(begins), left, second, coefficient
+            order_entries(0, terms.shape[0], *factors, numbers, starts, *ordered)
+            left, second, coefficient = ordered
+            right = None if right is None else second
         numbers += numbers.dtype.type(self.variables)
-        right = None if right is None else of_second
         self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
         self.variables += count
-        return TermMatrix(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count), True)
+        return TermMatrix(terms.shape, indptr, columns, numbers, np.ones(count), True)
