@@ -68,9 +68,8 @@ class ElementGraph:
         if index_dtype(self.count, 0, 0)(0).itemsize > self.dtype(0).itemsize:
             raise TooManyElementsError
         if self.count > len(self.places_of_nodes):
-            self.places_of_nodes = np.concatenate(
-                [self.places_of_nodes[: node.first], np.zeros(2 * self.count, np.int32)]
-            )
+            before, self.places_of_nodes = self.places_of_nodes, np.empty(4 * self.count, np.int32)
+            self.places_of_nodes[: node.first] = before[: node.first]
         self.places_of_nodes[node.first : self.count] = len(self.nodes)
         self.nodes.append(node)
         return node
@@ -184,10 +183,11 @@ def sums(
             weights = elements.array(torch.from_numpy(weights).to(dtype))
     for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
-        terms, many = _sorted_terms(elements, indptr[rows], count, factors, of_weights)
-        if many:
+        terms = indptr[rows].astype(np.int64) + np.arange(count)[:, None]
+        if _sort_terms(elements, terms, factors, of_weights):
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights)
+            terms.sort(0)
+            _sort_terms(elements, terms, [], of_weights)
         for _, those in of_kinds(of_weights[terms] if len(distinct) > 1 else terms[:0], len(rows)):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
@@ -203,23 +203,21 @@ def sums(
     return results
 
 
-def _sorted_terms(
-    elements: ElementGraph, begins: np.ndarray, count: int, factors: Sequence[np.ndarray], of_weights: np.ndarray
-) -> tuple[np.ndarray, bool]:
-    """The terms of sums of so many, ``(count, sums)``, each sum's by the nodes of its factors and by kinds of weights.
+def _sort_terms(
+    elements: ElementGraph, terms: np.ndarray, factors: Sequence[np.ndarray], of_weights: np.ndarray
+) -> bool:
+    """Sort the terms of sums, ``(count, sums)``, each sum's by the nodes of their factors and by kinds of weights.
 
-    Also whether there are many kinds of sums.
+    Returns whether there are many kinds of sums.
     """
-    terms, keys = np.empty((2, count, len(begins)), np.int64)
-    np.add(begins, np.arange(count)[:, None], out=terms)
     kinds = int(of_weights.max(initial=0)) + 1
     factors = [factor[:, 0] for factor in factors if len(elements.makers(factor[:, 0])) > 1]
     if kinds == 1 and not factors:
-        return terms, False
+        return False
     left, right = [unsigned(in_own_order(factor)) for factor in (*factors, *[np.zeros(0, elements.dtype)] * 2)][:2]
-    places = left, right, elements.places_of_nodes
-    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, kinds, unsigned(terms), keys)
-    return terms, kinds_of(keys, MOST_KINDS)[1] is None
+    places, keys = (left, right, elements.places_of_nodes), np.empty_like(terms)
+    sort_sums(0, terms.shape[1], *places, len(elements.nodes), of_weights, kinds, unsigned(terms), keys)
+    return kinds_of(keys, MOST_KINDS)[1] is None
 
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
