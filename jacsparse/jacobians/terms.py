@@ -53,7 +53,8 @@ class TermMatrix:
         if selected.all():
             return self
         if not selected.any():
-            return TermMatrix(self.shape, 0 * self.indptr, self.column[:0], self.variable[:0], self.coefficient[:0], True)
+            arrays = (array[:0] for array in (self.column, self.variable, self.coefficient))
+            return TermMatrix(self.shape, 0 * self.indptr, *arrays, True)
         arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
         return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays, self.single)
 
