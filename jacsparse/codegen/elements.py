@@ -188,7 +188,7 @@ def sums(
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
             terms.sort(0)
             _sort_terms(elements, terms, [], of_weights)
-        for _, those in of_kinds(of_weights[terms] if len(distinct) > 1 else terms[:0], len(rows)):
+        for _, those in of_kinds([*of_weights[terms]] if len(distinct) > 1 else [], len(rows)):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
             operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
@@ -217,7 +217,7 @@ def _sort_terms(
     left, right = [unsigned(in_own_order(factor)) for factor in (*factors, *[np.zeros(0, elements.dtype)] * 2)][:2]
     places, keys = (left, right, elements.places_of_nodes), np.empty_like(terms)
     sort_sums(0, terms.shape[1], *places, len(elements.nodes), of_weights, kinds, unsigned(terms), keys)
-    return kinds_of(keys, MOST_KINDS)[1] is None
+    return kinds_of([*keys], MOST_KINDS)[1] is None
 
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:

@@ -17,9 +17,9 @@ import torch
 
 from ..runtime import index_dtype, within_rows
 from .elements import ElementGraph, Elements, of_kinds, sorted_places, unrepeated
-from .kernels import find_runs, sort_columns
+from .kernels import SHARED, UNREAD, find_runs, sort_columns
 from .operations import ElementOperation
-from .tiles import SHARED, UNREAD, RowTiles, Scratch
+from .tiles import RowTiles, Scratch
 
 #: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers; on a GPU, where a
 #: loop that others wait for is one more launch beside.
@@ -272,7 +272,7 @@ class Fusion:
                 continue
             of_members = classes.reshape(-1)[members]
             sort_columns(0, members.shape[1], of_members, members)
-            for _, those in of_kinds(of_members, members.shape[1]):
+            for _, those in of_kinds([*of_members], members.shape[1]):
                 if SHARE * len(those) >= len(counts) * batch:
                     yield self._storing(entries, members[:, those])
                 else:

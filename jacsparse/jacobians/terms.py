@@ -53,10 +53,13 @@ class TermMatrix:
         if selected.all():
             return self
         if not selected.any():
-            arrays = (array[:0] for array in (self.column, self.variable, self.coefficient))
-            return TermMatrix(self.shape, 0 * self.indptr, *arrays, True)
-        arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
-        return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays, self.single)
+            selected, indptr = selected[:0], 0 * self.indptr
+        else:
+            indptr = row_starts(selected, np.int64)[self.indptr]
+        column, variable, coefficient = (
+            array[: len(selected)][selected] for array in (self.column, self.variable, self.coefficient)
+        )
+        return TermMatrix(self.shape, indptr, column, variable, coefficient, self.single)
 
     @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
