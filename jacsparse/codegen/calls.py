@@ -35,7 +35,13 @@ class CallResult:
     def operands(self) -> list[CallResult]:
         """The tensors among the arguments."""
         operands: list[CallResult] = []
-        mapped((self.args, self.kwargs), operands.append)
+        waiting: list[Any] = [*reversed(self.kwargs.values()), *reversed(self.args)]
+        while waiting:
+            value = waiting.pop()
+            if type(value) is CallResult:
+                operands.append(value)
+            elif type(value) in (tuple, list):
+                waiting += reversed(value)
         return operands
 
     @property

@@ -140,6 +140,7 @@ class CallsOfElements:
 
     def _call(self, node: CallResult) -> None:
         target: Any = node.target
+        operands = node.operands
         first = next((each for each in (self._known, self._numbers) if node.args and node.args[0] in each), None)
         if self._leaves or (target is operator.getitem and first is None):
             self._leave(node)
@@ -150,9 +151,9 @@ class CallsOfElements:
             self._write(node)
         elif _name_of(target) in _FILLS:
             self._known[node] = target(*mapped(node.args, _of_form), **_on_cpu(node.kwargs))
-        elif all(each in self._known for each in node.operands):
+        elif all(each in self._known for each in operands):
             self._known[node] = target(*mapped(node.args, self._known.__getitem__), **_on_cpu(node.kwargs))
-        elif not all(each in self._known or each in self._numbers for each in node.operands):
+        elif not all(each in self._known or each in self._numbers for each in operands):
             self._leave(node)
         elif _name_of(target) in _MOVES and target is not aten.view.dtype:
             self._move(node)

@@ -112,13 +112,13 @@ class DeviceCode:
 
     def _places(self, loop: FusedLoop) -> list[str]:
         """The statements that find a point's places, one of each sequence."""
-        first, count, starts = self._size, len(loop.runs), loop.runs[:, 1:].T
+        first, count, starts = self._size, loop.runs.shape[1], loop.runs[1:]
         if loop.strides is not None and count == 1:
             pairs = enumerate(zip(starts[:, 0].tolist(), loop.strides, strict=True))
             return [f"const Index p{n} = {start} + {stride} * point;" for n, (start, stride) in pairs]
         lines, run, steps = list[str](), "point", [""] * len(starts)
         if loop.strides is not None:
-            starts = np.concatenate([row_starts(loop.runs[:, 0], np.int64)[None, :-1], starts])
+            starts = np.concatenate([row_starts(loop.runs[0], np.int64)[None, :-1], starts])
             lines.append(f"const Index run = run_of(tables + {first}, Index({count}), point);")
             lines.append(f"const Index step = point - tables[{first} + run];")
             run, steps, first = "run", [f" + {stride} * step" for stride in loop.strides], first + count

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..runtime import index_dtype, row_starts, within_rows
+from ..runtime import index_dtype, row_starts, unsigned, within_rows
 from .kernels import mark_makers, number_kinds, sort_sums
 from .operations import OPERAND, ElementOperation
 
@@ -68,9 +68,8 @@ class ElementGraph:
         if index_dtype(self.count, 0, 0)(0).itemsize > self.dtype(0).itemsize:
             raise TooManyElementsError
         if self.count > len(self.places_of_nodes):
-            self.places_of_nodes = np.concatenate(
-                [self.places_of_nodes[: node.first], np.zeros(2 * self.count, np.int32)]
-            )
+            before, self.places_of_nodes = self.places_of_nodes, np.empty(4 * self.count, np.int32)
+            self.places_of_nodes[: node.first] = before[: node.first]
         self.places_of_nodes[node.first : self.count] = len(self.nodes)
         self.nodes.append(node)
         return node
@@ -92,7 +91,7 @@ class ElementGraph:
         """The numbers of elements that are the same in each call."""
         array = values.reshape(-1).numpy()
         # By their bits: zeros have signs.
-        firsts, kinds = kinds_of(array.view(f"i{array.itemsize}")[:, None], MOST_KINDS)
+        firsts, kinds = kinds_of([array.view(f"i{array.itemsize}")], MOST_KINDS)
         if kinds is None:
             return self.tensor(values.reshape(-1).clone(), values.numel(), values.dtype)
         constants = [self.constant(each.item(), values.dtype) for each in array[firsts]]
@@ -128,8 +127,14 @@ class ElementGraph:
 
     def makers(self, numbers: np.ndarray) -> list[int]:
         """The places of the nodes of some elements, each once."""
-        makers, numbers = np.zeros(len(self.nodes), np.bool_), unrepeated(numbers)
-        mark_makers(0, numbers.size, in_own_order(numbers).reshape(-1), self.places_of_nodes, makers)
+        if not numbers.size:
+            return []
+        numbers = unrepeated(numbers)
+        first, last = self.places_of_nodes[[numbers.min(), numbers.max()]].tolist()
+        if first == last:
+            return [first]
+        makers = np.zeros(len(self.nodes), np.bool_)
+        mark_makers(0, numbers.size, unsigned(in_own_order(numbers).reshape(-1)), self.places_of_nodes, makers)
         return np.flatnonzero(makers).tolist()  # type: ignore[no-any-return]
 
 
@@ -170,7 +175,7 @@ def sums(
     results = np.repeat(start, batch, 1)
     of_weights, firsts = None, np.zeros(0, np.int64)
     if weights.dtype.kind != "i":
-        firsts, of_weights = kinds_of(weights.view(f"i{weights.itemsize}")[:, None], MOST_KINDS)
+        firsts, of_weights = kinds_of([weights.view(f"i{weights.itemsize}")], MOST_KINDS)
     fixed, distinct = of_weights is not None, weights[firsts]
     if of_weights is None:
         of_weights = np.zeros(len(weights), np.int32)
@@ -178,43 +183,41 @@ def sums(
             weights = elements.array(torch.from_numpy(weights).to(dtype))
     for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
-        sorted_by = [in_own_order(factor[:, 0]) for factor in factors]
-        terms, of_terms = _sorted_terms(elements, indptr[rows], count, sorted_by, of_weights, len(distinct))
-        if kinds_of(of_terms, MOST_KINDS)[1] is None:
+        terms = indptr[rows].astype(np.int64) + np.arange(count)[:, None]
+        if _sort_terms(elements, terms, factors, of_weights):
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
-            terms, _ = _sorted_terms(elements, indptr[rows], count, [], of_weights, len(distinct))
-        for _, those in of_kinds(of_weights[terms.T]):
+            terms.sort(0)
+            _sort_terms(elements, terms, [], of_weights)
+        for _, those in of_kinds([*of_weights[terms]] if len(distinct) > 1 else [], len(rows)):
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
             operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
             for term in of_kind:
                 operands += [] if fixed else [weights[term, None]]
-                operands += [factor[term] for factor in factors]
+                operands += [factor.take(term, 0) for factor in factors]
             arguments = OPERAND, tuple((weight, len(factors)) for weight in weighted)
             operation = ElementOperation("sum", dtype, (dtype,) * len(operands), arguments)
             # One sample after the other, as the operands of most lie.
             numbers = elements.compute(operation, [_by_samples(operand, batch) for operand in operands])
-            results[rows[those]] = numbers.reshape(batch, -1).T
+            results[slice(None) if len(those) == len(counts) else rows[those]] = numbers.reshape(batch, -1).T
     return results
 
 
-def _sorted_terms(
-    elements: ElementGraph,
-    begins: np.ndarray,
-    count: int,
-    factors: Sequence[np.ndarray],
-    of_weights: np.ndarray,
-    kinds: int,
-) -> tuple[np.ndarray, np.ndarray]:
-    """The terms of sums of so many, each sum's by the nodes of factors, then by kinds of weights; and what these are.
+def _sort_terms(
+    elements: ElementGraph, terms: np.ndarray, factors: Sequence[np.ndarray], of_weights: np.ndarray
+) -> bool:
+    """Sort the terms of sums, ``(count, sums)``, each sum's by the nodes of their factors and by kinds of weights.
 
-    The terms are ``(count, sums)``, and what tells their kinds ``(sums, count)``.
+    Returns whether there are many kinds of sums.
     """
-    terms, of_terms = np.empty((count, len(begins)), np.int64), np.empty((len(begins), count), np.int64)
-    left, right = [*factors, *[np.zeros(0, elements.dtype)] * 2][:2]
-    places = begins.astype(np.int64), left, right, elements.places_of_nodes
-    sort_sums(0, len(begins), *places, len(elements.nodes), of_weights, max(1, kinds), terms, of_terms)
-    return terms, of_terms
+    kinds = int(of_weights.max(initial=0)) + 1
+    factors = [factor[:, 0] for factor in factors if len(elements.makers(factor[:, 0])) > 1]
+    if kinds == 1 and not factors:
+        return False
+    left, right = [unsigned(in_own_order(factor)) for factor in (*factors, *[np.zeros(0, elements.dtype)] * 2)][:2]
+    places, keys = (left, right, elements.places_of_nodes), np.empty_like(terms)
+    sort_sums(0, terms.shape[1], *places, len(elements.nodes), of_weights, kinds, unsigned(terms), keys)
+    return kinds_of([*keys], MOST_KINDS)[1] is None
 
 
 def _by_samples(numbers: np.ndarray, batch: int) -> np.ndarray:
@@ -234,22 +237,36 @@ def in_own_order(array: np.ndarray) -> np.ndarray:
     return np.require(array, requirements=["C", "W"])
 
 
-def kinds_of(matrix: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The first row of each kind, and the kind of each row; None where there are more kinds than that."""
-    firsts, kinds = np.empty(most + 1, np.int64), np.empty(len(matrix), np.int32)
-    number_kinds(0, len(matrix), in_own_order(matrix), firsts, kinds)
-    count = int(firsts[-1])
-    return firsts[: min(count, most)], kinds if count <= most else None
+def kinds_of(rows: Sequence[np.ndarray], most: int, count: int | None = None) -> tuple[np.ndarray, np.ndarray | None]:
+    """The first place of each kind, and the kind of each place; None where there are more kinds than that.
+
+    Places are of one kind where they have the same integer in each of several rows; `count` is how many places there
+    are, where there may be no row.
+    """
+    count = len(rows[0]) if count is None else count
+    firsts, kinds = np.zeros(most + 1, np.int64), np.zeros(count, np.int32)
+    firsts[-1] = min(1, count)
+    for row in rows:
+        number_kinds(0, count, in_own_order(row), kinds, firsts)
+        if firsts[-1] > most:
+            return firsts[:-1], None
+    return firsts[: firsts[-1]], kinds
 
 
-def of_kinds(matrix: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """For each kind of rows, the first one, and all."""
-    firsts, kinds = kinds_of(matrix, 2 * MOST_KINDS)
+def of_kinds(rows: Sequence[np.ndarray], count: int) -> Iterator[tuple[int, np.ndarray]]:
+    """For each kind of places, as of `kinds_of`, the first one, and all."""
+    firsts, kinds = kinds_of(rows, 2 * MOST_KINDS, count)
     if kinds is None:
-        firsts, kinds = np.unique(matrix, axis=0, return_index=True, return_inverse=True)[1:]
+        firsts, kinds = np.unique(np.stack(rows), axis=1, return_index=True, return_inverse=True)[1:]
     if len(firsts) == 1:
-        yield 0, np.arange(len(matrix))
+        yield 0, np.arange(count)
         return
+    yield from zip(firsts.tolist(), np.split(sorted_places(kinds), np.cumsum(np.bincount(kinds))[:-1]), strict=True)
+
+
+def sorted_places(keys: np.ndarray) -> np.ndarray:
+    """The places of keys, natural numbers, in their stable order."""
+    if (keys[1:] >= keys[:-1]).all():
+        return np.arange(len(keys))
     # NumPy sorts small types in linear time.
-    order = np.argsort(kinds.astype(np.min_scalar_type(len(firsts))), kind="stable")
-    yield from zip(firsts.tolist(), np.split(order, np.cumsum(np.bincount(kinds))[:-1]), strict=True)
+    return np.argsort(keys.astype(np.min_scalar_type(keys.max())), kind="stable")

@@ -14,6 +14,7 @@ import torch
 
 from ..runtime import SIMD, row_starts, run_rows, within_rows
 from . import kernels
+from .elements import in_own_order
 from .loops import OUT, FusedLoop, Place
 from .operand import ArithmeticOperand, is_number
 from .tiles import Scratch
@@ -52,23 +53,28 @@ class Interpreted:
         self.runs: dict[str, np.ndarray] = {}
         self.work = sum(loop.work * loop.points for loop in loops)
         constants, registers = list[float](), 1
-        blocks, tiles, counts, starts, program = (list[np.ndarray]() for _ in range(5))
-        first = of_counts = of_starts = 0
+        blocks, tiles, counts, program = (list[np.ndarray]() for _ in range(4))
+        #: The places of the points of each loop, whose addresses the blocks have.
+        self._places = list[np.ndarray]()
+        index = np.result_type(*(loop.runs for loop in loops))
+        first = of_counts = 0
         for loop in loops:
             code = _Code(loop, dtype, memories, offsets, constants)
             instructions, count = code.program()
             length, places, of_tiles = _pieces(loop)
-            begins = _blocks(length, of_tiles)
+            begins, places = _blocks(length, of_tiles), np.ascontiguousarray(places, index)
             columns = np.broadcast_arrays(
-                *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1], of_starts + begins[:-1]),
-                *(len(length), loop.strides is None, np.add.reduceat(length, begins[:-1])),
+                *(first, first + len(instructions), np.diff(begins), of_counts + begins[:-1]),
+                *(places.ctypes.data + places.itemsize * begins[:-1], len(length), loop.strides is None),
+                np.add.reduceat(length, begins[:-1], dtype=np.int64),
             )
             blocks.append(np.stack(columns, 1))
             tiles.append(of_tiles[begins[:-1]])
-            for arrays, array in ((counts, length), (starts, places.reshape(-1)), (program, instructions)):
+            # Of single points there are no lengths.
+            length = length[:0] if loop.strides is None else length
+            for arrays, array in ((counts, length), (self._places, places), (program, instructions)):
                 arrays.append(array)
-            first, of_counts, of_starts = first + len(instructions), of_counts + len(length), of_starts + places.size
-            registers = max(registers, count)
+            first, of_counts, registers = first + len(instructions), of_counts + len(length), max(registers, count)
         self.memories = list(memories)
         works = [rows[:, -1] * loop.work // SIMD for rows, loop in zip(blocks, loops, strict=True)]
         whole = sum(loop.tiles is None for loop in loops)
@@ -85,7 +91,7 @@ class Interpreted:
             ends = np.append(ends, ends[-1] + bounds[1:])
         with np.errstate(over="ignore"):
             numbers = np.array([*constants, 0.0]).astype(torch.empty(0, dtype=dtype, device="cpu").numpy().dtype)
-        tables = [np.concatenate(arrays).astype(np.int64, copy=False) for arrays in (blocks, counts, starts, program)]
+        tables = np.concatenate(blocks), np.concatenate(counts).astype(index), np.concatenate(program)
         sizes = registers, nbytes // dtype.itemsize
         self._arguments: tuple[Any, ...] = (ends, *tables, numbers, *sizes, np.zeros(1, np.uint8))
 
@@ -104,27 +110,22 @@ class Interpreted:
 
 def _pieces(loop: FusedLoop) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The lengths of a loop's runs, cut where they are longer than a block, their places by sequence, and tiles."""
-    length, places = loop.runs[:, 0], loop.runs[:, 1:]
+    length, places = loop.runs[0], loop.runs[1:]
     bounds = np.array([0, len(length)]) if loop.tiles is None else loop.tiles
-    tiles = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
+    tiles = np.repeat(np.arange(len(bounds) - 1, dtype=np.int32), np.diff(bounds))
     if loop.strides is None:
-        return length, places.T, tiles
+        return length, places, tiles
     number = -(-length // kernels.BLOCK)
     run, before = np.repeat(np.arange(len(length)), number), within_rows(number) * kernels.BLOCK
-    places = places[run] + before[:, None] * np.array(loop.strides, np.int64)
-    return np.minimum(kernels.BLOCK, length[run] - before), places.T, tiles[run]
+    starts = places[:, run] + before * np.array(loop.strides, np.int64)[:, None]
+    return np.minimum(kernels.BLOCK, length[run] - before), starts.astype(places.dtype), tiles[run]
 
 
 def _blocks(length: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """Where blocks of pieces begin, and the end of the last one."""
-    begins, points, before = [0], 0, 0
-    for piece, (count, tile) in enumerate(zip(length.tolist(), tiles.tolist(), strict=True)):
-        if points + count > kernels.BLOCK or tile != before:
-            if piece:
-                begins.append(piece)
-            points, before = 0, tile
-        points += count
-    return np.array([*begins, len(length)])
+    begins = np.zeros(len(length), np.bool_)
+    kernels.begin_blocks(0, len(length), in_own_order(length), tiles, begins)
+    return np.append(np.flatnonzero(begins), len(length))
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,7 +151,7 @@ class _Code:
     ) -> None:
         self._dtype, self._memories, self._constants = dtype, memories, constants
         self._offsets = offsets
-        self._strides = loop.strides or [0] * loop.runs.shape[1]
+        self._strides = loop.strides or [0] * len(loop.runs)
         #: Each instruction once, in order.
         self._instructions: dict[Any, _Instruction] = {}
         values = list[Any]()

@@ -13,11 +13,13 @@ import numpy as np
 from numba.core import types
 from numba.extending import intrinsic
 
-from ..runtime import inlined, inlined_with_arrays, kernel
+from ..runtime import inlined_with_arrays, kernel
 from .emitter import BYTE, INT64, TRUTH, Array, Emitter, Register, Variable, emitted
 
 #: The most points of a block: their registers shall stay in the caches next to the processor.
 BLOCK = 256
+#: In place of the tile of elements that several tiles read, or that none reads.
+SHARED, UNREAD = -1, -2
 #: What an instruction does to a memory, or to a register by a constant; those of registers follow.
 LOAD, LOAD_TRUTH, STORE, STORE_TRUTH, STORE_CHECKED, FILL = range(6)
 INSTRUCTIONS = (
@@ -66,11 +68,12 @@ def _points(
     for is_single in e.either(single.differs(0)):
         if is_single:
             with e.each(0, n) as k:
-                yield k, starts[at_starts + k] + distance, 1
+                yield k, starts.index(at_starts + k) + distance, 1
             continue
         begin = Variable(e.value(0, INT64))
         with e.each(0, pieces) as piece:
-            first, start, count = begin.value, starts[at_starts + piece] + distance, counts[at_counts + piece]
+            first, start = begin.value, starts.index(at_starts + piece) + distance
+            count = counts.index(at_counts + piece)
             for is_row in e.either(stride.equals(1)):
                 # Pieces are mostly short.
                 for k, lanes in e.blocks(count, (32, 8, 1) if is_row else (1,)):
@@ -94,7 +97,7 @@ def _store(e, memory, values, pieces, counts, at_counts, starts, at_starts, sing
 
 
 # A row of `blocks` has the first and the last of its loop's instructions, its number of pieces, where their lengths
-# begin in `counts` and places of the first sequence in `starts`, how far behind those of the next sequence begin,
+# begin in `counts`, the address of their places of the first sequence, how far behind those of the next sequence begin,
 # whether each piece is one point, and the number of points. An instruction has its operator, its result's register, and
 # the registers of its operands, or a constant; or it has a register, a memory, a sequence of places, a distance from
 # these and a stride. Registers are offsets in bytes. A negative memory is one of a tile, which lies before the
@@ -103,19 +106,20 @@ def _store(e, memory, values, pieces, counts, at_counts, starts, at_starts, sing
 
 
 @kernel
-def interpret(first, last, begin, ends, blocks, counts, starts, program, constants, registers, stored, truth, table):
+def interpret(first, last, begin, ends, blocks, counts, program, constants, registers, stored, truth, table):
     memory = np.empty(stored + registers * BLOCK, constants.dtype)
     of_tile = memory.ctypes.data
     base = of_tile + stored * constants.itemsize
     largest = np.finfo(constants.dtype).max
     for block in range(ends[begin + first], ends[begin + last]):
-        first_instruction, last_instruction, pieces, of_counts, of_starts, across, single, n = blocks[block]
+        first_instruction, last_instruction, pieces, of_counts, places, across, single, n = blocks[block]
+        starts = _at(places, counts, 1)
         for place in range(first_instruction, last_instruction):
             op, to, p, q, r, stride = program[place]
             if op <= STORE_CHECKED:
                 register = _at(base + to, constants, n)
                 address = table[p] if p >= 0 else of_tile + ~p
-                at = of_starts + q * across
+                at = q * across
                 if op == LOAD:
                     _load(
                         register, _at(address, constants, 1), pieces, counts, of_counts, starts, at, single, stride, r
@@ -146,6 +150,16 @@ def interpret(first, last, begin, ends, blocks, counts, starts, program, constan
 
 
 @kernel
+def begin_blocks(first, last, length, tiles, begins):
+    """Mark the pieces with which blocks begin: each holds consecutive pieces of one tile."""
+    points = 0
+    for piece in range(first, last):
+        if piece == first or points + length[piece] > BLOCK or tiles[piece] != tiles[piece - 1]:
+            begins[piece], points = True, 0
+        points += length[piece]
+
+
+@kernel
 def widen_ranges(first, last, numbers, low, high, lowest, highest):
     """Make each range of some numbers hold another one: NumPy's `minimum.at` takes many times as long."""
     for k in range(first, last):
@@ -155,52 +169,99 @@ def widen_ranges(first, last, numbers, low, high, lowest, highest):
 
 
 @kernel
-def mark_makers(first, last, numbers, places, makers):
-    """Mark the places of the nodes of some elements."""
+def place_elements(first, last, tiles, places, counts, changes):
+    """Place elements behind those of their tiles, `UNREAD` and `SHARED`, and count neighbours of other tiles."""
+    before = UNREAD
+    count = counts[before]
     for k in range(first, last):
-        makers[places[numbers[k]]] = True
-
-
-@inlined
-def _are_alike(matrix, row, other):
-    alike = True
-    for column in range(matrix.shape[1]):
-        alike = alike and matrix[row, column] == matrix[other, column]
-    return alike
+        tile = tiles[k]
+        if tile != before:
+            counts[before], count, before = count, counts[tile], tile
+            changes[0] += k > first
+        places[k] = count
+        count += 1
+    counts[before] = count
 
 
 @kernel
-def number_kinds(first, last, matrix, firsts, kinds):
-    """Number the kinds of all rows, and count them in the last place of their first rows, or until these are full."""
-    count = kind = 0
-    for row in range(first, last):
+def mark_makers(first, last, numbers, places, makers):
+    """Mark the places of the nodes of some elements."""
+    before = -1
+    for k in range(first, last):
+        place = places[numbers[k]]
+        if place != before:
+            makers[place], before = True, place
+
+
+@kernel
+def find_runs(first, last, places, most, strides, breaks):
+    """Find the distance between most neighbours in each sequence of places, and mark the points after other distances.
+
+    Where more points are marked than that, the strides of further sequences are left.
+    """
+    for sequence in range(first, last):
+        stride = votes = 0
+        for point in range(1, len(breaks)):
+            step = places[sequence, point] - places[sequence, point - 1]
+            if not votes:
+                stride = step
+            votes += 1 if step == stride else -1
+        strides[sequence], marked = stride, 0
+        for point in range(len(breaks)):
+            if point and places[sequence, point] - places[sequence, point - 1] != stride:
+                breaks[point] = True
+            marked += breaks[point]
+        if marked > most:
+            break
+
+
+@kernel
+def number_kinds(first, last, values, kinds, firsts):
+    """Number the pairs of a kind and a value anew, in the order in which they come.
+
+    The first place of each is noted, and their number in the last place of these; beyond so many, the rest is left.
+    """
+    pairs, count, kind, of_kind, value = np.empty((len(firsts) - 1, 2), np.int64), 0, 0, np.int64(-1), np.int64(0)
+    for place in range(first, last):
         # Neighbours are mostly alike.
-        if not count or not _are_alike(matrix, row, firsts[kind]):
-            kind = 0
-            while kind < count and not _are_alike(matrix, row, firsts[kind]):
+        if of_kind != kinds[place] or value != values[place]:
+            of_kind, value, kind = np.int64(kinds[place]), np.int64(values[place]), 0
+            while kind < count and (pairs[kind, 0] != of_kind or pairs[kind, 1] != value):
                 kind += 1
             if kind == count:
                 count += 1
                 if count == len(firsts):
                     break
-                firsts[kind] = row
-        kinds[row] = kind
+                firsts[kind], pairs[kind, 0], pairs[kind, 1] = place, of_kind, value
+        kinds[place] = kind
     firsts[-1] = count
 
 
 @kernel
-def sort_sums(first, last, begins, left, right, places, nodes, of_weights, kinds, terms, of_terms):
-    """The terms of sums, each sum's in the order of the nodes of their factors, then of their weights."""
+def sort_columns(first, last, keys, rows):
+    """Sort the elements of columns by keys."""
+    for column in range(first, last):
+        for n in range(1, len(keys)):
+            key, element = keys[n, column], rows[n, column]
+            while n > 0 and keys[n - 1, column] > key:
+                keys[n, column], rows[n, column] = keys[n - 1, column], rows[n - 1, column]
+                n -= 1
+            keys[n, column], rows[n, column] = key, element
+
+
+@kernel
+def sort_sums(first, last, left, right, places, nodes, of_weights, kinds, terms, keys):
+    """Sort the terms of each sum by the nodes of their factors, then by their weights."""
     for row in range(first, last):
         for n in range(len(terms)):
-            term = begins[row] + n
+            term = terms[n, row]
             key = np.int64(0)
             if len(left):
                 key = np.int64(places[left[term]])
             if len(right):
                 key = key * nodes + places[right[term]]
             key = key * kinds + of_weights[term]
-            while n > 0 and of_terms[row, n - 1] > key:
-                of_terms[row, n], terms[n, row] = of_terms[row, n - 1], terms[n - 1, row]
+            while n > 0 and keys[n - 1, row] > key:
+                keys[n, row], terms[n, row] = keys[n - 1, row], terms[n - 1, row]
                 n -= 1
-            of_terms[row, n], terms[n, row] = key, term
+            keys[n, row], terms[n, row] = key, term

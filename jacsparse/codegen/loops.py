@@ -6,17 +6,20 @@ costs decides which elements are stored for other loops, and which are computed 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from .elements import ElementGraph, Elements, of_kinds
+from ..runtime import index_dtype, within_rows
+from .elements import ElementGraph, Elements, of_kinds, sorted_places, unrepeated
+from .kernels import SHARED, UNREAD, find_runs, sort_columns
 from .operations import ElementOperation
-from .tiles import SHARED, UNREAD, RowTiles, Scratch
+from .tiles import RowTiles, Scratch
 
 #: The cost of storing an element, or of loading one, relative to a sum of two numbers in registers; on a GPU, where a
 #: loop that others wait for is one more launch beside.
@@ -61,7 +64,7 @@ class FusedLoop:
         What a point computes, in order.
     stores : list of (int, Place)
         The expressions that are stored, and where.
-    runs : ndarray of int, (runs, 1 + sequences)
+    runs : ndarray of int, (1 + sequences, runs)
         The number of points of each run, and the places of the first one in each sequence.
     strides : list of int or None
         How far the places of a sequence are apart along runs; None where all runs are single points.
@@ -130,10 +133,11 @@ class Fusion:
         #: By the places of nodes, how many stored ones they are made of one after the other, themselves among them.
         self.depths = np.zeros(len(graph.nodes), np.int64)
         self._makers = [[graph.makers(operand) for operand in node.operands] for node in graph.nodes]
-        self._choose(graph.makers(entries), DEVICE_MEMORY if on_device else MEMORY)
+        wanted = graph.makers(entries)
+        self._choose(wanted, DEVICE_MEMORY if on_device else MEMORY)
         self._tiles = RowTiles(graph, self._needed, entries, indptr, tiled=not on_device)
         self.scratch = self._tiles.scratch
-        self._classify()
+        self._classify([*itertools.chain(*self._makers), wanted])
         loops = [*self._of_stored(), *self._of_entries(entries, indptr)]
         self.loops = sorted(loops, key=lambda loop: loop.tiles is not None)
 
@@ -176,25 +180,46 @@ class Fusion:
                     share = often * len(read) / nodes[maker].count
                     times[maker][key] = max(times[maker].get(key, 0.0), share)
 
-    def _classify(self) -> None:
-        """Number the classes of elements: those of one are computed alike."""
+    def _classify(self, together: Iterable[Sequence[int]]) -> None:
+        """Number the classes of elements: those of one are computed alike.
+
+        Those of nodes of one class are noted only where other nodes' elements are read together with them.
+        """
+        mixed = {maker for makers in together if len(makers) > 1 for maker in makers}
         self._classes = np.zeros(self.graph.count, np.int32)
+        #: By the places of nodes, whether all elements are of one class.
+        self._uniform = np.ones(len(self.graph.nodes), np.bool_)
         known: dict[Any, int] = {}
         for place, node in enumerate(self.graph.nodes):
             where = slice(node.first, node.first + node.count)
             if place in self.graph.stored:
-                shared, own = (known.setdefault((node.dtype, of_tile), len(known)) for of_tile in (False, True))
-                self._classes[where] = np.where(self._tiles.of_elements[where] == SHARED, shared, own)
+                shared = self._tiles.of_elements[where] == SHARED
+                apart = [bool(shared[:1].all())] if (shared == shared[:1]).all() else [False, True]
+                kinds = [np.flatnonzero(shared == kind) for kind in apart] if len(apart) > 1 else [np.arange(0)]
+                classes = [known.setdefault((node.dtype, kind), len(known)) for kind in apart]
             elif node.operation is None:
-                self._classes[where] = known.setdefault(place, len(known))
+                kinds, classes = [np.arange(0)], [known.setdefault(place, len(known))]
             elif place in self._needed:
-                operands = [self._classes[operand] for operand in node.operands]
-                varying = [each for each in operands if (each != each[0]).any()]
-                if not varying:
-                    self._classes[where] = known.setdefault((place, 0), len(known))
-                    continue
-                for number, (_, those) in enumerate(of_kinds(np.stack(varying, 1))):
-                    self._classes[node.first + those] = known.setdefault((place, number), len(known))
+                varying = self._varying(place)
+                kinds = [those for _, those in of_kinds(varying, node.count)] if varying else [np.arange(0)]
+                classes = [known.setdefault((place, number), len(known)) for number in range(len(kinds))]
+            else:
+                continue
+            self._uniform[place] = len(kinds) == 1
+            if self._uniform[place] and place in mixed:
+                self._classes[where] = classes[0]
+            elif not self._uniform[place]:
+                for number, those in zip(classes, kinds, strict=True):
+                    self._classes[node.first + those] = number
+
+    def _varying(self, place: int) -> list[np.ndarray]:
+        """The classes of a node's operands, but for those whose elements are all of one class."""
+        pairs = zip(self.graph.nodes[place].operands, self._makers[place], strict=True)
+        return [
+            self._classes[operand]
+            for operand, makers in pairs
+            if len(makers) > 1 or not (self._uniform[makers[0]] or len(unrepeated(operand)) == 1)
+        ]
 
     def _of_stored(self) -> Iterator[FusedLoop]:
         """The loops that store elements for others, those first that the others read."""
@@ -215,15 +240,16 @@ class Fusion:
         for place in places:
             node = self.graph.nodes[place]
             tiles = self._tiles.of_elements[node.first : node.first + node.count]
-            classes = np.stack([np.minimum(tiles, 0), *(self._classes[operand] for operand in node.operands)], 1)
-            kinds = [those for first, those in of_kinds(classes) if tiles[first] != UNREAD]
+            rows = [np.minimum(tiles, 0, dtype=np.int32), *self._varying(place)]
+            kinds = [those for first, those in of_kinds(rows, node.count) if tiles[first] != UNREAD]
             key = b"" if len(places) == 1 else b",".join(each.tobytes() for each in (*kinds, tiles))
             together.setdefault(key, (kinds, []))[1].append(place)
         for kinds, places in together.values():
             tiles = self._tiles.of_elements[self.graph.nodes[places[0]].first :]
             for those in kinds:
-                points = those[np.argsort(tiles[those], kind="stable")]
-                body = _Body(self, len(points), None if tiles[points[0]] == SHARED else tiles[points])
+                is_shared = tiles[those[0]] == SHARED
+                points = those if is_shared else those[sorted_places(tiles[those])]
+                body = _Body(self, len(points), None if is_shared else tiles[points])
                 for place in places:
                     node = self.graph.nodes[place]
                     memory, _, at = self._in_scratch(place, node.first + points)
@@ -240,31 +266,32 @@ class Fusion:
             # The places of the entries of a row and sample. Rows of a block, of one sample after the other.
             sample, row = np.divmod(np.arange(batch * len(rows)), max(1, len(rows)))
             order = np.lexsort((row, sample, row // BLOCK)) if batch > 1 else row
-            members = (indptr[rows[row[order]], None] + np.arange(count)) * batch + sample[order, None]
-            of_members = classes.reshape(-1)[members]
-            members = np.take_along_axis(members, np.argsort(of_members, 1, kind="stable"), 1)
-            kinds = list(of_kinds(classes.reshape(-1)[members])) if count <= MOST_ROW_ENTRIES else []
-            for _, those in kinds:
-                if SHARE * len(those) >= len(counts) * batch:
-                    yield self._storing(entries, members[those])
-                else:
-                    alone.append(members[those].reshape(-1))
-            if not kinds:
+            members = (indptr[rows[row[order]]] + np.arange(count)[:, None]) * batch + sample[order]
+            if count > MOST_ROW_ENTRIES:
                 alone.append(members.reshape(-1))
+                continue
+            of_members = classes.reshape(-1)[members]
+            sort_columns(0, members.shape[1], of_members, members)
+            for _, those in of_kinds([*of_members], members.shape[1]):
+                if SHARE * len(those) >= len(counts) * batch:
+                    yield self._storing(entries, members[:, those])
+                else:
+                    alone.append(members[:, those].reshape(-1))
         if alone:
             members = np.sort(np.concatenate(alone))
-            for _, those in of_kinds(classes.reshape(-1)[members, None]):
-                yield self._storing(entries, members[those, None])
+            for _, those in of_kinds([classes.reshape(-1)[members]], len(members)):
+                yield self._storing(entries, members[None, those])
 
     def _storing(self, entries: np.ndarray, members: np.ndarray) -> FusedLoop:
-        """A loop that stores some entries of each point."""
+        """A loop that stores some entries of each point, ``(entries, points)``."""
         tiles = self._tiles.of_entries
         if tiles is not None:
-            tiles = tiles[members[:, 0] // entries.shape[1]]
-            order = np.argsort(tiles, kind="stable")
-            members, tiles = members[order], tiles[order]
-        body = _Body(self, len(members), tiles)
-        for each in members.T:
+            tiles = tiles[members[0] // entries.shape[1]]
+            order = sorted_places(tiles)
+            members, tiles = members[:, order], tiles[order]
+        members = members.astype(index_dtype(entries.size, 0, 0))
+        body = _Body(self, members.shape[1], tiles)
+        for each in members:
             body.store(body.value(entries.reshape(-1)[each]), OUT, self.dtype, each)
         return body.loop(self._tiles.count)
 
@@ -279,7 +306,8 @@ class Fusion:
     def _in_scratch(self, place: int, numbers: np.ndarray) -> tuple[Scratch, torch.dtype, np.ndarray]:
         """The memory of stored elements, of one tile each or of all, its dtype and their places there."""
         dtype, of_tile = self.graph.nodes[place].dtype, self._tiles.of_elements[numbers[0]] != SHARED
-        return Scratch(dtype, bool(of_tile)), dtype, self._tiles.places[numbers]
+        at = _slice_of(numbers)
+        return Scratch(dtype, bool(of_tile)), dtype, self._tiles.places[numbers if at is None else at]
 
 
 @dataclass
@@ -294,16 +322,15 @@ class _Body:
     stores: list[tuple[int, Place]] = field(default_factory=list)
     #: By what identifies them but for rare cases, the elements and the expressions that compute them.
     known: dict[Any, list[tuple[np.ndarray, int]]] = field(default_factory=lambda: defaultdict(list))
-    #: The places of the first point, and the distances to the next ones, of each sequence.
-    starts: list[int] = field(default_factory=list)
-    steps: list[np.ndarray] = field(default_factory=list)
+    #: The places of all points in each sequence; and the sequences, by what identifies them but for rare cases.
+    places: list[np.ndarray] = field(default_factory=list)
     sequences: dict[Any, list[int]] = field(default_factory=lambda: defaultdict(list))
     #: As of the loop.
     level: int = 0
 
     def value(self, numbers: np.ndarray) -> int:
         """The expression that computes elements of a class, one for each point."""
-        alike = self.known[int(numbers[0]), int(numbers[-1]), int(numbers.sum())]
+        alike = self.known[int(numbers[0]), int(numbers[-1]), int(numbers[len(numbers) // 2])]
         for others, number in alike:
             if np.array_equal(others, numbers):
                 return number
@@ -325,12 +352,8 @@ class _Body:
         """The expression of a node's operation, on some of its elements."""
         node: Elements = self.fusion.graph.nodes[place]
         assert node.operation is not None
-        # Most points lie one after the other: their operands are views then.
-        begin, count = int(points[0]), len(points)
-        if points[-1] - begin == count - 1 and (points[1:] - points[:-1] == 1).all():
-            operands = [operand[begin : begin + count] for operand in node.operands]
-        else:
-            operands = [operand[points] for operand in node.operands]
+        at = _slice_of(points)
+        operands = [operand[points if at is None else at] for operand in node.operands]
         return self._added((node.operation, tuple(map(self.value, operands))))
 
     def store(self, value: int, memory: Any, dtype: torch.dtype, places: np.ndarray) -> None:
@@ -343,34 +366,41 @@ class _Body:
 
     def _place(self, memory: Any, dtype: torch.dtype, places: np.ndarray) -> Place:
         """Where each point finds something: a distance from a sequence of places that may serve others too."""
-        steps, start = np.diff(places), int(places[0])
-        alike = self.sequences[int(places[-1]) - start, int(steps[: len(steps) // 2].sum())]
+        start = int(places[0])
+        alike = self.sequences[int(places[-1]) - start, int(places[len(places) // 2]) - start]
         for sequence in alike:
-            if np.array_equal(self.steps[sequence], steps):
-                return Place(memory, dtype, sequence, start - self.starts[sequence])
-        alike.append(len(self.steps))
-        self.starts.append(start)
-        self.steps.append(steps)
+            distance = start - int(self.places[sequence][0])
+            if (places - self.places[sequence] == distance).all():
+                return Place(memory, dtype, sequence, distance)
+        alike.append(len(self.places))
+        self.places.append(places)
         return Place(memory, dtype, alike[-1], 0)
 
     def loop(self, tiles: int) -> FusedLoop:
         """The loop, whose points are in runs where these are long, with so many tiles where they are of tiles."""
-        steps = np.stack(self.steps) if self.steps else np.zeros((0, self.points - 1), np.int64)
-        count = steps.shape[1]
-        strides = np.partition(steps, count // 2)[:, count // 2] if count else np.zeros(len(steps), np.int64)
-        breaks = (steps != strides[:, None]).any(0)
+        runs = np.stack([np.ones(self.points, self.fusion.graph.dtype), *self.places])
+        strides, breaks = np.zeros(len(self.places), np.int64), np.zeros(self.points, np.bool_)
         if self.tiles is not None:
-            breaks |= self.tiles[1:] != self.tiles[:-1]
-        begin = np.append(0, 1 + np.flatnonzero(breaks))
+            np.not_equal(self.tiles[1:], self.tiles[:-1], out=breaks[1:])
+        breaks[0] = True
+        find_runs(0, len(strides), runs[1:], self.points // SHORTEST, strides, breaks)
+        begin = np.flatnonzero(breaks)
         single = self.points < SHORTEST * len(begin)
         if single:
             begin = np.arange(self.points)
         else:
-            within = np.arange(self.points) - np.repeat(begin, np.diff(np.append(begin, self.points)))
-            begin = np.flatnonzero(within % LONGEST == 0)
-        places = np.concatenate([np.array(self.starts)[:, None], steps], 1).cumsum(1) if self.steps else steps[:, :0]
-        runs = np.concatenate([np.diff(np.append(begin, self.points))[None], places[:, begin]]).T
+            lengths = np.diff(np.append(begin, self.points))
+            begin = np.repeat(begin, -(-lengths // LONGEST)) + LONGEST * within_rows(-(-lengths // LONGEST))
+            runs = runs[:, begin]
+            runs[0] = np.diff(np.append(begin, self.points))
         of_tiles = None if self.tiles is None else np.searchsorted(self.tiles[begin], np.arange(tiles + 1))
         step = None if single else strides.tolist()
-        runs = np.ascontiguousarray(runs)
         return FusedLoop(self.expressions, self.stores, runs, step, self.points, self.level, of_tiles)
+
+
+def _slice_of(places: np.ndarray) -> slice | None:
+    """The slice that has some places; None where these do not lie one after the other, as most do."""
+    begin, end = int(places[0]), int(places[-1]) + 1
+    if end - begin != len(places) or not (places[1:] - places[:-1] == 1).all():
+        return None
+    return slice(begin, end)

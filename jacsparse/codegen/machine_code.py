@@ -72,8 +72,8 @@ class MachineCode:
         memories = list(dict.fromkeys([*loads, *(place.memory for _, place in loop.stores)]))
         if not _is_static(loop):
             memories.append(f"runs of loop {number}")
-            runs = loop.runs if loop.strides is not None else loop.runs[:, 1:].T
-            self.runs[memories[-1]] = np.ascontiguousarray(runs)
+            runs = loop.runs.T if loop.strides is not None else loop.runs[1:]
+            self.runs[memories[-1]] = np.ascontiguousarray(runs, np.int64)
         self.memories += [each for each in memories if each not in self.memories and not _is_of_tile(each)]
         return memories
 
@@ -116,7 +116,7 @@ class MachineCode:
             named = {memory: Array(e, each.register) for memory, each in zip(memories, pointers, strict=True)}
             table = named[memories[-1]]
             doubt = Variable(e.value(0.0, FLOATS[self._dtype]))
-            single, strides, width = loop.strides is None, loop.strides or [], loop.runs.shape[1]
+            single, strides, width = loop.strides is None, loop.strides or [], len(loop.runs)
 
             def point(number: Register, starts: Sequence[Any], step: Register | None = None) -> None:
                 """Compute a point: of its own places, or so many steps from those of a run."""
@@ -126,7 +126,7 @@ class MachineCode:
                     n = place.sequence
                     if n not in places:
                         if step is None:
-                            places[n] = table[number + n * len(loop.runs)]
+                            places[n] = table[number + n * loop.runs.shape[1]]
                         else:
                             places[n] = starts[n] + step * strides[n] if strides[n] else starts[n]
                     return named[place.memory], places[n] + place.distance
@@ -156,7 +156,7 @@ class MachineCode:
                     point(number, ())
             elif _is_static(loop):
                 with e.each(first, last) as step:
-                    point(step, loop.runs[0, 1:].tolist(), step)
+                    point(step, loop.runs[1:, 0].tolist(), step)
             else:
                 with e.each(first, last) as number:
                     count, *starts = (table[number * width + n] for n in range(width))
@@ -185,11 +185,11 @@ def _in_memory(dtype: torch.dtype) -> Any:
 
 def _is_static(loop: FusedLoop) -> bool:
     """Whether all points are one run."""
-    return loop.strides is not None and len(loop.runs) == 1 and loop.tiles is None
+    return loop.strides is not None and loop.runs.shape[1] == 1 and loop.tiles is None
 
 
 def _work(loop: FusedLoop) -> np.ndarray:
     """Running total of the work of what a loop counts: points, runs or tiles."""
-    counts = np.ones(loop.points, np.int64) if _is_static(loop) else loop.runs[:, 0]
+    counts = np.ones(loop.points, np.int64) if _is_static(loop) else loop.runs[0]
     works = np.append(0, np.cumsum(counts)) * loop.work // SIMD
     return works if loop.tiles is None else works[loop.tiles]

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Set
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
-from ..runtime import index_dtype
+from ..runtime import index_dtype, unsigned
 from .elements import ElementGraph, in_own_order, unrepeated
-from .kernels import widen_ranges
+from .kernels import SHARED, UNREAD, place_elements, widen_ranges
 
 #: About how many bytes are stored for a tile, which caches shall hold; and at most.
 TILE, MOST_TILE = 2**16, 2**18
 #: The least number of tiles that pay, and of elements on average that a tile stores one after the other.
 FEWEST, FEWEST_TOGETHER = 4, 4
+#: Tiles have a multiple of so many rows where they have many: neighbours that are computed together, of which there are
+#: mostly 2, 3, 4, 6, 8 or 12, are of one tile.
+TOGETHER = 24
 #: What is stored for several tiles must be no more than one part in so many.
 SHARE = 4
-#: In place of the tile of elements that several tiles read, or that none reads.
-SHARED, UNREAD = -1, -2
 
 
 @dataclass(frozen=True)
@@ -63,48 +64,45 @@ class RowTiles:
     def __init__(
         self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, indptr: np.ndarray, *, tiled: bool
     ) -> None:
-        stored = [graph.nodes[place] for place in sorted(graph.stored & needed)]
-        numbers: dict[torch.dtype, list[np.ndarray]] = defaultdict(list)
-        for node in stored:
-            numbers[node.dtype].append(graph.numbers(node))
-        self._stored = {dtype: np.concatenate(those) for dtype, those in numbers.items()}
-        nbytes, rows = sum(node.count * node.dtype.itemsize for node in stored), len(indptr) - 1
-        self.count, self.of_entries = nbytes // TILE, None
+        self._graph, self._stored = graph, [graph.nodes[place] for place in sorted(graph.stored & needed)]
+        nbytes, rows = sum(node.count * node.dtype.itemsize for node in self._stored), len(indptr) - 1
+        self.count, self.of_entries = min(nbytes // TILE, np.iinfo(np.int16).max), None
         if tiled and FEWEST <= self.count <= rows:
-            of_entries = np.repeat((np.arange(rows) * self.count // rows).astype(np.int32), np.diff(indptr))
-            readers = self._readers(graph, needed, entries, of_entries)
-            if self._pays(readers, nbytes):
-                self.of_entries, self.of_elements = of_entries, readers
-            del readers
+            size = rows / self.count
+            if size > 4 * TOGETHER:
+                size = size // TOGETHER * TOGETHER
+                self.count = math.ceil(rows / size)
+            of_entries = np.repeat((np.arange(rows) // size).astype(np.int16), np.diff(indptr))
+            self.of_elements = self._readers(graph, needed, entries, of_entries)
+            self.places, self.scratch, neighbours = self._placed()
+            if self._pays(neighbours, nbytes):
+                self.of_entries = of_entries
         if self.of_entries is None:
-            self.of_elements = np.full(graph.count, SHARED, np.int32)
-        self.places, self.scratch = self._placed(self.of_elements)
-        del self._stored
+            self.of_elements = np.full(graph.count, SHARED, np.int16)
+            self.places, self.scratch, _ = self._placed()
+        del self._graph, self._stored
 
-    def _pays(self, readers: np.ndarray, nbytes: int) -> bool:
+    def _pays(self, neighbours: float, nbytes: int) -> bool:
         """Whether neighbours are mostly of one tile, few elements are of several, and what a tile stores is little."""
-        of_tile = shared = 0
-        for dtype, numbers in self._stored.items():
-            tiles = readers[numbers]
-            if np.count_nonzero(tiles[1:] != tiles[:-1]) * FEWEST_TOGETHER > len(tiles):
-                return False
-            of_tile += dtype.itemsize * int(np.bincount(tiles[tiles >= 0], minlength=1).max())
-            shared += dtype.itemsize * int(np.count_nonzero(tiles == SHARED))
-        return of_tile <= MOST_TILE and SHARE * shared <= nbytes
+        sizes = [(memory.of_tile, count * memory.dtype.itemsize) for memory, count in self.scratch.items()]
+        of_tile, shared = (sum(size for of_tile, size in sizes if of_tile == kind) for kind in (True, False))
+        return neighbours <= 1 / FEWEST_TOGETHER and of_tile <= MOST_TILE and SHARE * shared <= nbytes
 
     def _readers(
         self, graph: ElementGraph, needed: Set[int], entries: np.ndarray, of_entries: np.ndarray
     ) -> np.ndarray:
         """The tile of each element that one alone reads, itself or through others."""
-        first, last = np.full(graph.count, self.count, np.int32), np.full(graph.count, UNREAD, np.int32)
+        first, last = (np.full(graph.count, tile, np.int16) for tile in (self.count, UNREAD))
         tiles = np.repeat(of_entries, entries.shape[1])
-        widen_ranges(0, entries.size, in_own_order(entries).reshape(-1), tiles, tiles, first, last)
+        widen_ranges(0, entries.size, unsigned(in_own_order(entries).reshape(-1)), tiles, tiles, first, last)
         for place in sorted(needed, reverse=True):
             node = graph.nodes[place]
+            if node.operation is None:
+                continue
             where = slice(node.first, node.first + node.count)
             low, high = first[where], last[where]
             for operand in node.operands:
-                numbers = in_own_order(unrepeated(operand))
+                numbers = unsigned(in_own_order(unrepeated(operand)))
                 if len(numbers) == len(low):
                     widen_ranges(0, len(low), numbers, low, high, first, last)
                 else:
@@ -112,16 +110,21 @@ class RowTiles:
         last[first < last] = SHARED
         return last
 
-    def _placed(self, readers: np.ndarray) -> tuple[np.ndarray, dict[Scratch, int]]:
-        """The places of stored elements, those of a tile one after the other, and how many each memory holds."""
-        places, scratch = np.zeros(len(readers), index_dtype(len(readers), 0, 0)), dict[Scratch, int]()
-        for dtype, numbers in self._stored.items():
-            tiles = readers[numbers]
-            shared, own = numbers[tiles == SHARED], numbers[tiles >= 0]
-            places[shared] = np.arange(len(shared))
-            counts = np.bincount(tiles[tiles >= 0], minlength=1)
-            order = np.argsort(readers[own], kind="stable")
-            places[own[order]] = np.arange(len(own)) - np.repeat(np.cumsum(counts) - counts, counts)
-            sizes = {Scratch(dtype): len(shared), Scratch(dtype, of_tile=True): int(counts.max())}
+    def _placed(self) -> tuple[np.ndarray, dict[Scratch, int], float]:
+        """The places of stored elements, those of a tile one after the other, and how many each memory holds.
+
+        Also the largest share of a dtype's elements whose neighbours are of other tiles.
+        """
+        graph, scratch, most = self._graph, dict[Scratch, int](), 0.0
+        places = np.zeros(graph.count, index_dtype(graph.count, 0, 0))
+        for dtype in dict.fromkeys(node.dtype for node in self._stored):
+            nodes = [node for node in self._stored if node.dtype == dtype]
+            # Behind those of tiles there are `UNREAD` and `SHARED`.
+            counts, changes = np.zeros(self.count + 2, np.int64), np.zeros(1, np.int64)
+            for node in nodes:
+                place_elements(node.first, node.first + node.count, self.of_elements, places, counts, changes)
+            *of_tiles, _, shared = counts.tolist()
+            sizes = {Scratch(dtype): shared, Scratch(dtype, of_tile=True): max(of_tiles, default=0)}
             scratch |= {memory: count for memory, count in sizes.items() if count}
-        return places, scratch
+            most = max(most, changes[0] / sum(node.count for node in nodes))
+        return places, scratch, most

@@ -86,7 +86,7 @@ class Folding:
         """
         terms, algebra = self._product(most), self.algebra
         # The term of an entry that has no variable comes first.
-        begins = terms.entries()[1]
+        begins = terms.entries[1]
         constant, varies = terms.variable[begins[:-1]] == NONE, terms.varies
         of_entries = np.where(constant, terms.coefficient[begins[:-1]], 0.0)
         indptr = row_starts(np.diff(begins) - constant, index_dtype(len(terms), 0, 0))

@@ -120,6 +120,9 @@ def _add_equal(begin, end, column, variable, coefficient):
         column[p] = -1
 
 
+# Indices, but for rows, are unsigned: see `unsigned`.
+
+
 @kernel
 def multiply_terms(
     first, last,
@@ -128,32 +131,96 @@ def multiply_terms(
     pairs, starts, column, left, right, coefficient,
 ):  # fmt: skip
     """The terms of rows of a product, or all pairs of terms, beside their second variables in the order of columns."""
+    one = np.uint64(1)
     for row in range(first, last):
-        end = starts[row]
-        for p in range(a_indptr[row], a_indptr[row + 1]):
-            k, x = a_column[p], a_variable[p]
-            for q in range(b_indptr[k], b_indptr[k + 1]):
-                column[end], coefficient[end] = b_column[q], a_coefficient[p] * b_coefficient[q]
+        end, a_begin, a_end = starts[row], a_indptr[row], a_indptr[row + 1]
+        for p in range(a_begin, a_end):
+            k, x, factor = a_column[p], a_variable[p], a_coefficient[p]
+            for q in range(b_indptr[k], b_indptr[np.uint64(k) + one]):
+                column[end], coefficient[end] = b_column[q], factor * b_coefficient[q]
                 if pairs:
                     left[end], right[end] = x, b_variable[q]
                 else:
                     left[end] = max(x, b_variable[q])
-                end += 1
-        _sort(starts[row], end, pairs, column, left, right, coefficient)
-        if not pairs:
-            _add_equal(starts[row], end, column, left, coefficient)
+                end += one
+        # A row of the other matrix is in order.
+        if a_end - a_begin > one:
+            begin = np.int64(starts[row])
+            _sort(begin, np.int64(end), pairs, column, left, right, coefficient)
+            if not pairs:
+                _add_equal(begin, np.int64(end), column, left, coefficient)
 
 
 @kernel
 def add_terms(
-    first, last, indptr, column, variable, coefficient, starts, out_column, out_variable, out_coefficient
+    first, last,
+    a_indptr, a_column, a_variable, a_coefficient,
+    b_indptr, b_column, b_variable, b_coefficient,
+    starts, column, variable, coefficient,
 ):  # fmt: skip
-    """The terms of rows of a sum of matrices, whose terms lie one matrix after the other."""
+    """The terms of rows of a sum of two matrices; places that are left have column -1."""
+    one = np.uint64(1)
     for row in range(first, last):
-        end = starts[row]
-        for part in range(len(indptr)):
-            for p in range(indptr[part, row], indptr[part, row + 1]):
-                out_column[end], out_variable[end], out_coefficient[end] = column[p], variable[p], coefficient[p]
-                end += 1
-        _sort(starts[row], end, False, out_column, out_variable, out_variable, out_coefficient)
-        _add_equal(starts[row], end, out_column, out_variable, out_coefficient)
+        p, a_end, q, b_end, end = a_indptr[row], a_indptr[row + 1], b_indptr[row], b_indptr[row + 1], starts[row]
+        while p < a_end or q < b_end:
+            # Behind the last term of a row comes the other row's.
+            difference = np.int64(q == b_end) - np.int64(p == a_end)
+            if not difference:
+                difference = np.int64(b_column[q]) - np.int64(a_column[p])
+            if not difference:
+                difference = np.int64(b_variable[q]) - np.int64(a_variable[p])
+            if difference >= 0:
+                column[end], variable[end], coefficient[end] = a_column[p], a_variable[p], a_coefficient[p]
+                p += one
+            if not difference:
+                coefficient[end] += b_coefficient[q]
+                q += one
+            if difference < 0:
+                column[end], variable[end], coefficient[end] = b_column[q], b_variable[q], b_coefficient[q]
+                q += one
+            end += one
+        for place in range(end, starts[row + 1]):
+            column[place] = -1
+
+
+@kernel
+def find_entries(first, last, indptr, column, entries, begins):
+    """Where the entries of rows begin, and their terms, which lie next to each other."""
+    count = 0
+    for row in range(first, last):
+        entries[row], before = count, np.int64(-1)
+        for term in range(indptr[row], indptr[row + 1]):
+            if np.int64(column[term]) != before:
+                begins[count], before = term, np.int64(column[term])
+                count += 1
+    entries[last], begins[count] = count, indptr[last]
+
+
+@kernel
+def order_entries(
+    first, last, indptr, begins, left, right, coefficient, numbers, starts, out_left, out_right, out_coefficient
+):  # fmt: skip
+    """Number the entries of a matrix, the first ones of all rows first, then the second ones; their terms likewise."""
+    one, most = np.uint64(1), np.uint64(0)
+    for row in range(first, last):
+        most = max(most, indptr[row + 1] - indptr[row])
+    # Where the next entry, and its terms, of each place in rows come to lie.
+    entries, terms = np.zeros(most + one, np.uint64), np.zeros(most + one, np.uint64)
+    for row in range(first, last):
+        for place, entry in enumerate(range(indptr[row], indptr[row + 1])):
+            entries[place + 1] += one
+            terms[place + 1] += begins[entry + one] - begins[entry]
+    for place in range(most):
+        entries[place + one] += entries[place]
+        terms[place + one] += terms[place]
+    for row in range(first, last):
+        for place, entry in enumerate(range(indptr[row], indptr[row + 1])):
+            number, at = entries[place], terms[place]
+            numbers[entry], starts[number] = number, at
+            for term in range(begins[entry], begins[entry + one]):
+                out_left[at], out_coefficient[at] = left[term], coefficient[term]
+                if len(right):
+                    out_right[at] = right[term]
+                at += one
+            entries[place], terms[place] = number + one, at
+    starts[-1] = len(out_left)

@@ -79,7 +79,8 @@ def _entries(
     for step in folded.steps:
         start = constants if step is folded.steps[-1] else None
         weights = torch.from_numpy(step.coefficient).to(dtype).numpy()
-        computed = sums(graph, step.indptr, [variables[factor] for factor in step.factors], weights, start, dtype)
+        factors = [variables.take(factor, 0) for factor in step.factors]
+        computed = sums(graph, step.indptr, factors, weights, start, dtype)
         # Those of the last step are the entries.
         variables[step.first : step.first + len(computed)] = computed[: len(variables) - step.first]
     return computed

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
-from ..runtime import frozen, index_dtype, row_starts, run_rows
+from ..runtime import frozen, index_dtype, row_starts, run_rows, unsigned
 from ..spgemm import product_pattern
-from .kernels import add_terms, multiply_terms
+from .kernels import add_terms, find_entries, multiply_terms, order_entries
 
 #: The variable of a term that has none.
 NONE = -1
@@ -37,6 +37,13 @@ class TermMatrix:
     column: np.ndarray
     variable: np.ndarray
     coefficient: np.ndarray
+    #: Whether each entry is known to have one term.
+    single: bool = False
+
+    @property
+    def arrays(self) -> tuple[np.ndarray, ...]:
+        """What kernels take."""
+        return unsigned(self.indptr), unsigned(self.column), self.variable, self.coefficient
 
     def __len__(self) -> int:
         return len(self.column)
@@ -45,15 +52,52 @@ class TermMatrix:
         """The matrix of the terms where a mask is true."""
         if selected.all():
             return self
-        arrays = (array[selected] for array in (self.column, self.variable, self.coefficient))
-        return TermMatrix(self.shape, row_starts(selected, np.int64)[self.indptr], *arrays)
+        if not selected.any():
+            selected, indptr = selected[:0], 0 * self.indptr
+        else:
+            indptr = row_starts(selected, np.int64)[self.indptr]
+        column, variable, coefficient = (
+            array[: len(selected)][selected] for array in (self.column, self.variable, self.coefficient)
+        )
+        return TermMatrix(self.shape, indptr, column, variable, coefficient, self.single)
 
+    @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
         """Where the entries of each row begin; and where the terms of each entry do, and end."""
-        first = np.ones(len(self) + 1, np.bool_)
-        np.not_equal(self.column[1:], self.column[:-1], out=first[1:-1])
-        first[self.indptr] = True
-        return row_starts(first[:-1], np.int64)[self.indptr], np.flatnonzero(first)
+        if self.single:
+            return self.indptr, np.arange(len(self) + 1)
+        indptr, begins = np.empty_like(self.indptr), np.empty(len(self) + 1, np.int64)
+        find_entries(0, self.shape[0], unsigned(self.indptr), unsigned(self.column), indptr, begins)
+        return indptr, begins[: indptr[-1] + 1]
+
+    @functools.cached_property
+    def per_row(self) -> tuple[np.ndarray, int, int]:
+        """The number of terms of each row, the least and the most of them."""
+        counts = np.diff(self.indptr)
+        return counts, int(counts.min(initial=len(self))), int(counts.max(initial=0))
+
+    @functools.cached_property
+    def is_diagonal(self) -> bool:
+        """Whether each row has one term, on the diagonal."""
+        rows, columns = self.shape
+        is_square = rows == columns == len(self) and self.per_row[1:] == (1, 1)
+        return is_square and bool((self.column == np.arange(rows)).all())
+
+    @property
+    def nnz(self) -> int:
+        """The number of entries."""
+        return len(self) if self.single else len(self.entries[1]) - 1
+
+    @functools.cached_property
+    def row_counts(self) -> np.ndarray:
+        """The number of entries of each row."""
+        return self.per_row[0] if self.single else np.diff(self.entries[0])
+
+    @functools.cached_property
+    def column_counts(self) -> np.ndarray:
+        """The number of entries of each column."""
+        columns = self.column if self.single else self.column[self.entries[1][:-1]]
+        return np.bincount(columns, minlength=self.shape[1])
 
     @functools.cached_property
     def varies(self) -> np.ndarray:
@@ -63,8 +107,7 @@ class TermMatrix:
     @functools.cached_property
     def pattern(self) -> Pattern:
         """The positions of the entries."""
-        (rows, columns), (indptr, begins) = self.shape, self.entries()
-        nnz = len(begins) - 1
+        (rows, columns), (indptr, begins), nnz = self.shape, self.entries, self.nnz
         if nnz == rows * columns:
             return Pattern.of(Full(rows, columns))
         dtype = index_dtype(nnz, rows, columns)
@@ -86,7 +129,7 @@ def terms_at(
     variables = np.full(nnz, variable, index_dtype(most, 0, 0))
     coefficients = np.full(nnz, coefficient, np.float64)
     indptr = pattern.indptr.astype(np.int64)
-    return TermMatrix(pattern.shape, indptr, columns, variables, coefficients).at(pattern)
+    return TermMatrix(pattern.shape, indptr, columns, variables, coefficients, True).at(pattern)
 
 
 @dataclass(frozen=True)
@@ -123,19 +166,25 @@ class Algebra:
     steps: list[WeightedSums] = field(default_factory=list)
     terms: int = 0
 
-    def pattern_of(self, matrix: TermMatrix) -> Pattern:
-        """The pattern of a matrix."""
-        return matrix.pattern
+    def nnz_of(self, matrix: TermMatrix) -> int:
+        """The number of entries of a matrix."""
+        return matrix.nnz
+
+    def product_work(self, left: TermMatrix, right: TermMatrix) -> int:
+        """The number of pairs of entries that meet in a product."""
+        if right.single and right.per_row[1] == right.per_row[2]:
+            return left.nnz * right.per_row[2]
+        return int(left.column_counts @ right.row_counts)
 
     def products(self, lefts: Sequence[TermMatrix], rights: Sequence[TermMatrix]) -> list[list[TermMatrix]]:
         """The products of each one of some matrices with each one of others."""
 
         def uses_of_left(left: TermMatrix) -> np.ndarray:
-            return np.sum([np.diff(right.indptr)[left.column] for right in rights], 0)
+            return np.sum([right.per_row[0][left.column] for right in rights], 0)
 
         def uses_of_right(right: TermMatrix) -> np.ndarray:
             columns = np.concatenate([left.column for left in lefts])
-            return np.repeat(np.bincount(columns, minlength=right.shape[0]), np.diff(right.indptr))
+            return np.repeat(np.bincount(columns, minlength=right.shape[0]), right.per_row[0])
 
         if not rights:
             return [[] for _ in lefts]
@@ -151,10 +200,10 @@ class Algebra:
         Its variables are summed where a product with other variables needs their sums, or where products have fewer
         terms then than it takes to sum.
         """
-        if terms.pattern.nnz == len(terms) or not terms.varies.any():
+        if terms.nnz == len(terms) or not terms.varies.any():
             return terms
         if not any(other.varies.any() for other in others):
-            times, begins = uses(terms), terms.entries()[1][:-1]
+            times, begins = uses(terms), terms.entries[1][:-1]
             if times.sum() <= len(terms) + times[begins].sum():
                 return terms
         return self._summed(terms)
@@ -182,39 +231,58 @@ class Algebra:
         return total.at(pattern.scaled()) if all(pattern == each.pattern for each in terms) else total
 
     def _sum(self, parts: Sequence[TermMatrix]) -> TermMatrix:
-        if len(parts) == 1:
-            return parts[0]
-        offsets = row_starts(np.array([len(part) for part in parts]), np.int64)[:-1, None]
-        indptr = np.stack([part.indptr for part in parts]) + offsets
-        columns, variables, coefficients = (
-            np.concatenate(each) for each in zip(*((t.column, t.variable, t.coefficient) for t in parts), strict=True)
-        )
-        starts = np.sum([part.indptr for part in parts], 0)
-        results = [np.empty_like(each) for each in (columns, variables, coefficients)]
-        run_rows(add_terms, starts, indptr, columns, variables, coefficients, starts, *results)
-        return TermMatrix(parts[0].shape, starts, *results)[results[0] >= 0]
+        """The sum of matrices, two by two."""
+        parts = [part for part in parts if len(part)] or parts[:1]
+        while len(parts) > 1:
+            pairs = zip(parts[::2], parts[1::2], strict=False)
+            parts = [*(self._sum_of_two(*pair) for pair in pairs), *parts[len(parts) // 2 * 2 :]]
+        return parts[0]
+
+    def _sum_of_two(self, a: TermMatrix, b: TermMatrix) -> TermMatrix:
+        starts, count = a.indptr + b.indptr, len(a) + len(b)
+        column, coefficient = np.empty(count, a.column.dtype), np.empty(count)
+        variable = np.empty(count, np.promote_types(a.variable.dtype, b.variable.dtype))
+        results = column, variable, coefficient
+        run_rows(add_terms, starts, *a.arrays, *b.arrays, unsigned(starts), *results)
+        return TermMatrix(a.shape, starts, *results)[column >= 0]
 
     def _product(self, a: TermMatrix, b: TermMatrix, *, of_variables: bool = False) -> tuple[TermMatrix, np.ndarray]:
         """The product of two matrices, one without variables; or all pairs of theirs, and their second factors."""
-        starts = row_starts(np.diff(b.indptr)[a.column], np.int64)[a.indptr]
+        counts, least, most = b.per_row
+        starts = a.indptr * most if least == most else row_starts(counts[a.column], np.int64)[a.indptr]
         total = int(starts[-1])
         self.terms += total
         if self.terms > self.limit:
             entries = product_pattern(a.pattern, b.pattern).nnz + sum(a.shape) + sum(b.shape) if self.grows else 0
             if self.terms > TERMS_PER_ENTRY * entries:
                 raise NotFoldableError("its paths meet in too many terms")
+        if a.is_diagonal or b.is_diagonal:
+            return self._scaled(a, b, of_variables)
         column, coefficient = np.empty(total, b.column.dtype), np.empty(total)
         variable = np.empty(total, np.promote_types(a.variable.dtype, b.variable.dtype))
         right = np.empty(total, b.variable.dtype) if of_variables else variable
-        factors = [each for t in (a, b) for each in (t.indptr, t.column, t.variable, t.coefficient)]
-        run_rows(multiply_terms, starts, *factors, of_variables, starts, column, variable, right, coefficient)
-        return TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient)[column >= 0], right
+        results = column, variable, right, coefficient
+        run_rows(multiply_terms, starts, *a.arrays, *b.arrays, of_variables, unsigned(starts), *results)
+        single = b.single and a.per_row[2] <= 1
+        product = TermMatrix((a.shape[0], b.shape[1]), starts, column, variable, coefficient, single)
+        return product if of_variables else product[column >= 0], right
+
+    def _scaled(self, a: TermMatrix, b: TermMatrix, of_variables: bool) -> tuple[TermMatrix, np.ndarray]:
+        """As `_product`, of a matrix and a diagonal one."""
+        other, diagonal = (b, a) if a.is_diagonal else (a, b)
+        counts, least, most = other.per_row
+        rows = np.arange(len(counts)) if least == most == 1 else np.repeat(np.arange(len(counts)), counts)
+        which = rows if a.is_diagonal else other.column
+        of_diagonal, coefficient = diagonal.variable[which], other.coefficient * diagonal.coefficient[which]
+        left, right = (of_diagonal, other.variable) if a.is_diagonal else (other.variable, of_diagonal)
+        left = left if of_variables else np.maximum(left, right)
+        return TermMatrix(other.shape, other.indptr, other.column, left, coefficient, other.single), right
 
     def _summed(self, terms: TermMatrix) -> TermMatrix:
         """The same matrix with one variable for each entry that has several."""
         varies = terms.varies
         variables = terms[varies]
-        counts = np.diff(variables.entries()[1])
+        counts = np.diff(variables.entries[1])
         several = np.repeat(counts > 1, counts)
         if not several.any():
             return terms
@@ -222,18 +290,18 @@ class Algebra:
 
     def _step(self, terms: TermMatrix, right: np.ndarray | None) -> TermMatrix:
         """Add a step whose variables are the entries of a matrix, and return it with these."""
-        indptr, begins = terms.entries()
-        count = len(begins) - 1
-        # The first entries of all rows come first, then the second ones: on a grid, neighbours have the same terms.
-        place = np.arange(count) - np.repeat(indptr[:-1], np.diff(indptr))
-        order = np.argsort(place.astype(np.min_scalar_type(place.max(initial=0))), kind="stable")
-        counts = np.diff(begins)[order]
-        starts = row_starts(counts, index_dtype(len(terms), 0, 0))
-        of_entries = np.repeat(begins[order] - starts[:-1], counts) + np.arange(len(terms))
-        left, coefficient = terms.variable[of_entries], terms.coefficient[of_entries]
-        right = None if right is None else right[of_entries]
+        (indptr, begins), count, left, coefficient = terms.entries, terms.nnz, terms.variable, terms.coefficient
+        columns = terms.column if count == len(terms) else terms.column[begins[:-1]]
+        numbers = np.arange(count, dtype=index_dtype(self.variables + count, 0, 0))
+        starts = begins.astype(index_dtype(len(terms), 0, 0))
+        if terms.row_counts.max(initial=0) > 1:
+            second = left[:0] if right is None else right
+            ordered = [np.empty_like(each) for each in (left, second, coefficient)]
+            factors = unsigned(indptr), unsigned(begins), left, second, coefficient
+            order_entries(0, terms.shape[0], *factors, numbers, starts, *ordered)
+            left, second, coefficient = ordered
+            right = None if right is None else second
+        numbers += numbers.dtype.type(self.variables)
         self.steps.append(WeightedSums(self.variables, starts, left, right, coefficient))
-        numbers = np.empty(count, index_dtype(self.variables + count, 0, 0))
-        numbers[order] = np.arange(self.variables, self.variables + count)
         self.variables += count
-        return TermMatrix(terms.shape, indptr, terms.column[begins[:-1]], numbers, np.ones(count))
+        return TermMatrix(terms.shape, indptr, columns, numbers, np.ones(count), True)

@@ -102,9 +102,13 @@ class Accumulation:
             Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key, self.matrices[right].stored.shape)
         )
 
-    def pattern_of(self, matrix: int) -> Pattern:
-        """The pattern of a matrix."""
-        return self.matrices[matrix].pattern
+    def nnz_of(self, matrix: int) -> int:
+        """The number of entries of a matrix."""
+        return self.matrices[matrix].pattern.nnz
+
+    def product_work(self, left: int, right: int) -> int:
+        """The number of pairs of entries that meet in a product."""
+        return multiply_adds(self.matrices[left].pattern, self.matrices[right].pattern)
 
     def _append(self, matrix: Matrix) -> int:
         self.matrices.append(matrix)

@@ -9,21 +9,20 @@ from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ..patterns import Pattern
-from ..spgemm import multiply_adds
-
 #: A matrix by its number in an `Accumulation`, or in another representation.
 Matrix = TypeVar("Matrix")
 
 
 class Arithmetic(Protocol[Matrix]):
-    """Products and sums of matrices in some representation, and their patterns."""
+    """Products and sums of matrices in some representation, their numbers of entries, and of pairs that meet."""
 
     def products(self, lefts: Sequence[Matrix], rights: Sequence[Matrix], /) -> list[list[Matrix]]: ...
 
     def add(self, terms: Sequence[Matrix], /) -> Matrix: ...
 
-    def pattern_of(self, matrix: Matrix, /) -> Pattern: ...
+    def nnz_of(self, matrix: Matrix, /) -> int: ...
+
+    def product_work(self, left: Matrix, right: Matrix, /) -> int: ...
 
 
 def eliminate(
@@ -52,19 +51,19 @@ def eliminate(
             after[source][target] = terms = [arithmetic.add(terms)]
         return terms[0]
 
-    #: By vertex, the multiply-adds of an edge into it and one out of it, beside the patterns that they hold for.
-    costs: dict[Hashable, dict[Hashable, tuple[Pattern, Pattern, int]]] = defaultdict(dict)
+    #: By vertex, the multiply-adds of an edge into it and one out of it, beside the matrices that they hold for.
+    costs: dict[Hashable, dict[Hashable, tuple[Matrix, Matrix, int]]] = defaultdict(dict)
 
     def cost(vertex: Hashable) -> int:
         sources, targets, known = before.get(vertex, set()), after.get(vertex, {}), costs[vertex]
-        lefts = {source: arithmetic.pattern_of(merged(source, vertex)) for source in sources}
-        rights = {target: arithmetic.pattern_of(merged(vertex, target)) for target in targets}
+        lefts = {source: merged(source, vertex) for source in sources}
+        rights = {target: merged(vertex, target) for target in targets}
         # An entry of an edge that goes is one term less of sums, or of products to come.
-        total = -sum(pattern.nnz for pattern in (*lefts.values(), *rights.values()))
+        total = -sum(map(arithmetic.nnz_of, (*lefts.values(), *rights.values())))
         for path in itertools.product(sources, targets):
             left, right = lefts[path[0]], rights[path[1]]
             if path not in known or known[path][0] is not left or known[path][1] is not right:
-                known[path] = left, right, multiply_adds(left, right)
+                known[path] = left, right, arithmetic.product_work(left, right)
             total += 2 * known[path][2]
         return total
 
@@ -76,7 +75,7 @@ def eliminate(
         for source, of_source in zip(sources, arithmetic.products(lefts, rights), strict=True):
             del after[source][vertex]
             for target, product in zip(targets, of_source, strict=True):
-                if arithmetic.pattern_of(product).nnz:
+                if arithmetic.nnz_of(product):
                     after[source].setdefault(target, []).append(product)
                     before.setdefault(target, set()).add(source)
         for target in after.pop(vertex, {}):
