@@ -9,8 +9,8 @@ import torch
 
 from ..runtime import before_captures, on_device
 
-#: The most tensors of one key whose outcomes are remembered.
-_MOST = 64
+#: Tensors of one key from which on those that are gone are forgotten.
+_MANY = 64
 
 
 class Comparisons:
@@ -35,7 +35,8 @@ class Comparisons:
             return known[2]
         before_captures("an index or a mask of this version was not compared with that of the patterns", tensor.device)
         outcome = compare()
-        if len(outcomes) >= _MOST:
-            outcomes.clear()
+        if len(outcomes) >= _MANY:
+            for number in [number for number, (reference, *_) in outcomes.items() if reference() is None]:
+                del outcomes[number]
         outcomes[id(tensor)] = weakref.ref(tensor), version, outcome
         return outcome
