@@ -165,7 +165,7 @@ class _SoftmaxRule(_AxisLineRule):
         """The values of single entries of the Jacobian, which is symmetric."""
         y = call.output.detach().reshape(len(call.output), -1).T.contiguous()
         of_rows = gathered(y, pattern.rows)
-        of_diagonal = uploaded(pattern.on_diagonal, y.device, None)[:, None]
+        of_diagonal = uploaded(pattern._on_diagonal, y.device, None)[:, None]
         return torch.where(of_diagonal, of_rows, 0.0) - of_rows * gathered(y, pattern.indices)
 
     def factors(self, call: Call, lines: _Lines) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:

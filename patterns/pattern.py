@@ -133,7 +133,7 @@ class Pattern:
         return frozen(np.repeat(np.arange(self.shape[0], dtype=dtype), self.structure.row_counts()))
 
     @functools.cached_property
-    def on_diagonal(self) -> np.ndarray:
+    def _on_diagonal(self) -> np.ndarray:
         """Whether each entry is on the main diagonal; read-only, bool, shape ``(nnz,)``."""
         return frozen(self.rows == self.indices)
 

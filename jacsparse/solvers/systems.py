@@ -123,11 +123,7 @@ class BlockTriangular:
                 "values of shape (nnz, batch) or (nnz, 1)"
             )
         elif diagonal and block.ndim in (1, 2):
-            if block.ndim == 2 and block.shape[0] == block.shape[1] > 1:
-                raise ValueError(
-                    f"{name} has shape {tuple(block.shape)}, which is a matrix or a diagonal for each sample; pass a "
-                    "matrix as (1, n, n), or diagonals as a SparseJacobian"
-                )
+            _check_unambiguous(name, block)
             result = diagonal_block(_part(name, block, like, self._check_finite))
         elif block.ndim == 3 or (block.ndim == 2 and not diagonal):
             matrices = block.detach() if block.ndim == 3 else block.detach()[None]
@@ -233,13 +229,16 @@ class BlockBidiagonal(BlockTriangular):
         The l + 1 right-hand sides.
     inverse_diagonal : sequence, optional
         ``D_k⁻¹``, l + 1 of them.
+    diagonal : sequence, optional
+        ``D_k`` instead, which are inverted: a Tensor ``(n,)`` or ``(batch, n)`` for a diagonal, ``(batch, n, n)`` for
+        matrices, or a SparseJacobian.
     upper : bool
         Whether this is an upper triangular system.
 
     Raises
     ------
     TypeError, ValueError
-        Where there are no blocks, a block is not finite or does not fit; the message names it.
+        Where there are no blocks, a block is singular, not finite or does not fit; the message names it.
 
     Notes
     -----
@@ -262,12 +261,17 @@ class BlockBidiagonal(BlockTriangular):
         right: Sequence[torch.Tensor],
         *,
         inverse_diagonal: Sequence[Any] | None = None,
+        diagonal: Sequence[Any] | None = None,
         upper: bool = True,
     ) -> None:
         if not off_diagonal:
             raise ValueError("off_diagonal is empty; a system of no layers has nothing to solve")
         if len(right) != len(off_diagonal) + 1:
             raise ValueError(f"right has {len(right)} parts; expected {len(off_diagonal) + 1}, one more than blocks")
+        if diagonal is not None:
+            if inverse_diagonal is not None:
+                raise ValueError("diagonal and inverse_diagonal are both given; pass one of them")
+            inverse_diagonal = [_inverted(f"diagonal[{node}]", block) for node, block in enumerate(diagonal)]
         places = {(k, k + 1) if upper else (k + 1, k): block for k, block in enumerate(off_diagonal)}
         super().__init__(places, right, inverse_diagonal=inverse_diagonal)
 
@@ -292,3 +296,40 @@ def _check_numbers(name: str, values: torch.Tensor, like: torch.Tensor, check_fi
         raise ValueError(f"{name} is on {values.device} and right[0] on {like.device}; move them to one device")
     if check_finite and not values.is_meta and not bool(values.isfinite().all()):
         raise ValueError(f"{name} has elements that are not finite; solvers would spread them to all parts")
+
+
+def _check_unambiguous(name: str, block: torch.Tensor) -> None:
+    if block.ndim == 2 and block.shape[0] == block.shape[1] > 1:
+        raise ValueError(
+            f"{name} has shape {tuple(block.shape)}, which is a matrix or a diagonal for each sample; pass a matrix as "
+            "(1, n, n), or diagonals as a SparseJacobian"
+        )
+
+
+def _inverted(name: str, block: Any) -> Any:
+    """The inverse of a diagonal block; ValueError where it is singular."""
+    if block is None:
+        return None
+    if isinstance(block, SparseJacobian):
+        if isinstance(block.pattern.structure, Diagonal):
+            return _reciprocal(name, block.values.T)
+        block = torch.stack([block.todense(sample) for sample in range(block.batch)])
+    if not isinstance(block, torch.Tensor):
+        raise TypeError(f"{name} is {a_type(block)}; expected a SparseJacobian or a torch.Tensor")
+    if not block.is_floating_point():
+        raise TypeError(f"{name} is {block.dtype}; expected float32 or float64")
+    _check_unambiguous(name, block)
+    if block.ndim in (1, 2):
+        return _reciprocal(name, block)
+    if block.ndim != 3 or block.shape[1] != block.shape[2]:
+        raise ValueError(f"{name} has shape {tuple(block.shape)}; expected (n,) or (batch, n), or (batch, n, n)")
+    inverse, info = torch.linalg.inv_ex(block)
+    if bool(info.any()):
+        raise ValueError(f"{name} is singular; its system has no one solution")
+    return inverse
+
+
+def _reciprocal(name: str, values: torch.Tensor) -> torch.Tensor:
+    if bool((values == 0).any()):
+        raise ValueError(f"{name} is singular: a zero on its diagonal; where the inverse is known, as f', pass that")
+    return values.reciprocal()

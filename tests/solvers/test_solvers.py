@@ -597,6 +597,12 @@ def test_bad_systems() -> None:
         BlockBidiagonal([eye / 0], [ones] * 2)
     with pytest.raises(ValueError, match=r"right\[1\] has elements that are not finite"):
         BlockBidiagonal([eye], [ones, ones * math.nan])
+    with pytest.raises(ValueError, match=r"diagonal\[1\] is singular: a zero on its diagonal"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[None, torch.tensor([1.0, 0.0])])
+    with pytest.raises(ValueError, match=r"diagonal\[0\] is singular"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[torch.ones(1, 2, 2), None])
+    with pytest.raises(ValueError, match="both given"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[None] * 2, inverse_diagonal=[None] * 2)
     with pytest.raises(TypeError, match=r"off_diagonal\[0, 1\] is a list; expected a SparseJacobian or a torch.Tensor"):
         BlockBidiagonal([[1.0]], [ones] * 2)
     with pytest.raises(TypeError, match=r"right\[0\] is torch.int64; expected float32 or float64"):
@@ -605,10 +611,14 @@ def test_bad_systems() -> None:
         BlockBidiagonal([eye.double()], [ones] * 2)
     with pytest.raises(ValueError, match=r"off_diagonal\[0, 1\] has 3 samples; the right-hand sides have 1"):
         BlockBidiagonal([eye.expand(3, 2, 2)], [ones] * 2)
+    with pytest.raises(ValueError, match=r"diagonal\[0\] has shape \(2, 2\), which is a matrix or a diagonal for each"):
+        BlockBidiagonal([eye], [torch.ones(2, 2)] * 2, diagonal=[eye, None])
     with pytest.raises(ValueError, match=r"inverse_diagonal\[0\] has shape \(2, 2\), which is a matrix or a diagonal"):
         BlockBidiagonal([eye], [torch.ones(2, 2)] * 2, inverse_diagonal=[eye, None])
     with pytest.raises(ValueError, match=r"right\[0\] has 2 samples, and another part 3"):
         BlockBidiagonal([eye], [torch.ones(2, 2), torch.ones(3, 2)])
+    with pytest.raises(TypeError, match=r"diagonal\[0\] is torch.int64"):
+        BlockBidiagonal([eye], [ones] * 2, diagonal=[torch.ones(2, dtype=torch.int64), None])
     with pytest.raises(ValueError, match="depend on each other in a circle"):
         BlockTriangular({(0, 1): eye, (1, 0): eye}, [ones] * 2)
     for groups, message in [
