@@ -103,7 +103,7 @@ def chain_subject(network: Network) -> Subject:
     def observed_pattern(record: Record, edge: Edge, sample: int) -> Pattern:
         if edge.shared or edge.coupling:
             return edge.transposed_pattern
-        values = record.values(edge, slice(sample, sample + 1))[:, 0]
+        values = record.transposed_values(edge, slice(sample, sample + 1))[:, 0]
         return without_zeros(edge.transposed_pattern, values.cpu().numpy())
 
     def nonzero_operands(record: Record, entrywise: Sequence[int], sample: int) -> dict[int, np.ndarray]:

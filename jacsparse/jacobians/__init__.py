@@ -6,12 +6,16 @@
 ``jacobian(f, x)``, of which `unprepared` is the way
     1. `Arguments.of_call` checks what was passed, and `module_and_batch` (`flat_function`) makes `f` a module of one
        flat tensor, unless it is a module of one batch.
-    2. `traced` runs that under `capture`, and finds the run's `Graph` by its key. The `Trace` that it returns has the
-       tensors, numbers and nodes of this very run.
-    3. `chain_of_trace` has the chain of local Jacobians that the first run of the graph made. Where its patterns leave
-       out zeros, each run is asked whether they still are.
-    4. The chain's `JacobianPlan` has the way to the values that the first run chose (`choice`): `Evaluator.values`
-       computes them of the trace, as ``(nnz, batch)`` in the order of the pattern's entries, which is that of CSR.
+    2. `traced` runs that under `capture`, and finds the run's `Graph` by its key, the number of registered rules, and
+       the contents of indices and masks. The `Trace` that it returns has the tensors, numbers and nodes of this very
+       run.
+    3. `chain_of_trace` finds the chain of local Jacobians by that graph and by whose weights they are; the first run
+       made it. Where its patterns leave out zeros, each run is asked whether they still are.
+    4. `plan_of` finds the chain's `JacobianPlan`, and in it, by the numbers that are constants, the way to the values
+       that the first run chose (`choice`): `Evaluator.values` computes them of the trace, as ``(nnz, batch)`` in the
+       order of the pattern's entries, which is that of CSR. Of `ChainProducts` that is `Chain.products`, which runs the
+       `Accumulation`: `LocalJacobian.transposed_values` of each operator, by its rule, and `ProductPlan.multiply`,
+       whose plan is found by digests of patterns.
 
     What 2. to 4. find are functions of the key, made once; only what is in the trace goes into values. A weight's zero
     that is filled widens the chain's pattern, which stays so.
@@ -26,8 +30,9 @@
        compares the arguments' form, and `_program` finds the program for the number of samples and the constants among
        them, or makes one, by a run of `f`.
     2. `PreparedProgram.__call__` calls `FusedValues`, if the evaluator has these and they read arguments and captures
-       alone; all pruned weights that have to be looked at are captures themselves (`_hold`), and no others are computed
-       from them; no value was registered; the call has no gradients; and nothing is returned beside the values.
+       alone; each pruned weight that has to be looked at is itself a capture (`_hold`); no value was registered; the
+       call has no gradients; and nothing is returned beside the values. `FusedValues` writes addresses into a table
+       that `interpret` or machine code reads.
     3. Else it makes a replay, of `Trace.replayed`, by `Evaluator.values`. `ChainProducts` asks the trace for tensors,
        which are computed then, as does `_check_weights`; the others have the forward pass among their own calls, which
        begin with `TracedFunction.inputs`. They call `FusedValues`, too, where there are such.

@@ -111,7 +111,7 @@ def _rounding_of_product(f: Callable[..., Any], arguments: Arguments, g: torch.T
                 sums = defaultdict[Any, Any](float, {stage.stop: terms})
                 for edge in reversed(stage.edges):
                     if edge.target in sums:
-                        values = LocalJacobian(edge, trace).values.abs()
+                        values = LocalJacobian(edge, trace).transposed_values.abs()
                         sums[edge.source] += times(edge.transposed_pattern, values, sums[edge.target])
                 if stage.start not in sums:
                     return 0.0

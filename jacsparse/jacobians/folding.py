@@ -147,7 +147,7 @@ class Folding:
         # A pruned weight varies where it is not zero; a mask that selects is a part of the program.
         selects = edge.call.sources is not None or any(not weight.floating for weight in edge.omissions)
         if edge.shared and (selects or not self._varies(edge, operation)):
-            return LocalJacobian(edge, self.function.trace).values[:, 0].numpy(force=True)
+            return LocalJacobian(edge, self.function.trace).transposed_values[:, 0].numpy(force=True)
         if not is_elementwise(edge):
             selection = selection_of(edge, self.function.trace) if self.by_factors else None
             if selection is not None:

@@ -241,6 +241,6 @@ class _Weights(NamedTuple):
     def values(self, trace: Trace) -> np.ndarray:
         """The numbers in a run."""
         if self.name is None:
-            return LocalJacobian(self.edge, trace).values.numpy().reshape(-1)
+            return LocalJacobian(self.edge, trace).transposed_values.numpy().reshape(-1)
         weight = trace.elements(self.edge.operation.number_of(self.name)).detach()
         return weight.to(trace.input.dtype).resolve_neg().numpy().reshape(-1)

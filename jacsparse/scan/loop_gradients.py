@@ -10,7 +10,7 @@ import torch
 
 from ..patterns import Layout
 from ..stages import GRADIENT_BYTES, Loop, Record, add_gradients, walk
-from ..tracing import Node, Rewrite, Trace, Value, edge_of, referred
+from ..tracing import Node, Rewrite, Trace, Value, gradient_edge_of, referred
 
 #: Solves ``g[t] = A[t] g[t + 1] + b[t]`` for the gradients of a loop's states, from A, b and the one after the last.
 Solve = Callable[[Loop, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -49,7 +49,7 @@ def pull_back_through_loops(
     def go_back(gradients: Mapping[int, torch.Tensor], remaining: int) -> None:
         """Take gradients of values on, to the outputs of the first loops, or past all to the start and to externals."""
         ends = {value: trace.gradient_edge(value) for value in {start}.union(*exits[:remaining])}
-        ends |= {value: edge_of(trace.tensor(value)) for value in places}
+        ends |= {value: gradient_edge_of(trace.tensor(value)) for value in places}
         edges = {value: edge for value, edge in ends.items() if edge is not None}
         starts = []
         for value, of_value in gradients.items():

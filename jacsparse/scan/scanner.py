@@ -302,7 +302,7 @@ def _through(record: Record, vectors: torch.Tensor, samples: slice) -> torch.Ten
     stage, gradients = record.stage, {record.stage.stop: vectors}
     for edge in reversed(stage.edges):
         if edge.target in gradients:
-            product = matvec(edge.transposed_pattern, record.values(edge, samples), gradients[edge.target])
+            product = matvec(edge.transposed_pattern, record.transposed_values(edge, samples), gradients[edge.target])
             gradients[edge.source] = gradients[edge.source] + product if edge.source in gradients else product
     if stage.start not in gradients:
         return vectors.new_zeros((math.prod(stage.in_shape), vectors.shape[1]))

@@ -150,7 +150,7 @@ class GraphSystem(RecordedSystem):
             sizes[record.stage.stop] = math.prod(record.output.shape[1:])
             for edge in record.stage.edges:
                 terms.setdefault((edge.source, edge.target), []).append(
-                    Block(edge.transposed_pattern, record.values(edge))
+                    Block(edge.transposed_pattern, record.transposed_values(edge))
                 )
                 sizes[edge.source], sizes[edge.target] = edge.transposed_pattern.shape
         self.nodes = {vertex: node for node, vertex in enumerate(sorted(sizes))}

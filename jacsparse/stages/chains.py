@@ -220,7 +220,7 @@ class Chain:
         if self.accumulation.result is None:
             return SparseJacobian(self.pattern, x.new_empty((0, len(x))))
         values = self.accumulation.run(
-            lambda key: records[key[0]].values(key[1]),
+            lambda key: records[key[0]].transposed_values(key[1]),
             lambda span, matrix: pull_back_all(records[span[0] : span[1] + 1], matrix),
             transposed=True,
         )
@@ -348,7 +348,8 @@ def refuse_other_derivatives(records: Sequence[Record], what: str) -> None:
         if not len(x):
             continue
         g = torch.randn((record.batch, *call.out_shape), generator=torch.Generator().manual_seed(0), device="cpu").to(x)
-        registered = matvec(edge.transposed_pattern, record.values(edge), g.reshape(len(g), -1).T.contiguous()).T
+        vectors = g.reshape(len(g), -1).T.contiguous()
+        registered = matvec(edge.transposed_pattern, record.transposed_values(edge), vectors).T
         expected = record.call(edge).vjp(g).reshape(registered.shape)
         if not agree(registered, expected):
             raise UnsupportedOperatorError(

@@ -10,7 +10,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from ..patterns import gradients_of
-from ..tracing import apply_node, edge_of, ending_at, has_node_hooks, is_hooked, with_all_gradients
+from ..tracing import apply_node, ending_at, gradient_edge_of, has_node_hooks, is_hooked, with_all_gradients
 from .record import Record
 
 #: Where a walk ends: an edge of autograd's graph, and the tensor whose gradient it has.
@@ -55,7 +55,7 @@ def pull_back(
     together = [place for place in tensors if place not in alone] if alone else list(tensors)
     hooked = [record for record in strict if has_hooks(record, of_nodes=True)] if strict else []
     hooks = [(record, *pair) for record in hooked for pair in _around_hooks(record)] if hooked else []
-    edges = [edge_of(tensors[place]) for place in together]
+    edges = [gradient_edge_of(tensors[place]) for place in together]
     wanted: list[Any] = [trace.gradient_edge(record.stage.start) for record in inputs]
     wanted += edges
     for _, *pair in hooks:
@@ -77,7 +77,7 @@ def pull_back(
         for record in records:
             if has_hooks(record, of_nodes=True):
                 raise _hidden(record, tensors[alone[0]])
-        ends = [(edge_of(tensors[place]), tensors[place]) for place in alone]
+        ends = [(gradient_edge_of(tensors[place]), tensors[place]) for place in alone]
         start = trace.gradient_edge(records[-1].stage.start)
         behind = [] if start is None else [(start, records[-1].input)]
         gradients |= zip(alone, walk([(output, gradient)], [*ends, *behind]), strict=False)

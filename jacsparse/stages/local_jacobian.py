@@ -55,7 +55,7 @@ class LocalJacobian:
         self._whole = self._count == len(self.trace.input)
 
     @property
-    def values(self) -> torch.Tensor:
+    def transposed_values(self) -> torch.Tensor:
         """Values of the transposed Jacobian, ``(nnz, batch)``, or ``(nnz, 1)`` where all samples share them."""
         edge = self.edge
         if not edge.transposed_pattern.nnz:

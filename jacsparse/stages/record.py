@@ -76,7 +76,7 @@ class Record:
         accumulation, pattern = self.stage.accumulation, self.stage.transposed_pattern
         if accumulation.result is None:
             return SparseJacobian(pattern, self.input.detach().new_empty((0, len(range(self.batch)[samples]))))
-        return self._jacobian(pattern, lambda: accumulation.run(lambda edge: self.values(edge, samples)))
+        return self._jacobian(pattern, lambda: accumulation.run(lambda edge: self.transposed_values(edge, samples)))
 
     def _jacobian(self, pattern: Pattern, values: Callable[[], torch.Tensor]) -> SparseJacobian:
         try:
@@ -85,9 +85,9 @@ class Record:
             rows, columns = pattern.shape
             raise torch.OutOfMemoryError(f"{self.stage.path}, {rows:,} × {columns:,}: {error}") from error
 
-    def values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
+    def transposed_values(self, edge: Edge, samples: slice = slice(None)) -> torch.Tensor:
         """Values of one operator's transposed Jacobian, ``(nnz, batch)`` or ``(nnz, 1)``."""
-        return LocalJacobian(edge, self.trace, samples).values
+        return LocalJacobian(edge, self.trace, samples).transposed_values
 
     def pull_back_columns(self, gradients: ScaledGradients) -> ScaledGradients:
         """``Jᵀ g`` for many gradients of each sample, by the operators' own backward."""
@@ -100,9 +100,9 @@ class Record:
             if isinstance(edge.transposed_pattern.structure, Identity):
                 pass
             elif isinstance(edge.transposed_pattern.structure, Diagonal):
-                gradient = gradient.times(self.values(edge).T)
+                gradient = gradient.times(self.transposed_values(edge).T)
             elif edge.rule.has_registered_values:
-                values, of_output = self.values(edge), gradient.product()
+                values, of_output = self.transposed_values(edge), gradient.product()
                 vectors = of_output.reshape(math.prod(columns), -1).T.contiguous()
                 if values.shape[1] > 1:
                     values = values.repeat(1, columns[0])

@@ -67,7 +67,7 @@ def has_node_hooks(node: Any) -> bool:
     return False
 
 
-def edge_of(tensor: torch.Tensor) -> GradientEdge:
+def gradient_edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Where autograd has a tensor's gradient, of a sparse leaf too: PyTorch's function takes a view of a leaf."""
     if tensor.grad_fn is not None or tensor.layout == torch.strided:
         return get_gradient_edge(tensor)

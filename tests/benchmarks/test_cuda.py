@@ -376,7 +376,7 @@ def test_kernels_of_a_device_are_run_again_and_left_out() -> None:
         (record,) = jacsparse.chain(nn.ReLU(), (2, 3, 3)).run(torch.randn(1, 2, 3, 3))
         (edge,) = record.stage.edges
         computed: list[torch.Tensor] = []
-        runs = jacobian_generation._kernel_runs(lambda: computed.append(record.values(edge)))
+        runs = jacobian_generation._kernel_runs(lambda: computed.append(record.transposed_values(edge)))
         assert len(runs) == 1
         expected = computed[0].clone()
         computed[0].fill_(7)
