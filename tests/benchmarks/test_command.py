@@ -122,9 +122,9 @@ def test_report_shows_figures_and_what_was_not_measured(measured: Path) -> None:
 
 @pytest.mark.parametrize(
     "folder",
-    # More pictures than this take half a minute.
+    # More pictures than this take a quarter of a minute.
     [
-        pytest.param(folder, id=folder.name, marks=pytest.mark.full if len([*folder.glob("*.json")]) > 12 else ())
+        pytest.param(folder, id=folder.name, marks=pytest.mark.full if len([*folder.glob("*.json")]) > 10 else ())
         for folder in RESULTS
     ],
 )

@@ -196,7 +196,7 @@ SMALL: list[Experiment] = [
 
 
 #: Those whose small forms take long, too, as the harness runs device code on the CPU.
-LONG = ("rnn_sensitivity", "gru_breakdown")
+LONG = ("rnn_sensitivity", "gru_breakdown", "parallel_forward")
 
 
 @pytest.mark.parametrize(
@@ -218,6 +218,7 @@ def test_rows_can_be_kept_and_drawn(experiment: Experiment, context: Context, tm
     assert (tmp_path / "picture.png").stat().st_size > 1000
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("experiment", SMALL[2:], ids=lambda experiment: experiment.name)
 def test_a_picture_of_what_was_not_captured(experiment: Experiment, context: Context, tmp_path: Path) -> None:
     rows = [

@@ -137,7 +137,15 @@ def test_each_experiment_has_a_small_form_here() -> None:
 
 
 #: Those whose small forms take long, too.
-LONG = ("ddg_convergence", "ddg_scaling", "rank_scan", "recurrent_shapes", "sparse_jacobian")
+LONG = (
+    "ddg_convergence",
+    "ddg_scaling",
+    "host_path",
+    "rank_scan",
+    "recurrent_shapes",
+    "sparse_jacobian",
+    "whole_programs",
+)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,9 +22,11 @@ TOGETHER = (
     ("chunks", "linear", "levels"),
     ("fused loops",),
 )
+#: Those that take long: ThreadSanitizer half a minute where there are many fibers.
+SLOW = [*((kind, (name,)) for kind in ("address", "thread") for name in LONG), ("thread", TOGETHER[2])]
 REPLAYED = [
-    *(pytest.param(names, id=", ".join(names)) for names in TOGETHER),
-    *(pytest.param((name,), id=name, marks=pytest.mark.full) for name in LONG),
+    pytest.param(*each, id=f"{each[0]}-{', '.join(each[1])}", marks=pytest.mark.full if each in SLOW else ())
+    for each in itertools.product(("address", "thread"), (*TOGETHER, *((name,) for name in LONG)))
 ]
 NAMES = [*SETS, *(pytest.param(name, marks=pytest.mark.full) for name in LONG)]
 
@@ -48,8 +51,7 @@ def test_sanitizers_get_every_set() -> None:
     assert sorted(name for names in TOGETHER for name in names) == sorted(SETS)
 
 
-@pytest.mark.parametrize("names", REPLAYED)
-@pytest.mark.parametrize("kind", ["address", "thread"])
+@pytest.mark.parametrize(("kind", "names"), REPLAYED)
 def test_sanitizers_find_nothing(kind: str, names: tuple[str, ...], recorded: Callable[[str], Path]) -> None:
     result = sanitized(kind, ["-m", "tests.cuda.replay", *(str(recorded(name)) for name in names)])
     assert result.returncode == 0 and "replayed" in result.stdout, result.stdout[-4000:]

@@ -151,6 +151,7 @@ def test_bad_arguments_of_sums_of_gradients() -> None:
         assert layer.weight.grad is None
 
 
+@pytest.mark.full
 def test_bitstream_trained_by_torchrun(tmp_path: Path) -> None:
     path = str(tmp_path / "two.safetensors")
     options = "--backward scan --data bitstream:30 --batch 3200 --epochs 1"

@@ -182,14 +182,8 @@ def delayed_across_ranks(names: str) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
-    [
-        (NARROW[-1], 2),
-        pytest.param("VGG-11", 2, marks=pytest.mark.full),
-        *(pytest.param(name, 4, marks=pytest.mark.full) for name in NARROW),
-    ],
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "count"), [(NARROW[-1], 2), ("VGG-11", 2), *((name, 4) for name in NARROW)])
 def test_delayed_gradients_in_processes(name: str, count: int) -> None:
     for rank in run_ranks(__name__, "delayed_across_ranks", name, count=count, seconds=500):
         assert rank.status == 0, rank.output

@@ -136,6 +136,7 @@ def test_wrong_folders(editable: Path, tmp_path: Path) -> None:
         load_irmas(editable, "XL")
 
 
+@pytest.mark.full
 def test_tones_are_learnt_both_ways(tmp_path: Path) -> None:
     home = tmp_path / "tones"
     write_tones(home, recordings=8, excerpts=2, rate=8000)

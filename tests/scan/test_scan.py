@@ -100,6 +100,7 @@ def test_slices_of_a_batch(limit: int, size: int, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="not Linux")
+@pytest.mark.full
 def test_memory_of_a_batch_of_16() -> None:
     """In slices, the whole process stays below 4 GB."""
     code = """
