@@ -134,15 +134,15 @@ def loop_regions(trace: Trace, stages: Sequence[Stage]) -> tuple[list[LoopRegion
     waiting = [(0, len(calls))] if len(calls) > max(len(stages), FEWEST) else []
     while waiting:
         begin, stop = waiting.pop()
-        run = finder.repetition(begin, stop)
-        if run is None:
+        repetition = finder.repetition(begin, stop)
+        if repetition is None:
             continue
-        waiting += [(begin, run.begin), (run.stop, stop)]
-        numbers = [at[node.place] for node in calls[run.begin : run.stop] if node.place in at]
+        waiting += [(begin, repetition.begin), (repetition.stop, stop)]
+        numbers = [at[node.place] for node in calls[repetition.begin : repetition.stop] if node.place in at]
         # A loop whose steps are stages is a chain already.
-        if not numbers or max(numbers) - min(numbers) + 1 >= (run.stop - run.begin) // run.period:
+        if not numbers or max(numbers) - min(numbers) + 1 >= (repetition.stop - repetition.begin) // repetition.period:
             continue
-        loop = finder.loop(run)
+        loop = finder.loop(repetition)
         if loop is not None:
             regions.append(LoopRegion(min(numbers), max(numbers) + 1, [loop]))
     merged: list[LoopRegion] = []
@@ -189,26 +189,26 @@ class _Finder:
         return literals, forms, node.differentiable, None if places is None else places.tobytes()
 
     def repetition(self, begin: int, stop: int) -> _Repetition | None:
-        """The longest run among some calls of at least `FEWEST` periods; None where there is none."""
-        run = _repetition(self._keys[begin:stop])
-        if run is None:
+        """The longest repetition among some calls, of at least `FEWEST` periods; None where there is none."""
+        repetition = _longest_repetition(self._keys[begin:stop])
+        if repetition is None:
             self._explain(begin, stop)
             return None
-        return _Repetition(run.begin + begin, run.stop + begin, run.period)
+        return _Repetition(repetition.begin + begin, repetition.stop + begin, repetition.period)
 
     def _explain(self, begin: int, stop: int) -> None:
         """Note why calls that repeat themselves but for their shapes are no loop."""
-        run = _repetition(self._names[begin:stop])
-        if run is None:
+        repetition = _longest_repetition(self._names[begin:stop])
+        if repetition is None:
             return
-        first = begin + run.begin
-        calls = self._calls[first : begin + run.stop]
+        first = begin + repetition.begin
+        calls = self._calls[first : begin + repetition.stop]
         # Layers that are alike have weights of their own.
         if not any(value in self._constants for node in calls for _, value in node.tensors):
             return
-        keys = self._keys[first : begin + run.stop]
-        place = first + int(np.flatnonzero(keys[run.period :] != keys[: -run.period])[-1])
-        one, other = self._calls[place], self._calls[place + run.period]
+        keys = self._keys[first : begin + repetition.stop]
+        place = first + int(np.flatnonzero(keys[repetition.period :] != keys[: -repetition.period])[-1])
+        one, other = self._calls[place], self._calls[place + repetition.period]
         shapes = [tuple(self._trace.tensor(node.results[0]).shape) for node in (one, other)]
         self.refusals.append(
             f"{one.path}: a loop whose steps are not alike: {one.name} gives {shapes[0]} in one step and {shapes[1]} "
@@ -218,13 +218,13 @@ class _Finder:
             f"step{one.source}"
         )
 
-    def loop(self, run: _Repetition) -> Loop | None:
-        """The loop that a run is; None where it has no state, or cannot be cut."""
-        first = self._cut(run)
+    def loop(self, repetition: _Repetition) -> Loop | None:
+        """The loop that repeated calls are; None where it has no state, or cannot be cut."""
+        first = self._cut(repetition)
         while True:
-            count = (run.stop - first) // run.period
-            stop = first + count * run.period
-            steps = [self._calls[at : at + run.period] for at in range(first, stop, run.period)]
+            count = (repetition.stop - first) // repetition.period
+            stop = first + count * repetition.period
+            steps = [self._calls[at : at + repetition.period] for at in range(first, stop, repetition.period)]
             try:
                 loop = _Steps(self._trace, steps, self._outside(first, stop)).loop(self._operations)
             except UncutLoopError as error:
@@ -235,7 +235,7 @@ class _Finder:
             if not others:
                 return loop
             # Autograd goes back through those steps; the loop starts after them.
-            first += others * run.period
+            first += others * repetition.period
 
     def _steps_with_other_shapes(self, loop: Loop) -> int:
         """The first steps up to the last one that reads a tensor of another shape than the last step's.
@@ -250,19 +250,19 @@ class _Finder:
         others = (*self._calls[:first], *self._calls[stop:])
         return {value for node in others for value in _operands(node)} | {self._trace.graph.output}
 
-    def _cut(self, run: _Repetition) -> int:
+    def _cut(self, repetition: _Repetition) -> int:
         """The first call after which the fewest elements are live that the steps compute."""
-        places = range(run.begin, run.stop)
+        places = range(repetition.begin, repetition.stop)
         first = {value: at for at in places for value in self._calls[at].results}
         last = {value: at for at in places for value in _operands(self._calls[at]) if value in first}
-        live = np.zeros(run.stop - run.begin + 1, dtype=np.int64)
+        live = np.zeros(repetition.stop - repetition.begin + 1, dtype=np.int64)
         for value, at in last.items():
             size = self._trace.tensor(value).numel()
-            live[first[value] + 1 - run.begin] += size
-            live[at + 1 - run.begin] -= size
+            live[first[value] + 1 - repetition.begin] += size
+            live[at + 1 - repetition.begin] -= size
         live = np.cumsum(live)
-        middle = len(live) // run.period // 2 * run.period
-        return run.begin + int(np.argmin(live[middle : middle + run.period]))
+        middle = len(live) // repetition.period // 2 * repetition.period
+        return repetition.begin + int(np.argmin(live[middle : middle + repetition.period]))
 
 
 def _operands(node: Node) -> list[int]:
@@ -275,7 +275,7 @@ def _numbered(keys: Sequence[Hashable]) -> np.ndarray:
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], dtype=np.int64)
 
 
-def _repetition(keys: np.ndarray) -> _Repetition | None:
+def _longest_repetition(keys: np.ndarray) -> _Repetition | None:
     """The longest run of keys that repeat themselves at least `FEWEST` times, by their shortest period."""
     last: dict[int, int] = {}
     gaps = Counter[int]()
