@@ -185,8 +185,8 @@ class DenseProduct(Method):
         if self.full_a and self.full_b:
             return self._multiply_full
         if self.full_b:
-            return products_cuda.sparse_full(a, b.shape[1], self.c_indptr, device, dtype, batches)
-        return products_cuda.full_sparse(a.shape, self._columns_of_b, device, dtype, batches)
+            return products_cuda.sparse_full_launch(a, b.shape[1], self.c_indptr, device, dtype, batches)
+        return products_cuda.full_sparse_launch(a.shape, self._columns_of_b, device, dtype, batches)
 
     @functools.cached_property
     def _columns_of_b(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -181,4 +181,4 @@ class Merge(Method):
         run_rows(_multiply, work, *self.lists, *flat(a, b, c), lanes=c.shape[1])
 
     def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
-        return products_cuda.merge(self.lists, device, dtype, batches)
+        return products_cuda.merge_launch(self.lists, device, dtype, batches)

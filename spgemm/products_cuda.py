@@ -99,7 +99,7 @@ def _across(batch: int) -> int:
     return min(32, 1 << (batch - 1).bit_length())
 
 
-def scale(
+def scale_launch(
     other: Pattern, left: bool, device: torch.device, real: torch.dtype, batches: tuple[int, int]
 ) -> BoundProduct:
     """Scale the rows of a matrix by a diagonal on its left, or its columns by one on its right."""
@@ -112,7 +112,7 @@ def scale(
     return _record("scale_columns", types, grid, [THREADS], device, batches, indices=indices, nnz=other.nnz)
 
 
-def merge(
+def merge_launch(
     lists: Lists,
     device: torch.device,
     real: torch.dtype,
@@ -145,7 +145,7 @@ def merge(
     return _record("merge", types, count * blocks(batch, width), [threads], device, batches, **constants)
 
 
-def rowwise(product: Product, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+def rowwise_launch(product: Product, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
     """Sum rows of C at places that are searched."""
     types, names = [real, _index(product.a, product.b, product.c)], ("a", "b", "c")
     arrays = _arrays(device, types[1], product.a, product.b, product.c)
@@ -156,7 +156,7 @@ def rowwise(product: Product, device: torch.device, real: torch.dtype, batches: 
     return _record("rowwise", types, grid, [32, _WARPS], device, batches, rows=rows, across=across, **constants)
 
 
-def sparse_full(
+def sparse_full_launch(
     a: Pattern, columns: int, c_indptr: np.ndarray, device: torch.device, real: torch.dtype, batches: tuple[int, int]
 ) -> BoundProduct:
     """A sparse matrix times a full one."""
@@ -168,7 +168,7 @@ def sparse_full(
     return _record("sparse_full", types, grid, [THREADS], device, batches, c_indptr=starts, **constants)
 
 
-def full_sparse(
+def full_sparse_launch(
     shape: tuple[int, int],
     columns: tuple[np.ndarray, np.ndarray, np.ndarray],
     device: torch.device,
@@ -185,10 +185,10 @@ def full_sparse(
 
 def at_entries(a: Pattern, b: Pattern, c: Pattern, g: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor) -> None:
     """``G Bᵀ`` at A's entries, with G on C's pattern."""
-    _kept(a, _at_entries, out.device, out.dtype, (g.shape[1], b_values.shape[1]), b, c)(g, b_values, out)
+    _kept(a, _at_entries_launch, out.device, out.dtype, (g.shape[1], b_values.shape[1]), b, c)(g, b_values, out)
 
 
-def _at_entries(
+def _at_entries_launch(
     a: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int], b: Pattern, c: Pattern
 ) -> BoundProduct:
     types, names = [real, _index(a, b, c)], ("a", "b", "g")
@@ -200,10 +200,10 @@ def _at_entries(
 def matvec(pattern: Pattern, values: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
     """A sparse matrix times vectors."""
     if y.numel():
-        _kept(pattern, _matvec, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
+        _kept(pattern, _matvec_launch, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
 
 
-def _matvec(pattern: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+def _matvec_launch(pattern: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
     types, rows = [real, _index(pattern)], pattern.shape[0]
     indptr, indices = _arrays(device, types[1], pattern)
     count, constants = rows * max(batches), {"indptr": indptr, "indices": indices, "rows": rows}

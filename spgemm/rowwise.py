@@ -85,4 +85,4 @@ class Rowwise(Method):
             run_rows(_multiply, self.work, *indices, *pattern, *flat(a, b, c), lanes=c.shape[1])
 
     def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
-        return products_cuda.rowwise(self.product, device, dtype, batches)
+        return products_cuda.rowwise_launch(self.product, device, dtype, batches)

@@ -85,7 +85,7 @@ class Scale(Method):
 
     def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         if not isinstance(self.other.structure, Full):
-            return products_cuda.scale(self.other, self.left, device, dtype, batches)
+            return products_cuda.scale_launch(self.other, self.left, device, dtype, batches)
         return self._scale_full if self.left else lambda a, b, c: self._scale_full(b, a, c)
 
     def _scale_full(self, diagonal: torch.Tensor, values: torch.Tensor, c: torch.Tensor) -> None:

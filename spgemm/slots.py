@@ -211,7 +211,7 @@ class Select(Slots):
     def bind(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
         product, lists = self.product, self._lists
         selecting = product.a.indices, product.a.rows if self.left else product.c.indices
-        return products_cuda.merge(lists, device, dtype, batches, selecting, self.winners)
+        return products_cuda.merge_launch(lists, device, dtype, batches, selecting, self.winners)
 
     @functools.cached_property
     def _lists(self) -> Lists:
