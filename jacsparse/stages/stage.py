@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..patterns import Call, Full, Identity, Pattern, Rule, UnsupportedOperatorError, rule_for
 from ..runtime import on_device
@@ -119,7 +120,8 @@ class Edge:
         source, mask = mask_of(trace, value) or (value, None)
         mask = None if mask is None else self.operation.of_sample(name, mask)
         is_constant = source in trace.graph.captures and trace.is_intact(source)
-        pruned = PrunedWeight(name, weight, mask, source if is_constant else None)
+        trains = isinstance(trace.tensor(source), nn.Parameter)
+        pruned = PrunedWeight(name, weight, mask, source if is_constant else None, trains=trains)
         if pruned.source is not None:
             pruned.comparisons.outcome(source, trace.tensor(source), lambda: True)
         return pruned

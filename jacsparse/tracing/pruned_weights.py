@@ -24,10 +24,19 @@ class PrunedWeight:
     """Which elements of a weight a pattern omits, by the name of the argument and the weight as the module computes it.
 
     An element is omitted where a pruning mask of the weight's shape is zero; without a mask, where it is exactly zero.
-    `source` is the value of the mask, or of the truth values of a selection, where that is a tensor from elsewhere.
+    `source` is the value of the mask, or of what is a weight itself, where that is a tensor from elsewhere; where
+    that is a parameter, `trains`.
     """
 
-    def __init__(self, name: str, weight: torch.Tensor, mask: torch.Tensor | None, source: int | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        weight: torch.Tensor,
+        mask: torch.Tensor | None,
+        source: int | None = None,
+        *,
+        trains: bool = False,
+    ) -> None:
         self.name, self.comparisons = name, Comparisons()
         #: Whether it holds numbers that may be filled later, and not the truth values of a selection.
         self.floating = weight.is_floating_point()
@@ -38,7 +47,7 @@ class PrunedWeight:
         if left is not None and self.masked:
             self.mask = left
         #: What alone decides which elements it omits; None where the weight itself does.
-        self.source = source if self.masked or not self.floating else None
+        self.source = None if trains and self.floating and not self.masked else source
         omitted = ~_in_memory_order(self.mask, like=weight)
         count = int(omitted.count_nonzero())
         #: Whether it omits anything.

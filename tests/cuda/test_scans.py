@@ -226,10 +226,15 @@ def test_calls_find_what_was_copied_to_the_device(schedule: str, monkeypatch: py
 
 
 class Running(nn.Module):
-    """Sums of the elements so far."""
+    """Sums of the elements so far, and softmax without some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.zeros(8, 8).to(DEVICE, FLOAT))
+        self.mask[0, 3] = -torch.inf
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.cumsum(-1)
+        return (x.cumsum(-1) + self.mask).softmax(-1)
 
 
 @pytest.mark.parametrize(
