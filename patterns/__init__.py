@@ -30,6 +30,7 @@ from .rules import (
     UnsupportedOperatorError,
     Use,
     is_pointwise,
+    remedy_for,
     rule_for,
     rule_of,
 )
@@ -78,6 +79,7 @@ __all__ = [
     "picture",
     "plot_pattern",
     "register_rule",
+    "remedy_for",
     "requiring_gradient",
     "row_colors",
     "row_sums",

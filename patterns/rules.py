@@ -381,6 +381,12 @@ def add_rule(*operators: str) -> Callable[[RuleType], RuleType]:
     return add
 
 
+#: What is told of operators without a rule, of which nobody registers one.
+_REMEDIES = {
+    "aten._pack_padded_sequence": "give recurrent layers the padded sequences, (batch, time, features), of one length"
+}
+
+
 def rule_for(call: Call) -> Rule:
     """The rule of a call's operator.
 
@@ -391,8 +397,13 @@ def rule_for(call: Call) -> Rule:
     """
     rule = rule_of(call.operator)
     if rule is None:
-        raise call.unsupported(f"operator {call.operator} has no rule", "register one with jacsparse.register_rule")
+        raise call.unsupported(f"operator {call.operator} has no rule", remedy_for(call.operator))
     return rule.of_argument(call.argument)
+
+
+def remedy_for(operator: str) -> str:
+    """What to do where an operator has no rule."""
+    return _REMEDIES.get(operator, "register one with jacsparse.register_rule")
 
 
 def rule_of(operator: str) -> Rule | None:

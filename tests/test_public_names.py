@@ -28,7 +28,7 @@ INTERNAL = {
         CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE any_nonzero_at
         are_values_registered as_html batch_last compressed_values gathered gradient_of gradients_of holds_numbers
         input_gradients is_pointwise note_infinite pattern_figure picture plot_pattern requiring_gradient row_colors
-        row_sums rows_at rule_for rule_of""",
+        row_sums rows_at remedy_for rule_for rule_of""",
     "recurrence": """
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",

@@ -14,7 +14,18 @@ from typing import Any
 
 import torch
 
-from ..patterns import CONSTANT, WHOLE, Call, Layout, MixedSamplesError, Rule, UnsupportedOperatorError, Use, rule_of
+from ..patterns import (
+    CONSTANT,
+    WHOLE,
+    Call,
+    Layout,
+    MixedSamplesError,
+    Rule,
+    UnsupportedOperatorError,
+    Use,
+    remedy_for,
+    rule_of,
+)
 from .functions import function_error
 from .graph import Node, Operand, Value, form_of, results_of
 from .operators import BackwardPass, Gather, Rewrite, defaults_of, operator_name
@@ -287,7 +298,7 @@ def _operation(
     use = Use(name, arguments, of_operands, result, program.batch, coupling.evaluate)
     rule = rule_of(name)
     if rule is None or (number and not rule.all_results):
-        refusal = f"{where}: operator {name} has no rule; register one with jacsparse.register_rule{node.source}"
+        refusal = f"{where}: operator {name} has no rule; {remedy_for(name)}{node.source}"
         if rule is not None:
             refusal = (
                 f"{where}: the rule of {name} is of its first result alone{node.source}; compute result "

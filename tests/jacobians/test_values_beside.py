@@ -346,6 +346,16 @@ def test_a_narrower_pattern() -> None:
         prepare_jacobian(f, drawn(6), batched=False, pattern=band(6, 1))
 
 
+def test_packed_sequences() -> None:
+    layer = nn.LSTM(3, 4, dtype=FLOAT)
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return layer(nn.utils.rnn.pack_padded_sequence(x, [5, 3]))[0].data
+
+    with pytest.raises(UnsupportedOperatorError, match="_pack_padded_sequence has no rule; give .* padded sequences"):
+        jacobian(f, drawn(5, 2, 3))
+
+
 def test_operators_without_a_rule() -> None:
     """PyTorch has no forward mode of this one either."""
 
