@@ -223,7 +223,8 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
     model : Module
         In evaluation mode, and on the CPU; mostly from `sparsify`. It does not change, and later changes of it have no
         effect. Where `sparsify` has chosen its sparse layers, they are chosen anew, for layers without Python code of
-        their own: by their sizes, unless what `sparsify` chose is clearly faster when it is frozen.
+        their own: by their sizes, unless what `sparsify` chose is clearly faster when it is frozen. Where the two
+        differ, both are measured, for half a second or three runs each.
     *inputs : Tensor
         What the model is called with. `FrozenModel.add` takes those of further shapes.
 
