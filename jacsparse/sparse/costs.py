@@ -104,7 +104,7 @@ def expected_gain(layers: Sequence[tuple[float, float]], operators: int, nbytes:
     >>> expected_gain(layers, 0, 0, "inference"), expected_gain(layers, 10, 0, "inference") < 1
     (4.0, True)
     """
-    dense, sparse = map(sum, zip(*layers, strict=True))
+    dense, sparse = map(math.fsum, zip(*layers, strict=True))
     of_dense, of_blocks = _OPERATORS[use]
     sparse += _PASSES[use][1] * nbytes / _TURNED / thread_count()
     return (dense + operators * of_dense) / (sparse + operators * of_blocks)
