@@ -92,4 +92,6 @@ def _frozen(module: Any, sparse: Any, x: Any) -> str:
         of_dense, of_frozen = run_times(lambda: unmasked(x), lambda: frozen(x), most=_SECONDS)
     speed = of_dense.over(of_frozen)
     compared = BUSY if speed is None else f"{speed:.1f} times as fast as dense"
+    if speed is not None and speed < 1:
+        compared = f"slower than dense, {of_dense}: serve it dense"
     return f"; by jacsparse.freeze {of_frozen}, {compared}"

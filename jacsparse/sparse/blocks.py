@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import tree_map_only
 
@@ -158,7 +160,9 @@ class BlockTensor(torch.Tensor):
         """The elements in a new tensor."""
         if self.memory.content is None:
             return self.shared().clone()
-        return from_blocks(self.blocks, self.memory.batch).view(self.sizes)
+        y = from_blocks(self.blocks, self.memory.batch).view(self.sizes)
+        count_bytes(y)
+        return y
 
     def shared(self) -> torch.Tensor:
         """The elements in a tensor that they stay in from now on, of this one's shape and strides."""
@@ -199,6 +203,38 @@ class BlockTensor(torch.Tensor):
             if result is not NotImplemented:
                 return result
         return _by_tensors(function, args, kwargs)
+
+
+class BlockOperators(TorchFunctionMode):
+    """Counts operators that are called with activations in blocks, and bytes that go into blocks or out of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = self.nbytes = 0
+
+    def __enter__(self) -> Self:
+        self._token = counting.set(self)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        counting.reset(self._token)
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Looking up a shape is none.
+        self.count += BlockTensor in kinds and function.__name__ != "__get__"
+        return function(*args, **(kwargs or {}))
+
+
+#: What counts in this thread, if anything does.
+counting: ContextVar[BlockOperators | None] = ContextVar("counting", default=None)
+
+
+def count_bytes(x: torch.Tensor) -> None:
+    """Have what counts add the bytes of a tensor that goes into blocks or out of them."""
+    if (operators := counting.get()) is not None:
+        operators.nbytes += x.nbytes
 
 
 def planes(x: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,9 +19,9 @@ from ..runtime import RunTime, a_type, announced_where_long, is_exporting, run_t
 from ..tracing import check_initialised, check_module
 from . import operators
 from .attention import UnpackedAttention, fuse_again, leave_fused, unpack_attentions
-from .blocks import BlockTensor
+from .blocks import BlockOperators, BlockTensor
 from .candidates import LayerInput, is_layer, obstacle_of, shared_parameters, sparse_class, weight_counts
-from .costs import expected_seconds
+from .costs import Use, expected_gain, expected_seconds
 from .layers import SparseLayer, rename_state
 from .layouts import enter
 from .outputs import plain
@@ -30,8 +31,8 @@ assert operators
 
 #: How many times as fast a sparse layer has to be expected, as what is expected may be wrong by more than that.
 _LEAST_EXPECTED = 1.25
-#: Seconds after which a layer and a whole model are measured no longer.
-_OF_LAYER, _OF_MODEL = 0.25, 2.0
+#: Seconds after which a layer, all layers together, and a whole model are measured no longer.
+_OF_LAYER, _OF_LAYERS, _OF_MODEL = 0.25, 20.0, 2.0
 #: What a person can do where measurements tell nothing.
 BUSY = "this machine is busy: rerun, or measure=False"
 
@@ -50,6 +51,8 @@ class LayerChoice:
     sparse: RunTime | None
     is_sparse: bool
     reason: str
+    #: Seconds that the dense and the sparse layer are expected to take by their sizes; None where nothing was chosen.
+    expected: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -130,8 +133,10 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
 
     Each pruned convolution and linear layer runs the way that is expected to be faster, by its sizes and the weights
     that are left, unless measurements clearly show the other way; on a busy machine they show nothing, and the report
-    says so. Between sparse layers activations stay in blocks, with the samples last, through batch normalisation,
-    activation functions, pooling, sums and flattening.
+    says so. A model that was measured to be slower with its sparse layers stays dense as a whole. Layers are measured
+    for 20 seconds at most, those of equal sizes once, and the whole model for two; what is measured runs at least four
+    times both ways. Layers that are left then are chosen by their sizes. Between sparse layers activations stay in
+    blocks, with the samples last, through batch normalisation, activation functions, pooling, sums and flattening.
 
     Parameters
     ----------
@@ -179,7 +184,8 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(f"{name} is on {parameter.device}; sparse layers run on the CPU alone: move it by .cpu()")
-    judge = functools.partial(_measured, training=training) if measure else None
+    until = time.monotonic() + _OF_LAYERS
+    judge = functools.partial(_measured, training=training, until=until) if measure else None
     doing = f"measuring the layers of {type(model).__name__}, dense and sparse"
     with announced_where_long(doing) if measure else contextlib.nullcontext():
         choices = _choices(model, (x,), training, judge)
@@ -190,21 +196,41 @@ def sparsify(model: nn.Module, x: torch.Tensor, *, training: bool | None = None,
         return SparseModel(copied(model), SparsityReport(tuple(choices), training, None, None, reason))
     if not measure:
         report = SparsityReport(tuple(choices), training, None, None, "not measured", is_chosen=False)
-        return SparseModel(converted(model, paths), report)
+        return SparseModel(convert(copied(model), paths), report)
+    choices, result, times, reason = _of_whole_model(model, x, choices, training)
+    return SparseModel(result, SparsityReport(tuple(choices), training, *times, reason))
+
+
+def _of_whole_model(
+    model: nn.Module, x: torch.Tensor, choices: list[LayerChoice], training: bool
+) -> tuple[list[LayerChoice], nn.Module, tuple[RunTime, RunTime], str]:
+    """Sparse as its layers were chosen, unless the whole model is slower: its layers, itself, its times, and why."""
+    sparse = convert(copied(model), _sparse_paths(choices))
     # What is timed takes steps, and so is no copy to give away.
-    dense = copied(model)
-    timed = SparseModel(converted(model, paths), SparsityReport((), training, None, None, ""))
+    dense, timed = copied(model), SparseModel(copied(sparse), SparsityReport((), training, None, None, ""))
+    with torch.no_grad(), BlockOperators() as operators:
+        timed(x)
     of_dense, of_sparse = run_times(
         *(_pass(each, x.detach().requires_grad_(x.requires_grad), training) for each in (dense, timed)), most=_OF_MODEL
     )
-    if of_dense.clearly_below(of_sparse):
-        result, reason = copied(model), "slower with sparse layers, and so all are dense"
-        lost = "faster by itself, and the whole model is not"
-        choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
+    speed = of_dense.over(of_sparse)
+    if speed is None:
+        seconds = [each.expected for each in choices if each.is_sparse and each.expected is not None]
+        is_sparse = expected_gain(seconds, operators.count, operators.nbytes, _use(training)) >= _LEAST_EXPECTED
+        reason = f"{'sparse' if is_sparse else 'too little is gained to be sparse'} by its sizes; {BUSY}"
     else:
-        result, speed = converted(model, paths), of_dense.over(of_sparse)
-        reason = f"sparse by its sizes; {BUSY}" if speed is None else f"{speed:.1f} times as fast with sparse layers"
-    return SparseModel(result, SparsityReport(tuple(choices), training, of_dense, of_sparse, reason))
+        is_sparse = speed > 1
+        reason = f"{speed:.1f} times as fast with sparse layers"
+        reason = reason if is_sparse else "slower with sparse layers, and so all are dense"
+    if is_sparse:
+        return choices, sparse, (of_dense, of_sparse), reason
+    lost = "faster by itself, and the whole model is not"
+    choices = [replace(each, is_sparse=False, reason=lost) if each.is_sparse else each for each in choices]
+    return choices, copied(model), (of_dense, of_sparse), reason
+
+
+def _use(training: bool) -> Use:
+    return "training" if training else "inference"
 
 
 def expected_frozen(model: SparseModel, inputs: tuple[torch.Tensor, ...]) -> SparseModel | None:
@@ -218,7 +244,7 @@ def expected_frozen(model: SparseModel, inputs: tuple[torch.Tensor, ...]) -> Spa
     paths = _sparse_paths(_choices(dense, inputs, False, _expected_frozen))
     if paths == {path for path, part in model.model.named_modules() if isinstance(part, SparseLayer)}:
         return None
-    return SparseModel(converted(dense, paths), model._report)
+    return SparseModel(convert(dense, paths), model._report)
 
 
 def densify(model: nn.Module, *, masks: bool = True) -> nn.Module:
@@ -273,9 +299,8 @@ def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, {id(tensor): tensor.detach().clone() for tensor in computed})
 
 
-def converted(model: nn.Module, paths: set[str]) -> nn.Module:
-    """A copy in which the layers at some paths are sparse."""
-    model = copied(model)
+def convert(model: nn.Module, paths: set[str]) -> nn.Module:
+    """The model, in which the layers at some paths become sparse."""
     model = _replaced(model, unpack_attentions(model, {path.rpartition(".")[0] for path in paths}))
     model = _replaced(model, {part: _sparse(path, part) for path, part in model.named_modules() if path in paths})
     leave_fused(model)
@@ -337,15 +362,18 @@ def _choices(
         (path, part) for path, part in opened.named_modules() if is_layer(part) or weight_counts(part, pruned=True)
     ]
     layer_inputs, shared = _inputs(opened, inputs, training), shared_parameters(opened)
-    return [_choice(path, part, layer_inputs.get(path), shared, judge) for path, part in parts]
+    judged: dict[Any, dict[str, Any]] = {}
+    return [_choice(path, part, layer_inputs.get(path), shared, judge, judged) for path, part in parts]
 
 
 def _sparse_paths(choices: Sequence[LayerChoice]) -> set[str]:
     return {choice.path for choice in choices if choice.is_sparse}
 
 
-def _choice(path: str, layer: Any, x: LayerInput | None, shared: set[int], judge: _Judge | None) -> LayerChoice:
-    """How a layer is to run; sparse where it can be, if nothing judges it."""
+def _choice(
+    path: str, layer: Any, x: LayerInput | None, shared: set[int], judge: _Judge | None, judged: dict[Any, Any]
+) -> LayerChoice:
+    """How a layer is to run, as others of equal sizes; sparse where it can be, if nothing judges it."""
     left, total = (sum(counts) for counts in zip(*weight_counts(layer), strict=True))
     choice = LayerChoice(path, type(layer).__name__, left, total, None, None, False, "nothing is pruned")
     obstacle = obstacle_of(layer, x, shared)
@@ -356,17 +384,24 @@ def _choice(path: str, layer: Any, x: LayerInput | None, shared: set[int], judge
     if judge is None:
         return replace(choice, is_sparse=True, reason="not measured")
     assert x is not None
-    return replace(choice, **judge(path, layer, x))
+    sizes = repr(layer), left, x
+    if sizes not in judged:
+        judged[sizes] = judge(path, layer, x)
+    return replace(choice, **judged[sizes])
 
 
-def _measured(path: str, layer: Any, x: LayerInput, training: bool) -> dict[str, Any]:
-    """As its sizes let expect, unless measurements clearly show the other way."""
+def _measured(path: str, layer: Any, x: LayerInput, training: bool, until: float) -> dict[str, Any]:
+    """As its sizes let expect, unless measurements clearly show the other way; none begins after `until`."""
     sparse_layer, example = _sparse(path, layer), torch.randn(x.shape, dtype=x.dtype)
+    seconds = expected_seconds(sparse_layer, x.shape, _use(training))
+    expected = seconds[0] / seconds[1]
+    if time.monotonic() > until:
+        is_sparse = expected >= _LEAST_EXPECTED
+        reason = f"{expected:.1f} times as fast as dense by its sizes; other layers took all time to measure"
+        return {"is_sparse": is_sparse, "reason": reason if is_sparse else f"sparse is {reason}", "expected": seconds}
     example_blocks: Any = example
     if example.ndim == {nn.Conv2d: 4, nn.Conv1d: 3}.get(type(layer), 2):
         example_blocks = enter(example, lanes_for(len(example), x.dtype.itemsize)).requires_grad_(x.requires_grad)
-    of_dense, of_sparse = expected_seconds(sparse_layer, x.shape, "training" if training else "inference")
-    expected = of_dense / of_sparse
     dense, sparse = run_times(
         _pass(copied(layer), example.requires_grad_(x.requires_grad), training),
         _pass(sparse_layer, example_blocks, training),
@@ -377,7 +412,7 @@ def _measured(path: str, layer: Any, x: LayerInput, training: bool) -> dict[str,
     if (speed := dense.over(sparse)) is not None:
         reason = f"{speed:.1f} times as fast as dense, by its sizes {expected:.1f}"
     reason = reason if is_sparse else f"sparse is {reason}"
-    return {"dense": dense, "sparse": sparse, "is_sparse": is_sparse, "reason": reason}
+    return {"dense": dense, "sparse": sparse, "is_sparse": is_sparse, "reason": reason, "expected": seconds}
 
 
 def _expected_frozen(path: str, layer: nn.Module, x: LayerInput) -> dict[str, Any]:

@@ -124,6 +124,8 @@ class SparseConv2d(SparseLayer):
             bias=self.bias is not None,
             padding_mode=self.padding_mode,
             dtype=self.values.dtype,
+            # On no device: weights that are overwritten need not be drawn.
+            device="meta",
         )
         return self._pruned(dense)  # type: ignore[return-value]
 

@@ -72,7 +72,6 @@ class SparseLayer(nn.Module):
         self.bias = None
         if layer.bias is not None:
             self.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=layer.bias.requires_grad)
-        self._convolutions: dict[Any, BlockConvolution] = {}
         self.train(layer.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -160,18 +159,18 @@ class SparseLayer(nn.Module):
         self.values.data = torch.empty_like(values)
         with torch.no_grad():
             self.values.copy_(values)
+        self._structure.convolutions.clear()
         self._structure = structure
-        self._convolutions.clear()
 
     def _convolution(self, in_size: Pair, lanes: int) -> BlockConvolution:
-        key = in_size, lanes, self.values.dtype
-        convolution = self._convolutions.get(key)
+        key, convolutions = (in_size, lanes, self.values.dtype), self._structure.convolutions
+        convolution: BlockConvolution | None = convolutions.get(key)
         if convolution is None:
-            if len(self._convolutions) >= _MOST_SIZES:
-                self._convolutions.clear()
+            if len(convolutions) >= _MOST_SIZES:
+                convolutions.clear()
             out_size = self.out_size(in_size)
             convolution = BlockConvolution(self._structure, self._window(), in_size, out_size, lanes, self.values.dtype)
-            self._convolutions[key] = convolution
+            convolutions[key] = convolution
         return convolution
 
     def forward(self, x: Any) -> Any:
@@ -262,12 +261,9 @@ class SparseLayer(nn.Module):
             )
         self.values.copy_(weight.flatten()[self._structure.places])
 
-    def __getstate__(self) -> dict[str, Any]:
-        # Index arrays are made anew.
-        return {**self.__dict__, "_convolutions": {}}
-
     def _pruned(self, layer: nn.Module) -> nn.Module:
         """A dense layer with this one's weights, masked by ``torch.nn.utils.prune``."""
+        layer = layer.to_empty(device="cpu")
         with torch.no_grad():
             layer.weight.copy_(self.weight)  # type: ignore[union-attr, operator]
             if self.bias is not None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .blocks import BlockTensor, Memory, from_blocks, planes, to_blocks
+from .blocks import BlockTensor, Memory, count_bytes, from_blocks, planes, to_blocks
 
 
 def in_blocks(x: torch.Tensor, lanes: int) -> BlockTensor:
@@ -63,6 +63,7 @@ def leave(x: BlockTensor, batch: int = 0, columns: int = 1) -> torch.Tensor:
 def _entered(x: torch.Tensor, lanes: int, columns: int) -> BlockTensor:
     blocks = to_blocks(planes(x), lanes * columns)
     if columns == 1:
+        count_bytes(x)
         return BlockTensor(Memory(blocks, len(x)), tuple(x.shape))
     batch, channels = len(blocks) * lanes, blocks.shape[1]
     side_by_side = blocks.view(-1, channels, 1, columns, lanes)

@@ -83,7 +83,8 @@ class SparseLinear(SparseLayer):
             dense = self._dense_class(self.out_features, self.in_features).to(self.values.dtype)
         else:
             size = self.in_features, self.out_features
-            dense = self._dense_class(*size, self.bias is not None, dtype=self.values.dtype)
+            # On no device: weights that are overwritten need not be drawn.
+            dense = self._dense_class(*size, self.bias is not None, dtype=self.values.dtype, device="meta")
         return self._pruned(dense)
 
     def _structure_of(self, mask: torch.Tensor) -> WeightPlaces:

@@ -14,15 +14,17 @@ from ..runtime import inlined, kernel
 from .vectors import TileWriter, on_tile
 
 
-@on_tile(14, 1)
+@on_tile(15, 1)
 def correlate_tile(
-    write, x, x_row, y, y_row, y_column, y_start, winners, distance, values, offsets, starts, groups, count, bias, floor
-):
+    write, x, x_row, y, y_row, y_column, y_start, winners, distance, values, offsets, starts, groups, count, shared,
+    bias, floor,
+):  # fmt: skip
     """``y[p] = max(floor, bias[0] + Σ_k values[k] * x[p + offsets[k]])`` for the positions of a tile.
 
     A tile that adds has another summand, which lies at a distance from `y`. With pooling, `y` has the maximum of each
     window. `winners`, which the tile may leave alone, has a byte for each element of `y`: the place in the window where
-    the maximum is, or one past the last place where it is the floor.
+    the maximum is, or one past the last place where it is the floor. Of a tile with `Tile.shared`, what it shares is
+    left to the tile before it.
     """
     tile, start = write.tile, write.filled(write.load(bias, write.element))
     sums = {
@@ -41,7 +43,13 @@ def correlate_tile(
         position: write.added([sums[side, position].value for side in range(tile.unrolled)])
         for position in tile.positions
     }
-    least = write.filled(floor)
+    for columns in write.cases(shared, (0, *tile.shared)) if tile.shared else (0,):
+        _put_results(write, results, floor, (y, y_row, y_column), y_start, winners, distance, columns)
+
+
+def _put_results(write, results, floor, plane, y_start, winners, distance, shared):
+    """Write a tile's sums, or the maximum of each window of them, but for the first columns, which it shares."""
+    tile, (y, y_row, y_column), least = write.tile, plane, write.filled(floor)
     window_rows, window_columns = tile.pool
     # Two columns of a vector become one.
     pooled = TileWriter(write.builder, tile._replace(lanes=tile.lanes // 2)) if tile.along else write
@@ -54,7 +62,8 @@ def correlate_tile(
             if tile.adds:
                 result = result + write.load(place + distance)
             # A sum that is no number is not below the floor.
-            write.put(write.select(result < least, least, result), place)
+            result = write.select(result < least, least, result)
+            write.put_without(shared - column, result, place, write.spacing)
             continue
         window = [
             each
@@ -66,9 +75,10 @@ def correlate_tile(
             )
         ]
         best, winner = pooled.winner(window, pooled.filled(floor))
-        pooled.put(best, place)
+        without = (shared - column) // window_columns
+        pooled.put_without(without, best, place, write.spacing)
         if tile.winners:
-            pooled.put(winner, winners + (place - y_start) // tile.itemsize)
+            pooled.put_without(without, winner, winners + (place - y_start) // tile.itemsize, 1)
 
 
 @on_tile(14)
@@ -148,7 +158,8 @@ def correlate(
         for channel in range(max(first - item * channels, 0), min(last - item * channels, channels)):
             planes = (x_tile, x_row, y_tile + channel * y_channel, y_row, y_column, y)
             weights = (values, offsets, starts + 4 * channel * taps, table[number, 2], table[number, 3])
-            call(correlate_tile, (*planes, winners, distance, *weights, bias + itemsize * channel, floor))
+            last_ones = (table[number, 4], bias + itemsize * channel, floor)
+            call(correlate_tile, (*planes, winners, distance, *weights, *last_ones))
 
 
 @kernel

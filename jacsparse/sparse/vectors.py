@@ -35,6 +35,9 @@ class Tile(NamedTuple):
     winners: bool = True
     #: Whether another tensor is added to the sums.
     adds: bool = False
+    #: How many of its first columns a tile may share with the one before it, which alone is to write them: sums that
+    #: run side by side are not added up alike in both, and who wrote last would be left to chance.
+    shared: tuple[int, ...] = ()
 
     @property
     def positions(self) -> list[tuple[int, int]]:
@@ -57,7 +60,9 @@ class Tile(NamedTuple):
         winners: bool = True,
     ) -> Tile:
         """The tile of all of `tiles`."""
-        return cls(itemsize, lanes, tiles.rows, tiles.columns, tiles.step, tiles.rectangles, pool, along, winners)
+        tile = cls(itemsize, lanes, tiles.rows, tiles.columns, tiles.step, tiles.rectangles, pool, along, winners)
+        shared = tuple(sorted({*tiles.table[:, 4].tolist()} - {0}))
+        return tile._replace(shared=shared) if tile.unrolled > 1 else tile
 
 
 class TileWriter(Emitter):
@@ -83,6 +88,13 @@ class TileWriter(Emitter):
 
     def put(self, value: Register, address: Register) -> None:
         self.store(value, self.at(address, value.type))
+
+    def put_without(self, count: int, value: Register, address: Register, spacing: int) -> None:
+        """Put a position's value, or the columns of a vector, without the first few of these."""
+        count = min(max(count, 0), self._span)
+        if count < self._span:
+            left = value.shuffled(range(count, self._span)) if count else value
+            self.put(left, address + count * spacing)
 
     def filled(self, number: Any, element: Any = None) -> Register:
         """A number in each lane, of the tile's dtype or of another type."""

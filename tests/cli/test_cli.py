@@ -862,6 +862,11 @@ def test_bench_measures_training_inference_and_what_is_frozen(jac, monkeypatch: 
         verdict = out[out.rindex(f"inference, batch {batch}: ") :].split(": ", 1)[1]
         speed = "2.000 ms ± 0 %, 4.0 times as fast as dense"
         assert verdict.startswith(f"sparse, {speed}; by jacsparse.freeze {speed}")
+    made_up_runs(monkeypatch, [0.002], [0.0021])
+    status, out, _ = jac(*words, "2")
+    assert (
+        status == 0 and "by jacsparse.freeze 2.100 ms ± 0 %, slower than dense, 2.000 ms ± 0 %: serve it dense" in out
+    )
     made_up_runs(monkeypatch, [(0.008, 0.007)], [0.002])
     status, out, _ = jac(*words, "2")
     busy = "this machine is busy: rerun, or measure=False"

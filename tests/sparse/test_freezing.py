@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -179,6 +180,27 @@ def test_states_and_constants_that_are_overwritten() -> None:
     for _ in range(3):
         y = torch.randn(4)
         torch.testing.assert_close(frozen(y), reference(y))
+
+
+class Locking(Counting):
+    """Makes in its first run what has no copy."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.lock = threading.Lock()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("kind", "runs"), [(Counting, 4), (Locking, 6)])
+def test_runs_of_the_model(kind: type[Counting], runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run, its recording, and two that are compared; more only where it cannot be copied as they leave it."""
+    calls = list[object]()
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda self, x: (calls.append(self), forward(self, x))[1])
+    frozen = freeze(kind().eval(), torch.randn(4))
+    assert len(calls) == runs
+    x, reference = torch.randn(4), Counting().eval()
+    reference.calls.fill_(4)
+    torch.testing.assert_close(frozen(x), reference(x))
 
 
 class Overwriting(nn.Module):

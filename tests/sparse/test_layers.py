@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.utils import prune
 
+from jacsparse import sparsify
 from jacsparse.nn import SparseConv1d, SparseConv2d, SparseLinear
 
 from ..helpers import close
@@ -364,3 +365,29 @@ def test_inputs_that_do_not_fit() -> None:
         with torch.no_grad():
             dense.weight[0, 0, 0, 0] = float("nan")
         SparseConv2d.from_dense(dense)
+
+
+@pytest.mark.parametrize(
+    ("size", "kernel"), [((7, 28), 7), ((5, 28), (1, 9)), ((1, 99), (1, 3)), ((3, 37), 3), ((2, 38), 3)]
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_tiles_share_does_not_depend_on_their_order(
+    size: tuple[int, int], kernel: int | tuple[int, int], batch: int
+) -> None:
+    """Threads may compute them in any; each element is one tile's alone."""
+    torch.manual_seed(0)
+    dense, x = nn.Conv2d(8, 6, kernel, padding="same"), torch.randn(batch, 8, *size)
+    prune.random_unstructured(dense, "weight", 0.7)
+    layer = SparseConv2d.from_dense(dense)
+    with torch.no_grad():
+        results = [layer(x)]
+        close(results[0], dense(x), 1e-5)
+        (convolution,) = layer._structure.convolutions.values()
+        tiles, forward = convolution.forward._tiles, convolution.forward
+        for order in (slice(None), slice(None, None, -1)):
+            forward._tiles = tiles._replace(table=np.ascontiguousarray(tiles.table[order]))
+            results.append(layer(x))
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    if size[1] % 2 == 0 and size[0] % 2 == 0:
+        model = nn.Sequential(dense, nn.ReLU(), nn.MaxPool2d(2)).eval()
+        close(sparsify(model, x, measure=False)(x), model(x), 1e-5)
