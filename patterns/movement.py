@@ -18,6 +18,7 @@ import torch
 from ..runtime import frozen, index_dtype, row_starts
 from .engine import gradient_of
 from .layout import WHOLE, Layout, MixedSamplesError, layouts_of_samples
+from .moves_in_steps import placement_by_steps
 from .pattern import Pattern
 from .rules import Call, Placement, Rule, Sources, Use, add_rule
 from .strided import Strided, pattern_from_sources
@@ -90,6 +91,9 @@ class _MovementRule(Rule):
             ((name, layout),) = use.layouts.items()
             out = layout if layout == WHOLE else Layout(0, use.output.shape[0] // use.batch)
             return Placement({name: layout}, out, {name: Sources(1, use.output.numel() // use.batch)})
+        by_steps = placement_by_steps(use)
+        if by_steps is not None:
+            return by_steps
         out, places = self.located(use)
 
         def recompute(name: str) -> Callable[[], np.ndarray]:
