@@ -251,7 +251,9 @@ class Convolution(Structure):
     def meeting(self, occupied: np.ndarray) -> np.ndarray:
         if occupied.all():
             return self.row_counts()
-        pairs = np.empty(self.shape[0], dtype=np.int64)
+        pairs = np.zeros(self.shape[0], dtype=np.int64)
+        if not occupied.any():
+            return pairs
         template, shift = self._column_templates
         _, start = self._templates
         run_rows(_meet_shifted, self._indptr, template, start, self._indptr, shift, occupied, pairs)

@@ -23,13 +23,11 @@ from .layout import WHOLE, Layout
 from .rules import Placement, Sources, Use
 from .strided import Steps, Strided
 
-_VIEWS = frozenset(
-    f"aten.{name}"
-    for name in (
-        "_unsafe_view alias as_strided clone diagonal expand permute select slice split split_with_sizes squeeze t "
-        "transpose unbind unfold unsafe_split unsafe_split_with_sizes unsqueeze view"
-    ).split()
+_NAMES = (
+    "_unsafe_view alias as_strided clone diagonal expand permute select slice split split_with_sizes squeeze t "
+    "transpose unbind unfold unsafe_split unsafe_split_with_sizes unsqueeze view"
 )
+_VIEWS = frozenset(f"aten.{name}" for name in _NAMES.split())
 
 
 class _Walk(NamedTuple):

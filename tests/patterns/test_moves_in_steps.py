@@ -19,7 +19,9 @@ places = st.integers(0, 3)
 sizes = st.integers(1, 4)
 
 
-def use_of_view(overload: Any, shape: tuple[int, ...], layout: Layout, batch: int, *numbers: Any, result: int = 0) -> Use:
+def use_of_view(
+    overload: Any, shape: tuple[int, ...], layout: Layout, batch: int, *numbers: Any, result: int = 0
+) -> Use:
     """A view of a tensor whose samples lie so."""
     names = [parameter.name for parameter in overload._schema.arguments]
     arguments = dict(zip(names, [torch.zeros(shape), *numbers], strict=False))
@@ -52,7 +54,8 @@ def check(use: Use) -> Placement | None:
         return None
     rule = RULES[use.operator]
     layout, expected = rule.located(use)  # type: ignore[attr-defined]
-    assert placement.output == layout and placement.layouts == use.layouts and placement.sources.keys() == expected.keys()
+    assert placement.output == layout and placement.layouts == use.layouts
+    assert placement.sources.keys() == expected.keys()
     shape = layout.shape_of_sample(use.output.shape)
     for name, numbers in expected.items():
         sources = placement.sources[name]
