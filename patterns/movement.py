@@ -1,8 +1,9 @@
 """Operators that move data: each output is one element of the input, or none of them.
 
-The operator itself tells where each output comes from, on the whole batch: it is run on the numbers of the elements,
-from 1 on, and on zeros. An output that is the same in both runs does not depend on the input. So the sample from which
-each element comes is certain for this batch.
+Of views and concatenations their steps tell where each output comes from: `moves_in_steps.py`. Of all others the
+operator itself tells, on the whole batch: it is run on the numbers of the elements, from 1 on, and on zeros. An output
+that is the same in both runs does not depend on the input. So the sample from which each element comes is certain for
+this batch.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _of_view(use: Use) -> Placement | None:
     view = torch.empty(shape, device="meta")
     if use.operator != "aten.clone":
         view = use.evaluate({**use.arguments, name: view})
-    walk = _Walk(tuple(view.shape), view.stride(), view.storage_offset())
+    walk = _Walk(tuple(view.shape), view.stride(), int(view.storage_offset()))
     out = WHOLE
     if use.batch > 1:
         found = _of_sample(walk, layout, shape, use.batch)
