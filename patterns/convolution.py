@@ -189,25 +189,28 @@ class Convolution(Structure):
         return out_channel, out_channel // max(1, out_channels // self.groups) * inner + within, tap
 
     @functools.cached_property
-    def _kinds(self) -> tuple[np.ndarray, np.ndarray]:
-        """The first place of each kind, and the kind of each place."""
-        firsts, kinds = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64)
+    def _kinds(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The first place of each kind, the kind of each place, and which taps a kind meets."""
+        firsts, kinds, taps = np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.ones((1, 1), dtype=np.bool_)
         for axis in self.axes:
             met = (axis.targets if self.transposed else axis.sources) >= 0
-            _, first, kind = np.unique(met, axis=0, return_index=True, return_inverse=True)
+            of_kind, first, kind = np.unique(met, axis=0, return_index=True, return_inverse=True)
             # Kinds are numbered in the order of their first places.
             order = np.argsort(first)
+            taps = np.kron(taps, of_kind[order])
             firsts = (firsts[:, None] * len(met) + first[order]).ravel()
             kinds = (kinds[:, None] * len(order) + np.argsort(order)[kind.reshape(-1)]).ravel()
-        return firsts, kinds
+        return firsts, kinds, taps
 
-    def _counts(self, positions: np.ndarray) -> np.ndarray:
-        """Entries of each channel's row at some places, from the rows of `self.positions` for these places."""
+    @functools.cached_property
+    def _counts(self) -> np.ndarray:
+        """Entries of each channel's row, ``(channels, kinds)``."""
+        _, _, taps = self._kinds
         channels, (out_channels, inner, _) = self._row_channels, self.weight_shape
         if self.mask_bits is None:
             partners = out_channels // self.groups if self.transposed else inner
-            return np.tile(np.count_nonzero(positions >= 0, axis=1) * partners, channels)
-        return np.asarray(self._weights_by_tap @ (positions >= 0).T).astype(np.int64).ravel()
+            return np.tile(np.count_nonzero(taps, axis=1) * partners, (channels, 1))
+        return np.asarray(self._weights_by_tap @ taps.T).astype(np.int64)
 
     @functools.cached_property
     def _weights_by_tap(self) -> np.ndarray:
@@ -218,8 +221,7 @@ class Convolution(Structure):
         return np.bincount(row * taps + tap, minlength=count).reshape(-1, taps).astype(np.float64)
 
     def row_counts(self) -> np.ndarray:
-        firsts, kinds = self._kinds
-        return self._counts(self.positions[firsts]).reshape(-1, len(firsts))[:, kinds].ravel()
+        return self._counts[:, self._kinds[1]].ravel()
 
     @functools.cached_property
     def _indptr(self) -> np.ndarray:
@@ -228,15 +230,15 @@ class Convolution(Structure):
     @functools.cached_property
     def _templates(self) -> tuple[np.ndarray, np.ndarray]:
         """Starts of all templates, those of each channel by kind; and the start of each row's template."""
-        firsts, kinds = self._kinds
-        starts = row_starts(self._counts(self.positions[firsts]), np.int64)
+        firsts, kinds, _ = self._kinds
+        starts = row_starts(self._counts.ravel(), np.int64)
         channels = np.arange(self._row_channels)[:, None]
         return starts, frozen(starts[:-1][(channels * len(firsts) + kinds).ravel()])
 
     def _of_templates(self, base: np.ndarray, step: int, dtype: Any) -> np.ndarray:
         """``base + step · position`` for each entry of all templates, at the first places of their kinds."""
         starts, _ = self._templates
-        firsts, _ = self._kinds
+        firsts, _, _ = self._kinds
         cells, _, tap, _ = self._cells
         out = np.empty(int(starts[-1]), dtype=dtype)
         run_rows(_cells_met, starts, starts, cells, tap, base, step, self.positions[firsts], out)
@@ -247,7 +249,11 @@ class Convolution(Structure):
         return self._indptr, frozen(repeated_shifted(template, self._templates[1], self._indptr, shift))
 
     def meeting(self, occupied: np.ndarray) -> np.ndarray:
-        pairs = np.empty(self.shape[0], dtype=np.int64)
+        if occupied.all():
+            return self.row_counts()
+        pairs = np.zeros(self.shape[0], dtype=np.int64)
+        if not occupied.any():
+            return pairs
         template, shift = self._column_templates
         _, start = self._templates
         run_rows(_meet_shifted, self._indptr, template, start, self._indptr, shift, occupied, pairs)
@@ -259,7 +265,7 @@ class Convolution(Structure):
         _, column, _, _ = self._cells
         positions, dtype = self.positions, self._indptr.dtype
         columns = self.shape[1] // max(1, self.out_channels if self.transposed else self.in_channels)
-        firsts, kinds = self._kinds
+        firsts, kinds, _ = self._kinds
         # The shift from the first place of the kind is the same for each tap that meets a position.
         tap = (positions >= 0).argmax(axis=1)
         shift = positions[np.arange(len(tap)), tap] - positions[firsts[kinds], tap]

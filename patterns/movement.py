@@ -1,8 +1,9 @@
 """Operators that move data: each output is one element of the input, or none of them.
 
-The operator itself tells where each output comes from, on the whole batch: it is run on the numbers of the elements,
-from 1 on, and on zeros. An output that is the same in both runs does not depend on the input. So the sample from which
-each element comes is certain for this batch.
+Of views and concatenations their steps tell where each output comes from: `moves_in_steps.py`. Of all others the
+operator itself tells, on the whole batch: it is run on the numbers of the elements, from 1 on, and on zeros. An output
+that is the same in both runs does not depend on the input. So the sample from which each element comes is certain for
+this batch.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch
 from ..runtime import frozen, index_dtype, row_starts
 from .engine import gradient_of
 from .layout import WHOLE, Layout, MixedSamplesError, layouts_of_samples
+from .moves_in_steps import placement_by_steps
 from .pattern import Pattern
 from .rules import Call, Placement, Rule, Sources, Use, add_rule
 from .strided import Strided, pattern_from_sources
@@ -90,6 +92,9 @@ class _MovementRule(Rule):
             ((name, layout),) = use.layouts.items()
             out = layout if layout == WHOLE else Layout(0, use.output.shape[0] // use.batch)
             return Placement({name: layout}, out, {name: Sources(1, use.output.numel() // use.batch)})
+        by_steps = placement_by_steps(use)
+        if by_steps is not None:
+            return by_steps
         out, places = self.located(use)
 
         def recompute(name: str) -> Callable[[], np.ndarray]:

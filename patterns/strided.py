@@ -78,7 +78,12 @@ class Strided(Structure):
         ]
         axes = [Steps(*axis) for axis in zip(sources.shape, corner, lasts, strides, strict=True)]
         structure = cls(columns, start - sum(axis.first * axis.stride for axis in axes), tuple(axes))
-        return replace(structure, axes=_merged(axes)) if np.array_equal(structure._columns(), box) else None
+        return cls.from_steps(columns, structure.offset, axes) if np.array_equal(structure._columns(), box) else None
+
+    @classmethod
+    def from_steps(cls, columns: int, offset: int, axes: Sequence[Steps]) -> Strided:
+        """The structure with these steps, by as few axes as possible; an axis with one place has the stride 0."""
+        return cls(columns, offset, _merged(axes))
 
     @property
     def shape(self) -> tuple[int, int]:

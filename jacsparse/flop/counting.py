@@ -392,6 +392,9 @@ def nan_weights(module: torch.nn.Module) -> dict[str, int]:
             if id(parameter) in seen or not parameter.is_floating_point() or parameter.is_meta:
                 continue
             seen.add(id(parameter))
+            if not parameter.detach().sum().isnan():
+                # A sum is NaN where a summand is, and also of infinities of both signs.
+                continue
             missing = parameter.detach().isnan()
             mask = getattr(part, f"{name.removesuffix('_orig')}_mask", None)
             if name.endswith("_orig") and isinstance(mask, torch.Tensor) and bool(missing.any()):

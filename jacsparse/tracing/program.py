@@ -265,10 +265,12 @@ def _operation(
     couples: bool,
     known: dict[Hashable, Operation],
 ) -> Operation:
-    """The operation that computes a value; `known` are those so far, for calls that do the same, as steps of a loop."""
+    """The operation that computes a value; `known` are those so far, for calls that do the same, as those of layers."""
     key = _key(program, trace, node, value, operands)
     if key in known:
-        return replace(known[key], value=value, node=node, operands={each.name: each.value for each in operands})
+        same, names = known[key], {each.name: each.value for each in operands}
+        calls = {name: call.with_tensors(path=node.path, source=node.source) for name, call in same.calls.items()}
+        return replace(same, value=value, node=node, operands=names, calls=calls)
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     arguments = {**defaults_of(overload), **{name: trace.read(argument) for name, argument in node.arguments.items()}}
     rewrites = isinstance(overload, Rewrite)
@@ -362,7 +364,7 @@ def _operation(
 
 
 def _key(program: Program, trace: Trace, node: Node, value: int, operands: list[Operand]) -> Hashable:
-    """What decides how rules see a call and where it is in the user's code; None where elements of tensors decide."""
+    """What decides how rules see a call, but for its place in the module; None where elements of tensors decide."""
     tensors, rule = [trace.tensor(each) for _, each in node.tensors], node.facts.rule
     if (
         rule is None
@@ -372,7 +374,7 @@ def _key(program: Program, trace: Trace, node: Node, value: int, operands: list[
         return None
     numbers = (trace.read(each) for each in node.arguments.values() if type(each) is not Value)
     return (
-        *(id(node.overload), node.results.index(value), node.path, node.source, *node.arguments),
+        *(id(node.overload), node.results.index(value), *node.arguments),
         *(repr(_symbolic(number, None, rule, False)) for number in numbers),
         *(form_of(tensor) for tensor in (*tensors, trace.tensor(value))),
         *((name, program.layouts.get(value), active) for name, value, active in (*operands, *node.operands)),

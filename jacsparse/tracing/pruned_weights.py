@@ -48,12 +48,12 @@ class PrunedWeight:
             self.mask = left
         #: What alone decides which elements it omits; None where the weight itself does.
         self.source = None if trains and self.floating and not self.masked else source
-        omitted = ~_in_memory_order(self.mask, like=weight)
-        count = int(omitted.count_nonzero())
+        count = self.mask.numel() - int(self.mask.count_nonzero())
         #: Whether it omits anything.
         self.omits = count > 0
         # A few elements are read one by one, many of them in one pass over all.
-        self._few = 16 * count < len(omitted) or len(omitted) < SMALL
+        self._few = 16 * count < self.mask.numel() or self.mask.numel() < SMALL
+        omitted = ~_in_memory_order(self.mask, like=weight) if self.omits else self.mask.new_empty(0)
         self._omitted = omitted.nonzero().reshape(-1) if self._few else omitted
 
     def holds(self, weight: torch.Tensor) -> bool:

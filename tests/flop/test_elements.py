@@ -93,3 +93,11 @@ def test_entry_of_a_named_tuple() -> None:
     report = jacsparse.count_flop(Model(torch.relu), (6,), schedule="linear")
     assert report.counted == "Counted: logits for inputs (6)."
     assert [layer["layer"] for layer in report.layers] == ["layer"]
+
+
+def test_weights_that_are_nan_are_counted_and_infinite_ones_are_not() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    with torch.no_grad():
+        for layer, bad in ((model[0], [torch.inf, -torch.inf]), (model[1], [torch.inf, torch.nan])):
+            layer.weight[0, :2] = torch.tensor(bad)
+    assert jacsparse.count_flop(model, (3,), schedule="linear").nan_weights == {"1": 1}

@@ -352,7 +352,7 @@ def test_packed_sequences() -> None:
     def f(x: torch.Tensor) -> torch.Tensor:
         return layer(nn.utils.rnn.pack_padded_sequence(x, [5, 3]))[0].data
 
-    with pytest.raises(UnsupportedOperatorError, match="_pack_padded_sequence has no rule; give .* padded sequences"):
+    with pytest.raises(UnsupportedOperatorError, match=r"_pack_padded_sequence has no rule; give .* padded sequences"):
         jacobian(f, drawn(5, 2, 3))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,29 @@ def test_stages_have_paths_and_reshapes_are_none() -> None:
     ]  # fmt: skip
     assert (stages.in_shape, stages.out_shape) == ((4,), (2, 2))
     check(module, 4)
+
+
+def test_layers_that_do_the_same_are_looked_at_once_and_have_paths_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rule, count = RULES["aten.roll"], itertools.count()
+    located = type(rule).located  # type: ignore[attr-defined]
+    monkeypatch.setattr(type(rule), "located", lambda *args: (next(count), located(*args))[1])
+    net = nn.Sequential(*[part for _ in range(3) for part in (Rolled(1), nn.Linear(6, 6, dtype=torch.float64))])
+    net.append(Rolled(2))
+    stages = jacsparse.chain(net, (6,)).stages
+    assert next(count) == 2 and [stage.path for stage in stages] == list("0123456")
+    assert [edge.call.path for stage in stages for edge in stage.edges] == list("0123456")
+    jacsparse.verify(net, torch.randn(3, 6, dtype=torch.float64))
+
+
+class Rolled(nn.Module):
+    def __init__(self, places: int) -> None:
+        super().__init__()
+        self.places = places
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.roll(self.places, 1)
 
 
 def test_traced_modules_inside_a_sequential() -> None:
