@@ -95,9 +95,7 @@ def _symmetric_diagonal(pattern: Pattern) -> np.ndarray | None:
     return diagonal if len(diagonal) == pattern.shape[0] and pattern == pattern.T else None
 
 
-def _scaled(
-    pattern: Pattern, diagonal: np.ndarray, values: np.ndarray
-) -> tuple[np.ndarray, np.ndarray] | None:
+def _scaled(pattern: Pattern, diagonal: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """Powers of 2 for rows and columns, after which any element of the diagonal may be the first pivot; scaled values.
 
     They bring the diagonal to [0.5, 2) without rounding. None where no scale does it.

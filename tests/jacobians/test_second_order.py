@@ -80,7 +80,16 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elementwise": lambda x: (x.tanh() / x.sqrt() + nn.functional.gelu(x) * x.log()).sum(-1),
 }
 #: Entries of those whose patterns are known.
-ENTRIES = {"rosenbrock": 16, "springs": 16, "linear": 0, "kinks": 0, "selected": 0, "masked": 0, "quadratic": 11, "normalised": 18}
+ENTRIES = {
+    "rosenbrock": 16,
+    "springs": 16,
+    "linear": 0,
+    "kinks": 0,
+    "selected": 0,
+    "masked": 0,
+    "quadratic": 11,
+    "normalised": 18,
+}
 METHODS = ("hessian", "products", "compressed")
 
 
