@@ -163,14 +163,14 @@ def power_flow(buses: int) -> WholeProgram:
     one, other = np.array(sorted(set(joined))).T
     admittance = rng.uniform(20, 100, len(one)) - 1j * rng.uniform(100, 400, len(one))
     injected = rng.normal(0, 0.1, (2, buses))
-    lines = {"source": np.concatenate([one, other]), "target": np.concatenate([other, one]), "injected": injected,
-             "g": np.tile(admittance.real, 2), "b": np.tile(admittance.imag, 2)}  # fmt: skip
-    missing = functools.partial(network, TORCH, **{name: torch.from_numpy(array) for name, array in lines.items()})
+    arrays = {"source": np.concatenate([one, other]), "target": np.concatenate([other, one]), "injected": injected,
+              "g": np.tile(admittance.real, 2), "b": np.tile(admittance.imag, 2)}  # fmt: skip
+    lines = {name: torch.from_numpy(array) for name, array in arrays.items()}
     slack = torch.tensor([[0.0], [1.0]]) * (torch.arange(buses) == 0)
 
     def mismatch(x: torch.Tensor) -> torch.Tensor:
         """Of all buses but the first, whose voltage is given, by their angles and magnitudes."""
-        return missing(torch.nn.functional.pad(x, (1, 0)) + slack)[:, 1:]
+        return network(TORCH, torch.nn.functional.pad(x, (1, 0)) + slack, **lines)[:, 1:]
 
     start = torch.stack([torch.zeros(buses - 1), torch.ones(buses - 1)]).double()
 

@@ -54,9 +54,9 @@ class TermMatrix:
         if count == len(self):
             return self
         indptr, terms = np.empty_like(self.indptr), (self.column, self.variable, self.coefficient)
-        results = [np.empty(count, array.dtype) for array in terms]
+        column, variable, coefficient = results = [np.empty(count, array.dtype) for array in terms]
         select_terms(0, self.shape[0], unsigned(self.indptr), selected, *terms, indptr, *results)
-        return TermMatrix(self.shape, indptr, *results, self.single)
+        return TermMatrix(self.shape, indptr, column, variable, coefficient, self.single)
 
     @functools.cached_property
     def entries(self) -> tuple[np.ndarray, np.ndarray]:
