@@ -166,11 +166,11 @@ def power_flow(buses: int) -> WholeProgram:
     arrays = {"source": np.concatenate([one, other]), "target": np.concatenate([other, one]), "injected": injected,
               "g": np.tile(admittance.real, 2), "b": np.tile(admittance.imag, 2)}  # fmt: skip
     lines = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    slack = torch.tensor([[0.0], [1.0]]) * (torch.arange(buses) == 0)
 
     def mismatch(x: torch.Tensor) -> torch.Tensor:
         """Of all buses but the first, whose voltage is given, by their angles and magnitudes."""
-        return network(TORCH, torch.nn.functional.pad(x, (1, 0)) + slack, **lines)[:, 1:]
+        angle, magnitude = torch.nn.functional.pad(x[0], (1, 0)), torch.cat([torch.ones_like(x[1, :1]), x[1]])
+        return network(TORCH, (angle, magnitude), **lines)[:, 1:]
 
     start = torch.stack([torch.zeros(buses - 1), torch.ones(buses - 1)]).double()
 
