@@ -28,8 +28,6 @@ _MOVES = {
     "slice_backward", "slice_scatter", "split", "split_with_sizes", "squeeze", "stack", "t", "tile",
     "transpose", "tril", "triu", "unbind", "unsqueeze", "view", "_unsafe_view",
 }  # fmt: skip
-#: Those that do fill up.
-_FILLING = ("constant_pad_nd", "select_backward", "slice_backward", "tril", "triu")
 #: Those whose other operands are indices.
 _INDEXED = ("gather", "index", "index_select")
 #: What depends on the form of its operands alone.
@@ -196,7 +194,7 @@ class CallsOfElements:
         return bool(in_loops & by_pytorch) or any(each.written for each in node.operands)
 
     def _move(self, node: CallResult) -> None:
-        """Apply a call to the numbers of elements; where it may fill up with zeros, to each one more."""
+        """Apply a call to the numbers of elements, each one more: at zeros it fills up."""
         target: Any = node.target
         name = target.overloadpacket.__name__
         # Those that are joined may have several dtypes.
@@ -206,17 +204,14 @@ class CallsOfElements:
             # A view, through which the numbers are written to.
             self._numbers[node] = target(*mapped(node.args, self._numbers.__getitem__), **node.kwargs)
             return
-        # What a later call writes to is copied.
-        fills = name in _FILLING or any(each.written for each in (node, *node.operands))
 
         def argument(each: CallResult) -> torch.Tensor:
             if name in _INDEXED and each in self._known:
                 return self._known[each]  # type: ignore[no-any-return]
-            numbers = self._numbers_of(each, dtype)
-            return numbers + 1 if fills else numbers
+            return self._numbers_of(each, dtype) + 1
 
         def moved(numbers: torch.Tensor) -> torch.Tensor:
-            return torch.where(numbers == 0, filling, numbers - 1) if fills else numbers
+            return torch.where(numbers == 0, filling, numbers - 1)
 
         if name in ("view", "_unsafe_view"):
             # The numbers may lie in memory otherwise than the elements.

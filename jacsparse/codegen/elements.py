@@ -184,9 +184,7 @@ def sums(
     for count in (np.flatnonzero(np.bincount(counts)[1:]) + 1).tolist():
         rows = np.flatnonzero(counts == count)
         terms = indptr[rows].astype(np.int64) + np.arange(count)[:, None]
-        has_many_kinds = _sort_terms(elements, terms, factors, of_weights)
-        in_turn = has_many_kinds is None and len(rows) == len(counts)
-        if has_many_kinds:
+        if _sort_terms(elements, terms, factors, of_weights):
             factors = [elements.in_one_memory(factor.reshape(-1)).reshape(factor.shape) for factor in factors]
             terms.sort(0)
             _sort_terms(elements, terms, [], of_weights)
@@ -194,9 +192,9 @@ def sums(
             of_kind = terms if len(those) == len(rows) else terms[:, those]
             weighted = distinct[of_weights[of_kind[:, 0]]].tolist() if fixed else [OPERAND] * count
             operands = [start[: len(those)] if start.strides == (0, 0) else start[rows[those]]]
-            for number, term in enumerate(of_kind):
+            for term in of_kind:
                 operands += [] if fixed else [weights[term, None]]
-                operands += [factor[number::count] if in_turn else factor.take(term, 0) for factor in factors]
+                operands += [factor.take(term, 0) for factor in factors]
             arguments = OPERAND, tuple((weight, len(factors)) for weight in weighted)
             operation = ElementOperation("sum", dtype, (dtype,) * len(operands), arguments)
             # One sample after the other, as the operands of most lie.
@@ -207,15 +205,15 @@ def sums(
 
 def _sort_terms(
     elements: ElementGraph, terms: np.ndarray, factors: Sequence[np.ndarray], of_weights: np.ndarray
-) -> bool | None:
+) -> bool:
     """Sort the terms of sums, ``(count, sums)``, each sum's by the nodes of their factors and by kinds of weights.
 
-    Returns whether there are many kinds of sums; None where all terms are alike, and stay where they are.
+    Returns whether there are many kinds of sums.
     """
     kinds = int(of_weights.max(initial=0)) + 1
     factors = [factor[:, 0] for factor in factors if len(elements.makers(factor[:, 0])) > 1]
     if kinds == 1 and not factors:
-        return None
+        return False
     left, right = [unsigned(in_own_order(factor)) for factor in (*factors, *[np.zeros(0, elements.dtype)] * 2)][:2]
     places, keys = (left, right, elements.places_of_nodes), np.empty_like(terms)
     sort_sums(0, terms.shape[1], *places, len(elements.nodes), of_weights, kinds, unsigned(terms), keys)
