@@ -9,10 +9,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import scipy.optimize
 import torch
 from jacsparse.models import build
 from torch import nn
 from torch.utils._pytree import tree_map_only
+
+import jacsparse
 
 from ._equations import EQUATIONS, Equation, Library, field
 
@@ -60,7 +63,7 @@ def resnet8(size: int, batch: int) -> SparseFunction:
     return SparseFunction(build("resnet8").eval(), (_images(3, size, size, batch=batch).float(),), batched=True)
 
 
-_TORCH = Library(
+TORCH = Library(
     torch,
     lambda x, places, values: x.index_add(0, places, values),
     lambda u: nn.functional.pad(u, (1, 1, 1, 1)),
@@ -72,7 +75,36 @@ def _of_equation(equation: Equation, size: int, batch: int) -> SparseFunction:
     samples = zip(*(equation.arrays(size, sample) for sample in range(batch)), strict=True)
     args = [torch.from_numpy(np.stack(arrays) if equation.batched else arrays[0]) for arrays in samples]
     argnums = 0 if len(args) == 1 else tuple(range(len(args)))
-    return SparseFunction(equation.on(_TORCH, size), (*args, *equation.numbers), argnums, equation.batched)
+    return SparseFunction(equation.on(TORCH, size), (*args, *equation.numbers), argnums, equation.batched)
+
+
+def reacting_fields(points: int, rate: float) -> tuple[Callable[[torch.Tensor], torch.Tensor], torch.Tensor]:
+    """The change of three fields that diffuse on a periodic square and react, and drawn fields, (points, points, 3)."""
+
+    def change(u: torch.Tensor) -> torch.Tensor:
+        padded = nn.functional.pad(u.movedim(2, 0)[None], (1, 1, 1, 1), mode="circular")[0].movedim(0, 2)
+        around = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
+        return 20 * (around - 4 * u) + rate * u**2 * (u.roll(1, 2) - u)
+
+    return change, torch.rand(points, points, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def flat(f: Callable[..., torch.Tensor], x: np.ndarray, like: torch.Tensor, *args: Any) -> np.ndarray:
+    """A function of tensors at a vector of NumPy's."""
+    return f(torch.from_numpy(x).reshape(like.shape), *args).numpy().ravel()
+
+
+def differences(f: Callable[..., torch.Tensor], start: torch.Tensor, *args: Any) -> Callable[..., Any]:
+    """A function's Jacobian by SciPy's differences of groups of columns; the pattern is known beforehand."""
+    sparsity = jacsparse.jacobian_pattern(f, start, *args).to_scipy()
+    groups = scipy.optimize._numdiff.group_columns(sparsity)
+
+    def jacobian(x: np.ndarray, *args: Any) -> Any:
+        return scipy.optimize._numdiff.approx_derivative(
+            lambda x: flat(f, x, start, *args), x, method="2-point", sparsity=(sparsity, groups)
+        )
+
+    return jacobian
 
 
 def _images(*shape: int, batch: int) -> torch.Tensor:

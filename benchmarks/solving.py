@@ -14,6 +14,7 @@ import jacsparse
 
 from ._context import Context
 from ._experiment import Grid
+from ._problems import reacting_fields
 from ._rows import Group, Row
 
 _OURS = "solve"
@@ -107,21 +108,11 @@ def _kept(points: int, context: Context) -> list[Row]:
     return rows.rows()
 
 
-def _step(points: int) -> tuple[jacsparse.SparseJacobian, np.ndarray]:
-    """An implicit step of three fields that diffuse and react fast, and its right-hand side."""
-    start = torch.rand(points, points, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def change(u: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(u.movedim(2, 0)[None], (1, 1, 1, 1), mode="circular")[0].movedim(0, 2)
-        around = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
-        return 20 * (around - 4 * u) + 1e4 * u**2 * (u.roll(1, 2) - u)
-
-    return jacsparse.jacobian(lambda u: u - 0.01 * change(u), start), change(start).flatten().numpy()
-
-
 def _iterative(points: int, is_factored: bool, context: Context) -> list[Row]:
     rows = Group(f"{3 * points**2:,} unknowns: three fields, {points} × {points} points")
-    J, right = _step(points)
+    # An implicit step of a fast reaction.
+    change, start = reacting_fields(points, 1e4)
+    J, right = jacsparse.jacobian(lambda u: u - 0.01 * change(u), start), change(start).flatten().numpy()
     matrix = J.to_scipy()
     notes: dict[str, str] = {}
 

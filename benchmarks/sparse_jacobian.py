@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
-import scipy.optimize._numdiff
 import torch
 
 import jacsparse
@@ -17,7 +15,7 @@ from jacsparse.figures import BLUE, GREEN, ORANGE, PURPLE, SKY
 from ._calls import Call
 from ._figures import Line, Panel, Picture
 from ._jacobians import COMPILED, PREPARED, Case, JacobianGrid, add_first_call
-from ._problems import SparseFunction, elements
+from ._problems import SparseFunction, differences, elements
 from ._rows import Group, Row
 
 _JACOBIAN, _ASDEX, _JACREV = "jacobian", "asdex", "torch.func.jacrev"
@@ -72,7 +70,9 @@ class SparseJacobians(JacobianGrid):
         if case.batch == 1 and elements(problem) <= self.most:
             calls[_JACREV] = lambda: torch.func.jacrev(problem.f, problem.argnums)(*problem.args)
             if case.problem in _EQUATIONS:
-                calls["SciPy, differences by groups"] = _differences(prepared.pattern, problem)
+                x = problem.args[0].flatten().numpy()
+                by_groups = differences(problem.f, *problem.args)
+                calls["SciPy, differences by groups"] = lambda: by_groups(x, *problem.args[1:])
         return calls
 
     def compared(self, case: Case, rows: Group, values: Call, first: Mapping[str, float | None]) -> list[Row]:
@@ -103,16 +103,3 @@ class SparseJacobians(JacobianGrid):
         settings = {"yticks": range(len(groups)), "yticklabels": groups, "ylim": (len(groups) - 0.4, -0.6)}
         panel = Panel(lines, x="seconds of a call, on one thread: medians", log="x", settings=settings)
         return Picture(self.title, [panel], (8.0, 1.6 + 0.27 * len(groups)), legend=3)
-
-
-def _differences(pattern: jacsparse.Pattern, problem: SparseFunction) -> Callable[[], object]:
-    """SciPy's finite differences with columns in groups."""
-    x, *others = problem.args
-    groups = scipy.optimize._numdiff.group_columns(pattern.to_scipy())
-
-    def f(flat: np.ndarray) -> np.ndarray:
-        y: np.ndarray = problem.f(torch.from_numpy(flat).reshape(x.shape), *others).flatten().numpy()
-        return y
-
-    sparsity, start = (pattern.to_scipy(), groups), x.flatten().numpy()
-    return lambda: scipy.optimize._numdiff.approx_derivative(f, start, method="2-point", sparsity=sparsity)

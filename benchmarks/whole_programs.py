@@ -17,7 +17,9 @@ import jacsparse
 from examples import by_scipy, levenberg_marquardt, synthetic
 
 from ._context import Context
+from ._equations import power_flow as network
 from ._experiment import Grid
+from ._problems import TORCH, differences, flat, reacting_fields
 from ._rows import Group, Row
 
 _OURS, _AGAIN = "jacsparse", "jacsparse, prepared before"
@@ -38,26 +40,8 @@ class WholeProgram:
     tolerance: float
 
 
-def differences(f: Callable[..., torch.Tensor], start: torch.Tensor, *args: torch.Tensor) -> Callable[..., Any]:
-    """A function's Jacobian by SciPy's differences of groups of columns, in CSC; the pattern is known beforehand."""
-    sparsity = jacsparse.jacobian_pattern(f, start, *args).to_scipy()
-    groups = scipy.optimize._numdiff.group_columns(sparsity)
-
-    def jacobian(x: np.ndarray, *args: torch.Tensor) -> Any:
-        return scipy.optimize._numdiff.approx_derivative(
-            lambda x: flat(f, x, start, *args), x, method="2-point", sparsity=(sparsity, groups)
-        ).tocsc()
-
-    return jacobian
-
-
-def flat(f: Callable[..., torch.Tensor], x: np.ndarray, like: torch.Tensor, *args: torch.Tensor) -> np.ndarray:
-    """A function of tensors at a vector of NumPy's."""
-    return f(torch.from_numpy(x).reshape(like.shape), *args).numpy().ravel()
-
-
 def _by_splu(matrix: Any, b: np.ndarray) -> np.ndarray:
-    return scipy.sparse.linalg.splu(matrix).solve(b)  # type: ignore[no-any-return]
+    return scipy.sparse.linalg.splu(matrix.tocsc()).solve(b)  # type: ignore[no-any-return]
 
 
 def by_newton(
@@ -79,13 +63,10 @@ def by_newton(
 
 def reaction_diffusion(points: int) -> WholeProgram:
     """A step of three fields that diffuse and react, by Newton's method and GMRES with incomplete factors."""
-    start = torch.rand(points, points, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    change, start = reacting_fields(points, 10.0)
 
     def residual(u: torch.Tensor) -> torch.Tensor:
-        padded = torch.nn.functional.pad(u.movedim(2, 0)[None], (1, 1, 1, 1), mode="circular")[0].movedim(0, 2)
-        around = padded[2:, 1:-1] + padded[:-2, 1:-1] + padded[1:-1, 2:] + padded[1:-1, :-2]
-        change = 20 * (around - 4 * u) + 10 * u**2 * (u.roll(1, 2) - u)
-        return u - start - 0.1 * change
+        return u - start - 0.1 * change(u)
 
     def by_gmres(matrix: Any, b: np.ndarray, inverse: Any) -> np.ndarray:
         x, failed = scipy.sparse.linalg.gmres(matrix, b, M=inverse, rtol=1e-8)
@@ -103,7 +84,7 @@ def reaction_diffusion(points: int) -> WholeProgram:
 
     def theirs() -> np.ndarray:
         def solve(matrix: Any, b: np.ndarray) -> np.ndarray:
-            factors = scipy.sparse.linalg.spilu(matrix)
+            factors = scipy.sparse.linalg.spilu(matrix.tocsc())
             return by_gmres(matrix, b, scipy.sparse.linalg.LinearOperator(matrix.shape, factors.solve))
 
         return by_newton(residual, start, by_differences, solve=solve)
@@ -181,28 +162,23 @@ def power_flow(buses: int) -> WholeProgram:
     joined = [(i, int(rng.integers(max(0, i - near), i))) for i in range(1, buses) for _ in range(1 + i % 2)]
     one, other = np.array(sorted(set(joined))).T
     admittance = rng.uniform(20, 100, len(one)) - 1j * rng.uniform(100, 400, len(one))
-    injected = torch.from_numpy(rng.normal(0, 0.1, (2, buses)))
-    source, target = (torch.from_numpy(np.concatenate(ends)) for ends in ((one, other), (other, one)))
-    g, b = torch.from_numpy(np.tile([admittance.real, admittance.imag], 2))
+    injected = rng.normal(0, 0.1, (2, buses))
+    arrays = {"source": np.concatenate([one, other]), "target": np.concatenate([other, one]), "injected": injected,
+              "g": np.tile(admittance.real, 2), "b": np.tile(admittance.imag, 2)}  # fmt: skip
+    lines = {name: torch.from_numpy(array) for name, array in arrays.items()}
 
     def mismatch(x: torch.Tensor) -> torch.Tensor:
         """Of all buses but the first, whose voltage is given, by their angles and magnitudes."""
-        angle, magnitude = torch.nn.functional.pad(x, (1, 0)).unbind()
-        magnitude = torch.cat([torch.ones_like(x[1, :1]), magnitude[1:]])
-        theta, v = angle[source] - angle[target], magnitude[source]
-        product, cosine, sine = v * magnitude[target], theta.cos(), theta.sin()
-        active = g * v * v - product * (g * cosine + b * sine)
-        reactive = -b * v * v - product * (g * sine - b * cosine)
-        leaving = torch.zeros_like(injected).index_add(1, source, torch.stack([active, reactive]))
-        return (leaving - injected)[:, 1:]
+        angle, magnitude = torch.nn.functional.pad(x[0], (1, 0)), torch.cat([torch.ones_like(x[1, :1]), x[1]])
+        return network(TORCH, (angle, magnitude), **lines)[:, 1:]
 
     start = torch.stack([torch.zeros(buses - 1), torch.ones(buses - 1)]).double()
 
     def by_formulas() -> np.ndarray:
         """Newton's method as MATPOWER has it (Zimmerman, MATPOWER Technical Note 2, 2010, equations 35 and 38)."""
         joint = scipy.sparse.coo_array((admittance, (one, other)), (buses, buses))
-        lines = (joint + joint.T).tocsr()
-        Y = scipy.sparse.diags_array(lines.sum(1)) - lines
+        joint = (joint + joint.T).tocsr()
+        Y = scipy.sparse.diags_array(joint.sum(1)) - joint
 
         def jacobian(x: np.ndarray) -> Any:
             angle, magnitude = x.reshape(2, -1)

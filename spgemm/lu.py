@@ -95,8 +95,8 @@ def _symmetric_diagonal(pattern: Pattern) -> np.ndarray | None:
     return diagonal if len(diagonal) == pattern.shape[0] and pattern == pattern.T else None
 
 
-def _diagonal_scale(pattern: Pattern, diagonal: np.ndarray, values: np.ndarray) -> np.ndarray | None:
-    """Powers of 2 for rows and columns, after which any element of the diagonal may be the first pivot.
+def _scaled(pattern: Pattern, diagonal: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """Powers of 2 for rows and columns, after which any element of the diagonal may be the first pivot; scaled values.
 
     They bring the diagonal to [0.5, 2) without rounding. None where no scale does it.
     """
@@ -104,12 +104,10 @@ def _diagonal_scale(pattern: Pattern, diagonal: np.ndarray, values: np.ndarray) 
         return None
     exponents = np.frexp(values[diagonal])[1] // 2
     scale = np.ldexp(np.ones_like(values, shape=exponents.shape), -exponents)
-    scaled = _scaled(pattern, values, scale)
-    return scale if (np.abs(scaled) <= 0.5 / _LEAST_PIVOT).all() else None
-
-
-def _scaled(pattern: Pattern, values: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    return values * scale[pattern.rows] * scale[pattern.indices]
+    scaled = values * np.repeat(scale, np.diff(pattern.indptr))
+    scaled *= scale[pattern.indices]
+    # Not so where one is NaN.
+    return (scale, scaled) if max(scaled.max(initial=0), -scaled.min(initial=0)) <= 0.5 / _LEAST_PIVOT else None
 
 
 class _SparseFactors(Factors):
@@ -132,10 +130,11 @@ class _Sample:
     """The LU factors of one sample."""
 
     def __init__(self, pattern: Pattern, diagonal: np.ndarray | None, values: np.ndarray, sample: int) -> None:
-        self._scale = None if diagonal is None else _diagonal_scale(pattern, diagonal, values)
-        symmetric = self._scale is not None
-        if self._scale is not None:
-            values = _scaled(pattern, values, self._scale)
+        self._scale: np.ndarray | None = None
+        scaled = None if diagonal is None else _scaled(pattern, diagonal, values)
+        symmetric = scaled is not None
+        if scaled is not None:
+            self._scale, values = scaled
         ordering = PLAN_CACHE.get(("elimination", pattern.digest, symmetric), lambda: Ordering(pattern, symmetric))
         try:
             self._rows, self._factors = ordering.rows, ordering.factors(values)

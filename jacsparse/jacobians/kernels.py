@@ -184,6 +184,22 @@ def add_terms(
 
 
 @kernel
+def select_terms(
+    first, last, indptr, selected, column, variable, coefficient, starts, out_column, out_variable, out_coefficient
+):  # fmt: skip
+    """The terms of rows where a mask is true, and where those of each row begin."""
+    count = 0
+    for row in range(first, last):
+        starts[row] = count
+        for term in range(indptr[row], indptr[row + 1]):
+            if selected[term]:
+                out_column[count], out_variable[count] = column[term], variable[term]
+                out_coefficient[count] = coefficient[term]
+                count += 1
+    starts[last] = count
+
+
+@kernel
 def find_entries(first, last, indptr, column, entries, begins):
     """Where the entries of rows begin, and their terms, which lie next to each other."""
     count = 0

@@ -17,7 +17,7 @@ import numpy as np
 from ..patterns import Csr, Diagonal, Full, Identity, Pattern
 from ..runtime import frozen, index_dtype, row_starts, run_rows, unsigned
 from ..spgemm import product_pattern
-from .kernels import add_terms, find_entries, multiply_terms, order_entries
+from .kernels import add_terms, find_entries, multiply_terms, order_entries, select_terms
 
 #: The variable of a term that has none.
 NONE = -1
@@ -50,15 +50,12 @@ class TermMatrix:
 
     def __getitem__(self, selected: np.ndarray) -> TermMatrix:
         """The matrix of the terms where a mask is true."""
-        if selected.all():
+        count = np.count_nonzero(selected)
+        if count == len(self):
             return self
-        if not selected.any():
-            selected, indptr = selected[:0], 0 * self.indptr
-        else:
-            indptr = row_starts(selected, np.int64)[self.indptr]
-        column, variable, coefficient = (
-            array[: len(selected)][selected] for array in (self.column, self.variable, self.coefficient)
-        )
+        indptr, terms = np.empty_like(self.indptr), (self.column, self.variable, self.coefficient)
+        column, variable, coefficient = results = [np.empty(count, array.dtype) for array in terms]
+        select_terms(0, self.shape[0], unsigned(self.indptr), selected, *terms, indptr, *results)
         return TermMatrix(self.shape, indptr, column, variable, coefficient, self.single)
 
     @functools.cached_property

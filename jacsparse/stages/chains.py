@@ -22,6 +22,7 @@ from ..tracing import (
     name_of,
     program_of,
     samples_of,
+    shows,
     traced,
     undisturbed,
     without_autocast,
@@ -378,7 +379,8 @@ def chain_of(
     """
     x, y, name = trace.input, trace.output, name_of(trace.module)
     in_shape, out_shape = tuple(x.shape[1:]), tuple(y.shape[1:])
-    reads = any(node.facts.reads and node.operands for node in trace.graph.nodes)
+    of_input = (node for node in trace.graph.nodes if node.facts.reads and node.operands)
+    reads = any(shows(node.overload, [trace.tensor(each.value).dtype for each in node.operands]) for node in of_input)
     if reads and not trace.graph.infos[trace.graph.output].dependent:
         raise UnsupportedOperatorError(
             f"{name}: no operator that was seen leads from its input to its output, and Python read elements of what "

@@ -28,17 +28,21 @@ def check_derivatives(trace: Trace) -> None:
         if is_of_hooks(edge[0]):
             maker.hooked = True
         elif not isinstance(edge[0], BackwardCFunction):
-            _examine(trace, edge[0], maker)
+            _examine(trace, edge[0], maker, infos[value].whole or maker)
 
 
-def _examine(trace: Trace, node: Any, maker: Node) -> None:
-    """Raise where autograd's node of a value is not that of the call that made it; note how its number is shifted."""
+def _examine(trace: Trace, node: Any, maker: Node, call: Node) -> None:
+    """Raise where autograd's node of a value is not that of the call that made it; note how its number is shifted.
+
+    The maker may be a part of the call.
+    """
     number = node._sequence_nr()
     begun = None if maker.shift is None else trace.sequences[maker.place] + maker.shift
     if begun == number + 1 and maker.writes:
         # Autograd made this node first, and then that of a copy of the overwritten tensor.
         maker.shift, begun = -1, number
-    if not any(operand.active for operand in maker.operands) and not any(maker.differentiable):
+    # A part may have none through which a derivative passes: that of a step function's gradient is zero.
+    if not any(operand.active for operand in call.operands) and not any(call.differentiable):
         # No operator was seen that made its operand, as where that is a lazy conjugate.
         what, remedy = "what depends on the input", "write it with operators, or make it a custom operator with a rule"
         if "DifferentiableGraph" in node.name():

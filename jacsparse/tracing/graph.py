@@ -279,6 +279,9 @@ def results_of(overload: Any, arguments: Mapping[str, Any]) -> list[torch.Tensor
     """The results of a call in the order of `Node.results`, from its arguments by name; none of them is written to."""
     if isinstance(overload, (Gather, Rewrite, BackwardPass)):
         return [overload(*arguments.values())]
+    if overload is torch.ops.aten.view.default:
+        # A tensor whose shape the run changed in place may lie in memory otherwise here.
+        return [arguments["self"].reshape(arguments["size"])]
     if overload is torch.ops.aten.rsub.Scalar and isinstance(arguments["other"], torch.Tensor):
         # A number may be a tensor without axes.
         overload = torch.ops.aten.rsub.Tensor

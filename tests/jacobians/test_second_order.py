@@ -55,6 +55,12 @@ def normalised(x: torch.Tensor) -> torch.Tensor:
     return y.pow(3).sum((1, 2)).reshape(x.shape[:-1])
 
 
+def transposed_in_place(x: torch.Tensor) -> torch.Tensor:
+    weights = torch.linspace(0.5, 2.0, 6, dtype=x.dtype)
+    y = (2 * x.reshape(-1, 2, 3)).transpose_(1, 2)
+    return (y.flatten(1).pow(3) * weights).sum(1).reshape(x.shape[:-1])
+
+
 SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "rosenbrock": rosenbrock,
     "springs": springs,
@@ -63,6 +69,10 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normalised": normalised,
     "linear": lambda x: 3 * x.sum(-1),
     "quadratic": lambda x: (x[..., 1:] * x[..., :-1]).sum(-1) + x[..., 0] ** 2,
+    "kinks": lambda x: (nn.functional.leaky_relu(x - 1) + nn.functional.hardtanh(x, 0.5, 1.5)).sum(-1),
+    "selected": lambda x: x[..., [0, 2]].sum(-1),
+    "masked": lambda x: x[..., torch.tensor([True, False, True] * 2)].sum(-1),
+    "transposed in place": transposed_in_place,
     "root": lambda x: x[..., :3].norm(dim=-1) * x[..., 5],
     "entropy": lambda x: (x.log_softmax(-1) * x.softmax(-1)).sum(-1),
     "detached": lambda x: (x * x.detach() * x.exp()).sum(-1),
@@ -70,7 +80,16 @@ SCALARS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elementwise": lambda x: (x.tanh() / x.sqrt() + nn.functional.gelu(x) * x.log()).sum(-1),
 }
 #: Entries of those whose patterns are known.
-ENTRIES = {"rosenbrock": 16, "springs": 16, "linear": 0, "quadratic": 11, "normalised": 18}
+ENTRIES = {
+    "rosenbrock": 16,
+    "springs": 16,
+    "linear": 0,
+    "kinks": 0,
+    "selected": 0,
+    "masked": 0,
+    "quadratic": 11,
+    "normalised": 18,
+}
 METHODS = ("hessian", "products", "compressed")
 
 
