@@ -20,20 +20,8 @@ from benchmarks import _calls, _gpu_call, layer_calls
 from benchmarks._calls import GRAPH
 from benchmarks._context import Context, Limits, Timing
 from benchmarks._experiment import Experiment, Grid
-from benchmarks._gpu_call import (
-    CallName,
-    Compiling,
-    Ending,
-    KernelTests,
-    Measuring,
-    Phase,
-    Running,
-    Versions,
-    gpu_call,
-    here,
-    in_a_process,
-    phases,
-)
+from benchmarks._gpu_call import CallName, gpu_call, here, in_a_process, phases
+from benchmarks._gpu_phases import Compiling, Ending, KernelTests, Measuring, Phase, Running, Versions
 from benchmarks._pages import ROOT
 from benchmarks._recurrent import RecurrentWorkload
 from benchmarks._results import read
