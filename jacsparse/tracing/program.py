@@ -268,9 +268,12 @@ def _operation(
     """The operation that computes a value; `known` are those so far, for calls that do the same, as those of layers."""
     key = _key(program, trace, node, value, operands)
     if key in known:
-        same, names = known[key], {each.name: each.value for each in operands}
-        calls = {name: call.with_tensors(path=node.path, source=node.source) for name, call in same.calls.items()}
-        return replace(same, value=value, node=node, operands=names, calls=calls)
+        place = key, node.path, node.source
+        if place not in known:
+            calls = known[key].calls.items()
+            at_place = {name: call.with_tensors(path=node.path, source=node.source) for name, call in calls}
+            known[place] = replace(known[key], calls=at_place)
+        return replace(known[place], value=value, node=node, operands={each.name: each.value for each in operands})
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     arguments = {**defaults_of(overload), **{name: trace.read(argument) for name, argument in node.arguments.items()}}
     rewrites = isinstance(overload, Rewrite)
@@ -359,7 +362,7 @@ def _operation(
         )
     operation = replace(coupling, couples=False, calls=calls, layouts=layouts, layout=placement.output, alike=alike)
     if key is not None:
-        known[key] = operation
+        known[key] = known[key, node.path, node.source] = operation
     return operation
 
 
