@@ -270,9 +270,9 @@ def _operation(
     if key in known:
         place = key, node.path, node.source
         if place not in known:
-            calls = known[key].calls.items()
-            at_place = {name: call.with_tensors(path=node.path, source=node.source) for name, call in calls}
-            known[place] = replace(known[key], calls=at_place)
+            same = known[key]
+            here = {name: call.with_tensors(path=node.path, source=node.source) for name, call in same.calls.items()}
+            known[place] = replace(same, calls=here)
         return replace(known[place], value=value, node=node, operands={each.name: each.value for each in operands})
     result, overload, number = trace.tensor(value), node.overload, node.results.index(value)
     arguments = {**defaults_of(overload), **{name: trace.read(argument) for name, argument in node.arguments.items()}}
