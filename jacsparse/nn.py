@@ -13,7 +13,7 @@ from torch import nn
 from .patterns import UnsupportedOperatorError, are_values_registered
 from .recurrence import GRU, LSTM, RNN, Recurrent, Report, convert
 from .runtime import a_type, transform_under_way, uncompiled
-from .scan import BY_AUTOGRAD, Puller, Scanner, StageRanks, scanned
+from .scan import BY_AUTOGRAD, Puller, Scanner, Scanners, StageRanks, scanned, scanner_of
 from .schedule import Schedule, parse
 from .solvers import Propagator, TriangularSolver, solver_of
 from .sparse import SparseConv1d, SparseConv2d, SparseLinear
@@ -230,15 +230,7 @@ class Scan(_OfChain):
         return self._scanner(chain)
 
     def _scanner(self, chain: Chain) -> Scanner:
-        key = id(chain), self.schedule, self.memory_limit
-        scanner = self._scanners.pop(key, None)
-        if scanner is None:
-            scanner = Scanner(chain, self.schedule, self.memory_limit, self.reports)
-        self._scanners[key] = scanner
-        # Plans may be large: only the last ones stay.
-        while len(self._scanners) > _MOST_SCANNERS:
-            self._scanners.popitem(last=False)
-        return scanner
+        return scanner_of(self._scanners, chain, self.schedule, self.memory_limit, self.reports, most=_MOST_SCANNERS)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_scanners": None, "reports": None}
@@ -247,8 +239,7 @@ class Scan(_OfChain):
         """Forget patterns and plans; the next forward makes new ones for its weights."""
         super().reset()
         self.reports: list[Report] = []
-        # By the chain's id: a scanner holds its chain, so that no other chain gets the id.
-        self._scanners: OrderedDict[tuple[Any, ...], Scanner] = OrderedDict()
+        self._scanners: Scanners = OrderedDict()
 
     def extra_repr(self) -> str:
         """The schedule, and the exchange across ranks."""

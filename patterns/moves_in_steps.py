@@ -59,10 +59,10 @@ def _of_view(use: Use) -> Placement | None:
     walk = _Walk(tuple(view.shape), view.stride(), int(view.storage_offset()))
     out = WHOLE
     if use.batch > 1:
-        found = _of_sample(walk, layout, shape, use.batch)
-        if found is None:
+        of_sample = _of_sample(walk, layout, shape, use.batch)
+        if of_sample is None:
             return None
-        walk, out = found
+        walk, out = of_sample
     steps = [Steps(size, 0, size, stride if size > 1 else 0) for size, stride in zip(*walk[:2], strict=True)]
     return Placement(dict(use.layouts), out, {name: _sources(layout.shape_of_sample(shape), steps, walk.first)})
 

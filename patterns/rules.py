@@ -383,7 +383,9 @@ def add_rule(*operators: str) -> Callable[[RuleType], RuleType]:
 
 #: What is told of operators without a rule, of which nobody registers one.
 _REMEDIES = {
-    "aten._pack_padded_sequence": "give recurrent layers the padded sequences, (batch, time, features), of one length"
+    "aten._pack_padded_sequence": (
+        "give its recurrent layer the padded sequences, (batch, time, features), of one length"
+    )
 }
 
 

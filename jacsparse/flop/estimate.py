@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 from ..patterns import Convolution, Csr, Diagonal, Full, Pattern
-from ..runtime import thread_count
+from ..runtime import machine_memory, thread_count
 from ..schedule import Schedule
 from ..spgemm import PACKED, counts, fresh_keys, spread
-from ..stages import Region, machine_memory
+from ..stages import Region
 from ..terminal import duration
 from ..terminal import nbytes as in_bytes
 

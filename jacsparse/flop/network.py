@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.nn.utils.rnn import PackedSequence
 from torch.overrides import TorchFunctionMode
 
-from ..patterns import UnsupportedOperatorError
+from ..patterns import UnsupportedOperatorError, remedy_for
 from ..runtime import a_type
 from ..stages import check_tensor
 from ..tracing import SAMPLES, check_module, memory_of, name_of, undisturbed
@@ -268,8 +268,8 @@ class _Embeddings(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is _PACK:
             raise UnsupportedOperatorError(
-                f"{self.module} packs sequences, whose lengths may differ; a count is of one sequence: give "
-                "its recurrent layer the padded sequences, (batch, time, features), of one length"
+                f"{self.module} packs sequences, whose lengths may differ; a count is of one sequence: "
+                f"{remedy_for('aten._pack_padded_sequence')}"
             )
         if function not in _EMBEDDINGS:
             return function(*args, **(kwargs or {}))

@@ -379,8 +379,8 @@ class _SmallCall(NamedTuple):
         """TypeError or ValueError where a weight does not fit the input."""
         layer, count = self.layer, 4 if self.layer.bias else 2
         for direction, name in enumerate(layer.names(self.number)):
-            own = weights[count * direction : count * (direction + 1)]
-            check_weights(name, layer.cell.gates, layer.shape.size, layer.shape.inputs, x, own)
+            of_direction = weights[count * direction : count * (direction + 1)]
+            check_weights(name, layer.cell.gates, layer.shape.size, layer.shape.inputs, x, of_direction)
 
 
 class _SmallLayer(LayerOnce):  # type: ignore[misc, valid-type]

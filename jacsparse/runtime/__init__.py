@@ -19,7 +19,16 @@ from .cuda import (
     on_device,
 )
 from .cupy_backend import cupy_for, cupy_stream, gpu_extra
-from .device_memory import allocated, before_captures, extend_lives, host_flag, memory_for, multiprocessors, uploaded
+from .device_memory import (
+    allocated,
+    before_captures,
+    extend_lives,
+    host_flag,
+    machine_memory,
+    memory_for,
+    multiprocessors,
+    uploaded,
+)
 from .disk_cache import SYMBOLIC, Shelf, cache_directory, cached_arrays, shelves, symbolic_limit
 from .dynamo import run_while_traced, uncompiled
 from .files import check_writable, replacing
@@ -95,6 +104,7 @@ __all__ = [
     "is_transformed",
     "kernel",
     "kernel_cache",
+    "machine_memory",
     "memory_for",
     "multiprocessors",
     "on_device",

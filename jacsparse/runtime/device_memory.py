@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import os
 import weakref
 from collections.abc import Iterator, Sequence
 
@@ -158,3 +159,10 @@ def _stream_on(device: torch.device) -> int:
 def multiprocessors(device: torch.device) -> int:
     """The number of multiprocessors of a device; of a large GPU where the device is emulated."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+
+
+def machine_memory(device: torch.device) -> int:
+    """Bytes of memory of a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

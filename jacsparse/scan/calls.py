@@ -15,28 +15,21 @@ from ..schedule import Schedule
 from ..stages import Chain, Run, check_input, forward_pass
 from ..tracing import check_module
 from .autograd_scan import Puller, scanned
-from .scanner import Scanner
+from .scanner import Scanner, Scanners, scanner_of
 from .stage_ranks import StageRanks
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-#: The scanners of each module that later calls find, with their plans and what these have on a device, by the chain
-#: and the schedule; and how many a module has.
-_SCANNERS: weakref.WeakKeyDictionary[nn.Module, OrderedDict[tuple[int, Schedule | str], Scanner]]
-_SCANNERS, _MOST_SCANNERS = weakref.WeakKeyDictionary(), 2
+#: The scanners of each module that later calls find, with their plans and what these have on a device; and how many a
+#: module has.
+_SCANNERS: weakref.WeakKeyDictionary[nn.Module, Scanners] = weakref.WeakKeyDictionary()
+_MOST_SCANNERS = 2
 
 
 def _scanner_of(module: nn.Module, chain: Chain, schedule: Schedule | str) -> Scanner:
     """The scanner of one of a module's chains, which an earlier call may have made."""
-    scanners = _SCANNERS.setdefault(module, OrderedDict())
-    # A scanner holds its chain: no other one has the same number.
-    key = id(chain), schedule
-    scanner = scanners.pop(key, None) or Scanner(chain, schedule)
-    scanners[key] = scanner
-    while len(scanners) > _MOST_SCANNERS:
-        scanners.popitem(last=False)
-    return scanner
+    return scanner_of(_SCANNERS.setdefault(module, OrderedDict()), chain, schedule, most=_MOST_SCANNERS)
 
 
 def vjp(

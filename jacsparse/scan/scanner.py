@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
@@ -192,6 +193,30 @@ class Scanner:
                 self._executions.clear()
             self._executions[wanted, at_once] = plan
         return plan
+
+
+#: Scanners, by the chain, the schedule and the memory limit.
+Scanners = OrderedDict[tuple[int, Schedule | str, int | None], Scanner]
+
+
+def scanner_of(
+    scanners: Scanners,
+    chain: Chain,
+    schedule: Schedule | str,
+    memory_limit: int | None = None,
+    reports: list[Report] | None = None,
+    *,
+    most: int,
+) -> Scanner:
+    """The scanner of a chain among some, or a new one beside them, of which so many stay that were used last."""
+    # A scanner holds its chain: no other one has the same number.
+    key = id(chain), schedule, memory_limit
+    scanner = scanners.pop(key, None) or Scanner(chain, schedule, memory_limit, reports)
+    scanners[key] = scanner
+    # Plans may be large.
+    while len(scanners) > most:
+        scanners.popitem(last=False)
+    return scanner
 
 
 class _Execution:

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
-from ..runtime import HEADER, a_type, read_safetensors, run_times, write_safetensors
+from ..runtime import HEADER, a_type, machine_memory, read_safetensors, run_times, write_safetensors
 from ..tracing import check_initialised, check_module, name_of
 from .conversion import SparseModel, SparsityReport, convert, copied, densify, expected_frozen
 from .freezing import FrozenRun, record_run
@@ -262,16 +262,16 @@ def freeze(model: nn.Module, *inputs: torch.Tensor) -> FrozenModel:
         if tensor.device.type != "cpu":
             raise ValueError(f"{path} is on {tensor.device}; frozen models run on the CPU alone: move it by .cpu()")
     with torch.inference_mode(False), torch.no_grad():
-        own = copied(model)
-        frozen = FrozenModel(own)
+        model = copied(model)
+        frozen = FrozenModel(model)
         frozen._checked_key(inputs)
-        expected = expected_frozen(own, inputs) if isinstance(own, SparseModel) else None
+        expected = expected_frozen(model, inputs) if isinstance(model, SparseModel) else None
     if expected is None:
         frozen.add(*inputs)
         return frozen
     other = FrozenModel(expected)
     other.add(*inputs)
-    sparsified = record_run(frozen._name, own, inputs, is_compared=False)
+    sparsified = record_run(frozen._name, model, inputs, is_compared=False)
     as_sparsified, as_expected = run_times(lambda: sparsified(*inputs), lambda: other(*inputs))
     if not as_sparsified.clearly_below(as_expected):
         return other
@@ -325,7 +325,7 @@ def _check_memory(inputs: Sequence[Sequence[dict[str, Any]]]) -> None:
     if any(type(size) is not int or size < 0 for shape in shapes for size in shape):
         raise ValueError("the shape of an input is none")
     nbytes = _DRAWN * _COPIES * sum(map(math.prod, shapes))
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory(torch.device("cpu"))
     if nbytes > memory:
         raise ValueError(
             f"to record it for its inputs takes {nbytes / 2**30:,.0f} GiB or more, and this machine has "

@@ -34,6 +34,16 @@ def warn_of_dense_program() -> None:
     )
 
 
+class _Convolutions(dict[tuple[Pair, int, torch.dtype], BlockConvolution]):
+    """A layer's convolutions for inputs of some sizes, which its copies share; other processes make them anew."""
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self
+
+    def __reduce__(self) -> tuple[type[Self], tuple[()]]:
+        return type(self), ()
+
+
 class SparseLayer(nn.Module):
     """What convolutions and linear layers of pruned weights share.
 
@@ -72,6 +82,7 @@ class SparseLayer(nn.Module):
         self.bias = None
         if layer.bias is not None:
             self.bias = nn.Parameter(layer.bias.detach().clone(), requires_grad=layer.bias.requires_grad)
+        self._convolutions = _Convolutions()
         self.train(layer.training)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
@@ -159,12 +170,11 @@ class SparseLayer(nn.Module):
         self.values.data = torch.empty_like(values)
         with torch.no_grad():
             self.values.copy_(values)
-        self._structure.convolutions.clear()
-        self._structure = structure
+        self._structure, self._convolutions = structure, _Convolutions()
 
     def _convolution(self, in_size: Pair, lanes: int) -> BlockConvolution:
-        key, convolutions = (in_size, lanes, self.values.dtype), self._structure.convolutions
-        convolution: BlockConvolution | None = convolutions.get(key)
+        key, convolutions = (in_size, lanes, self.values.dtype), self._convolutions
+        convolution = convolutions.get(key)
         if convolution is None:
             if len(convolutions) >= _MOST_SIZES:
                 convolutions.clear()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Self
+from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -50,17 +50,9 @@ class WeightPlaces:
     order: torch.Tensor
     #: For each weight in the layer's order, its number in `transposed`.
     inverse: torch.Tensor
-    #: What is made of them for inputs of some sizes, by these; other processes make it anew.
-    convolutions: dict[Any, Any] = field(default_factory=dict, repr=False)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, convolutions={})
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "convolutions": {}}
 
     @classmethod
     def of(cls, mask: torch.Tensor, window: Window, groups: int) -> WeightPlaces:

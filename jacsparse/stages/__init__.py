@@ -38,7 +38,6 @@ from .chains import (
     chain_for_all,
     chain_of,
     check_size,
-    machine_memory,
     refuse_hooks,
     refuse_other_derivatives,
 )
@@ -88,7 +87,6 @@ __all__ = [
     "has_hooks",
     "is_fit",
     "is_light",
-    "machine_memory",
     "matrix_of",
     "owner_of",
     "pull_back",

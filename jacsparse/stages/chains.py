@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..patterns import Identity, Pattern, UnsupportedOperatorError
-from ..runtime import announced_where_long
+from ..runtime import announced_where_long, machine_memory
 from ..spgemm import SparseJacobian, matvec
 from ..tracing import (
     PrunedWeight,
@@ -306,13 +306,6 @@ def chain_for_all(
                 "each sample must be worked on alike where no input is given",
             )
     return chain
-
-
-def machine_memory(device: torch.device) -> int:
-    """Bytes of memory of a device."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_size(chain: Chain, x: torch.Tensor) -> None:

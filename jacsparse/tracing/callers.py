@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
-from ..patterns import UnsupportedOperatorError, holds_numbers
+from ..patterns import UnsupportedOperatorError, holds_numbers, remedy_for
 from .modules import name_of
 from .operators import operator_name, tensors_in
 
@@ -158,7 +158,7 @@ class Callers:
             remedy = "take elements by their numbers, or keep the shape, with torch.where"
             return self.unsupported("a size depends on what a tensor holds", remedy)
         if any(call[0] is _PACK for call in self.calls):
-            remedy = "give its recurrent layer the padded sequences, (batch, time, features), of one length"
+            remedy = remedy_for(operator_name(_PACK))
             return self.unsupported("it reads the lengths of packed sequences, which may differ", remedy)
         remedy = (
             "no pattern holds for all inputs: use PyTorch's functions, as torch.sin for math.sin or NumPy's, and "

@@ -15,7 +15,7 @@ from jacsparse.models import prune_weights
 from torch import nn
 from torch.nn.utils import prune
 
-from jacsparse import backward, jacobian, prepare_jacobian, vjp
+from jacsparse import PreparedJacobian, backward, jacobian, prepare_jacobian, vjp
 from jacsparse.nn import Scan
 from jacsparse.stages import COSTS, forward_pass
 from tests.cuda.harness import DEVICE, ON_GPU, emulated
@@ -200,6 +200,27 @@ def test_pullbacks_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (actual - expected).abs().max() <= BOUND * expected.abs().max()
 
 
+@contextlib.contextmanager
+def no_copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A context in which whatever copies an array to the device raises."""
+
+    def copies(_: object) -> None:
+        raise AssertionError("copies an array")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "from_numpy", copies)
+        yield
+
+
+def check_values(
+    prepared: PreparedJacobian, x: torch.Tensor, expected: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compare a prepared Jacobian's values, for which nothing waits."""
+    with no_waits(monkeypatch):
+        actual = prepared.values(x)
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize("schedule", ["blelloch:2", "blelloch"])
 def test_calls_find_what_was_copied_to_the_device(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of products with full matrices, whose plans are in no cache, and no longer than the module lives."""
@@ -207,17 +228,13 @@ def test_calls_find_what_was_copied_to_the_device(schedule: str, monkeypatch: py
     prune_weights(model[:3], 0.7)
     gradient = torch.ones(2, 3).to(x)
 
-    def copy(_: object) -> None:
-        raise AssertionError("copies an array")
-
     def call(module: nn.Module) -> None:
         vjp(module, x, schedule=schedule)[1](gradient)
         backward(module, x, gradient, schedule=schedule)
 
     with emulated():
         call(model)
-        with monkeypatch.context() as patch:
-            patch.setattr(torch, "from_numpy", copy)
+        with no_copies(monkeypatch):
             call(model)
     alive = weakref.ref(model)
     del model
@@ -247,20 +264,16 @@ def test_values_that_arguments_decide_are_copied_once(module: nn.Module, monkeyp
     model, x = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1).to(DEVICE, FLOAT), module), drawn(2, 2, 8, 8).to(DEVICE)
     scan, leaf = Scan(model, schedule="blelloch"), x.clone().requires_grad_()
 
-    def copy(_: object) -> None:
-        raise AssertionError("copies an array")
-
     def call() -> list[torch.Tensor]:
         J = jacobian(model, x, batched=True)
-        found = [J.values.clone(), *torch.autograd.grad(scan(leaf).square().sum(), leaf)]
+        values = J.values.clone()
         J.values.zero_()
-        return found
+        return [values, *torch.autograd.grad(scan(leaf).square().sum(), leaf)]
 
     with emulated():
         expected = call()
         call()
-        with monkeypatch.context() as patch, no_waits(monkeypatch):
-            patch.setattr(torch, "from_numpy", copy)
+        with no_copies(monkeypatch), no_waits(monkeypatch):
             actual = call()
     for one, other in zip(actual, expected, strict=True):
         assert torch.equal(one, other)
@@ -321,10 +334,7 @@ def test_many_indices_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None
     model, x = nn.Sequential(*(Shuffled([2, 0, 1]) for _ in range(70))), drawn(2, 3).to(DEVICE)
     with emulated():
         prepared = prepare_jacobian(model, x)
-        expected = prepared.values(x)
-        with no_waits(monkeypatch):
-            actual = prepared.values(x)
-    assert torch.equal(actual, expected)
+        check_values(prepared, x, prepared.values(x), monkeypatch)
 
 
 def test_memory_that_is_put_into_a_mask_is_looked_at() -> None:
@@ -404,9 +414,7 @@ def test_prepared_jacobians_look_at_masks_once(monkeypatch: pytest.MonkeyPatch) 
     with emulated():
         prepared = prepare_jacobian(model, x)
         expected = prepared.values(x)
-        with no_waits(monkeypatch):
-            actual = prepared.values(x)
-        assert torch.equal(actual, expected)
+        check_values(prepared, x, expected, monkeypatch)
         for mask in masks_of(model):
             mask.copy_(mask.clone())
         assert torch.equal(prepared.values(x), expected)

@@ -127,8 +127,8 @@ def test_concatenations(drawn: tuple[tuple[int, ...], Layout, int], data: st.Dat
     shape, layout, batch = drawn
     if data.draw(st.booleans()):
         count, axis = data.draw(sizes), data.draw(st.integers(-len(shape) - 1, len(shape)))
-        found = check(use_of_concatenation(aten.stack.default, [shape] * count, layout, batch, axis))
-        assert found is not None
+        placement = check(use_of_concatenation(aten.stack.default, [shape] * count, layout, batch, axis))
+        assert placement is not None
         return
     axis = data.draw(st.integers(-len(shape), len(shape) - 1))
     assume(batch == 1 or axis % len(shape) != layout.axis)
@@ -159,8 +159,8 @@ def test_concatenations(drawn: tuple[tuple[int, ...], Layout, int], data: st.Dat
     ],
 )
 def test_views_of_networks(overload: Any, shape: Any, layout: Layout, numbers: Any, out: Layout) -> None:
-    found = check(use_of_view(overload, shape, layout, 3, *numbers))
-    assert found is not None and found.output == out
+    placement = check(use_of_view(overload, shape, layout, 3, *numbers))
+    assert placement is not None and placement.output == out
 
 
 def test_steps_tell_nothing_of_other_operators() -> None:

@@ -382,7 +382,7 @@ def test_what_tiles_share_does_not_depend_on_their_order(
     with torch.no_grad():
         results = [layer(x)]
         close(results[0], dense(x), 1e-5)
-        (convolution,) = layer._structure.convolutions.values()
+        (convolution,) = layer._convolutions.values()
         tiles, forward = convolution.forward._tiles, convolution.forward
         for order in (slice(None), slice(None, None, -1)):
             forward._tiles = tiles._replace(table=np.ascontiguousarray(tiles.table[order]))

@@ -502,9 +502,9 @@ class Copied(nn.Linear):
     def __deepcopy__(self, memo: dict[int, object]) -> Copied:
         Copied.copies += 1
         copied = self.__reduce_ex__(4)
-        made = copied[0](*copied[1])
-        made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        return made
+        module = copied[0](*copied[1])
+        module.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return module
 
 
 @pytest.mark.parametrize(("share", "copies"), [(1.0, 2), (0.3, 2)])

@@ -197,7 +197,7 @@ class Cell(ABC):
         """
         return range(self.gates, 2 * self.gates)
 
-    @property
+    @functools.cached_property
     def _apart(self) -> Sequence[int]:
         """The gates whose parts from the input and from the state are not added to each other."""
         return [gate for gate, part in enumerate(self._recurrent) if part != gate]
@@ -216,8 +216,8 @@ class Cell(ABC):
         if bias is not None and weights.hidden_bias is not None and len(apart) < self.gates:
             bias = bias + weights.hidden_bias
             for gate in apart:
-                own = slice(gate * size, (gate + 1) * size)
-                bias[own] = weights.bias[own]  # type: ignore[index]
+                of_gate = slice(gate * size, (gate + 1) * size)
+                bias[of_gate] = weights.bias[of_gate]  # type: ignore[index]
         return functional.linear(x, weights.input, bias)
 
     def forward(
