@@ -8,10 +8,8 @@ this batch.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -41,14 +39,6 @@ _NAMES = (
 )
 #: Operators that put elements of an operand at places that indices name, and that operand.
 _PUTS = {"aten.index_copy": "source", "aten.index_put": "values", "aten.scatter": "src"}
-#: Operators whose result has the elements of all operands side by side.
-_BESIDE = frozenset(("aten.cat", "aten.stack", "jacsparse.gather"))
-#: Operators whose result has the operand's elements in the same order.
-_IN_ORDER = frozenset(f"aten.{name}" for name in ["_unsafe_view", "alias", "clone", "squeeze", "unsqueeze", "view"])
-#: Bytes up to which places are stored; larger ones are computed again whenever a pattern needs them.
-_STORED = 2**16
-
-
 #: Operators that move elements of their operands, and compute nothing of them.
 MOVEMENTS = frozenset((*(f"aten.{name}" for name in _NAMES.split()), "jacsparse.gather"))
 
@@ -88,43 +78,29 @@ class _MovementRule(Rule):
                 f"{use.operator} puts several elements at one place, and PyTorch does not say which of them stays",
                 "give each place once",
             )
-        if use.operator in _IN_ORDER and _keeps_order(use):
-            ((name, layout),) = use.layouts.items()
-            out = layout if layout == WHOLE else Layout(0, use.output.shape[0] // use.batch)
-            return Placement({name: layout}, out, {name: Sources(1, use.output.numel() // use.batch)})
         by_steps = placement_by_steps(use)
         if by_steps is not None:
             return by_steps
         out, places = self.located(use)
-
-        def recompute(name: str) -> Callable[[], np.ndarray]:
-            alone = replace(_without_numbers(use), layouts={name: use.layouts[name]})
-            return lambda: self.located(alone, out)[1][name]
-
-        sources = {
-            name: _sources(array, self.shape_of_places(use, name, out), partial(recompute, name))
-            for name, array in places.items()
-        }
+        sources = {name: _sources(array, self.shape_of_places(use, name, out)) for name, array in places.items()}
         return Placement(dict(use.layouts), out, sources)
 
     def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
         """The shape of one sample of the tensor whose elements' places `located` returns."""
         return out.shape_of_sample(use.output.shape)
 
-    def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
+    def located(self, use: Use) -> tuple[Layout, dict[str, np.ndarray]]:
         """The output's layout, and for each operand the place from which each output comes, in each sample."""
-        sources = self.traced_together(use) or {name: self.traced(use, name) for name in use.layouts}
+        sources = {name: self.traced(use, name) for name in use.layouts}
         if use.batch == 1:
             return WHOLE, {name: array.reshape(1, -1) for name, array in sources.items()}
         samples = {
             name: _samples_of(layout, use.arguments[name].shape, use.batch) for name, layout in use.layouts.items()
         }
-        if out is None:
-            candidates = [
-                layouts_of_samples(_looked_up(sample, sources[name]), use.batch)
-                for name, (sample, _) in samples.items()
-            ]
-            out = next((layout for layout in candidates[0] if all(layout in others for others in candidates)), None)
+        candidates = [
+            layouts_of_samples(_looked_up(sample, sources[name]), use.batch) for name, (sample, _) in samples.items()
+        ]
+        out = next((layout for layout in candidates[0] if all(layout in others for others in candidates)), None)
         if out is None:
             raise MixedSamplesError
         places = {
@@ -158,23 +134,6 @@ class _MovementRule(Rule):
         places = self.traced(use, name)
         return int(gradient.count_nonzero()) > len(np.unique(places[places >= 0]))
 
-    def traced_together(self, use: Use) -> dict[str, np.ndarray] | None:
-        """`traced` for all operands at once, where their elements are side by side; else None."""
-        tensors = [value for value in use.arguments.values() if isinstance(value, torch.Tensor)]
-        if use.operator not in _BESIDE or len(use.layouts) == 1 or not all(t.is_floating_point() for t in tensors):
-            return None
-        sizes = {name: use.arguments[name].numel() for name in use.layouts}
-        starts = dict(zip(sizes, itertools.accumulate(sizes.values(), initial=0), strict=False))
-
-        def numbered(name: str, like: torch.Tensor) -> torch.Tensor:
-            return _numbered(like) + starts[name] if name in starts else like
-
-        numbers = use.evaluate(_with_numbers(use, numbered)).to(torch.int64).numpy(force=True) - 1
-        return {
-            name: np.where((start <= numbers) & (numbers < start + sizes[name]), numbers - start, -1)
-            for name, start in starts.items()
-        }
-
     def shared(self, call: Call) -> bool:
         assert call.sources is not None
         return call.sources.rows == 1
@@ -206,59 +165,27 @@ class _UnpackRule(_MovementRule):
 
 def _with_operand(use: Use, name: str, make: Callable[[torch.Tensor], torch.Tensor]) -> dict[str, object]:
     """An operator's arguments with another operand, and with zeros for all other floating-point tensors."""
-    return _with_numbers(use, lambda other, zeros: make(zeros) if other == name else zeros)
-
-
-def _with_numbers(use: Use, make: Callable[[str, torch.Tensor], torch.Tensor]) -> dict[str, object]:
-    """An operator's arguments with ``make(name, zeros)`` for all floating-point tensors."""
     arguments: dict[str, object] = {}
-    for name, value in use.arguments.items():
+    for other, value in use.arguments.items():
+        arguments[other] = value
         if isinstance(value, torch.Tensor) and value.is_floating_point():
             device = "cpu" if value.is_meta else value.device
-            arguments[name] = make(name, torch.zeros(value.shape, dtype=torch.float64, device=device))
-        else:
-            arguments[name] = value
+            zeros = torch.zeros(value.shape, dtype=torch.float64, device=device)
+            arguments[other] = make(zeros) if other == name else zeros
     return arguments
 
 
-def _keeps_order(use: Use) -> bool:
-    """Whether the samples are the slowest index of operand and output, whose elements are in the same order."""
-    if len(use.layouts) != 1:
-        return False
-    ((name, layout),) = use.layouts.items()
-    complete = use.output.numel() == use.arguments[name].numel()
-    if layout == WHOLE:
-        return complete
-    first = layout.axis == 0 and not layout.minor
-    return complete and first and use.output.ndim > 0 and use.output.shape[0] % use.batch == 0
-
-
-def _sources(places: np.ndarray, shape: tuple[int, ...], recompute: Callable[[], Callable[[], np.ndarray]]) -> Sources:
-    """The places, ``(rows, size)``, in the smallest form; a sample has that shape.
-
-    What `recompute` returns computes them again.
-    """
+def _sources(places: np.ndarray, shape: tuple[int, ...]) -> Sources:
+    """The places, ``(rows, size)``, in the smallest form; a sample has that shape."""
     rows, size = places.shape
     if rows == 1 and bool((places[0] == np.arange(size)).all()):
         return Sources(rows, size)
     # The number of columns is not known before a pattern is made.
     strided = Strided.from_sources(places.reshape(shape), int(places.max()) + 1) if rows == 1 and size else None
     if strided is not None:
-        return Sources(rows, size, make=lambda: strided.sources().reshape(1, -1), strided=strided)
+        return Sources(rows, size, strided=strided)
     narrow = places.astype(np.int32) if places.size and places.max() < 2**31 else places
-    return Sources(rows, size, make=(lambda: narrow) if narrow.nbytes <= _STORED else recompute())
-
-
-def _without_numbers(use: Use) -> Use:
-    """The same use with floating-point tensors and output on the meta device, and copies of indices and masks."""
-    arguments = dict(use.arguments)
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor):
-            if value.is_floating_point():
-                arguments[name] = torch.empty(value.shape, dtype=value.dtype, device="meta")
-            else:
-                arguments[name] = value.detach().cpu().clone()
-    return replace(use, arguments=arguments, output=torch.empty(use.output.shape, device="meta"))
+    return Sources(rows, size, narrow)
 
 
 def _samples_of(layout: Layout, shape: torch.Size, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -286,10 +213,10 @@ def _by_sample(places: np.ndarray, layout: Layout, batch: int) -> np.ndarray:
 
 def _pattern(sources: Sources, columns: int) -> Pattern:
     """The pattern with an entry for each output and each of its sources, in any sample."""
-    if sources.make is None and sources.size == columns:
-        return Pattern.of(Identity(columns))
     if sources.strided is not None:
         return Pattern.of(replace(sources.strided, columns=columns))
+    if sources.places is None and sources.size == columns:
+        return Pattern.of(Identity(columns))
     places = sources.array()
     if len(places) == 1:
         return pattern_from_sources(places[0], columns)
@@ -308,7 +235,7 @@ def _pattern(sources: Sources, columns: int) -> Pattern:
 class _AddedRule(_MovementRule):
     """Each element is added to one output, or to none: its gradient is that output's."""
 
-    def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
+    def located(self, use: Use) -> tuple[Layout, dict[str, np.ndarray]]:
         """The output's layout, and for each operand the place to which each element is added, in each sample."""
         targets = {name: self.added(use, name) for name in use.layouts}
         if use.batch == 1:
@@ -316,12 +243,11 @@ class _AddedRule(_MovementRule):
         samples = {
             name: _samples_of(layout, use.arguments[name].shape, use.batch)[0] for name, layout in use.layouts.items()
         }
-        if out is None:
-            out_samples = np.full(use.output.numel(), -1)
-            for name, target in targets.items():
-                flat = target.reshape(-1)
-                out_samples[flat[flat >= 0]] = samples[name][flat >= 0]
-            out = next(iter(layouts_of_samples(out_samples.reshape(use.output.shape), use.batch)), None)
+        out_samples = np.full(use.output.numel(), -1)
+        for name, target in targets.items():
+            flat = target.reshape(-1)
+            out_samples[flat[flat >= 0]] = samples[name][flat >= 0]
+        out = next(iter(layouts_of_samples(out_samples.reshape(use.output.shape), use.batch)), None)
         if out is None:
             raise MixedSamplesError
         out_sample, out_place = _samples_of(out, use.output.shape, use.batch)
@@ -367,8 +293,8 @@ def _scale(call: Call) -> float:
 class _IndexPutRule(_AddedRule):
     """Elements are put at places, or added there with `accumulate`, as the backward pass of ``aten.index`` does."""
 
-    def located(self, use: Use, out: Layout | None = None) -> tuple[Layout, dict[str, np.ndarray]]:
-        return _rule_of_put(use).located(self, use, out)
+    def located(self, use: Use) -> tuple[Layout, dict[str, np.ndarray]]:
+        return _rule_of_put(use).located(self, use)
 
     def shape_of_places(self, use: Use, name: str, out: Layout) -> tuple[int, ...]:
         return _rule_of_put(use).shape_of_places(self, use, name, out)

@@ -131,4 +131,4 @@ def _sources(shape: Sequence[int], steps: Sequence[Steps], offset: int) -> Sourc
     rows = strided.shape[0]
     if strided.nnz == rows and offset == 0 and (rows == 1 or strided.axes == (Steps(rows, 0, rows, 1),)):
         return Sources(1, rows)
-    return Sources(1, rows, make=lambda: strided.sources().reshape(1, -1), strided=strided)
+    return Sources(1, rows, strided=strided)

@@ -1,4 +1,4 @@
-"""Sorting, unpooling, grid sampling, distances, trilinear products and scattered reductions.
+"""Sorting, grid sampling, distances and scattered reductions.
 
 Where values decide which elements an output depends on, the pattern has an entry for each element that they may choose.
 """
@@ -6,9 +6,7 @@ Where values decide which elements an output depends on, the pattern has an entr
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -44,41 +42,6 @@ class _OrderingRule(Rule):
         selected = (outputs == places.reshape(1, 1, rows, 1, 1)).to(call.input)
         # (outer, rows, inner, columns, batch): the order of the pattern's entries.
         return selected.permute(1, 2, 4, 3, 0).reshape(-1, batch).contiguous()
-
-
-@add_rule("aten.max_unpool2d", "aten.max_unpool3d")
-class _UnpoolRule(Rule):
-    """Max-unpooling: each element goes to the place in its channel that another tensor names."""
-
-    reads = ()
-
-    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
-        rank = use.output.ndim
-        count = len(use.arguments["output_size"])
-        channels = tuple(range(rank - count))
-        places, out = (tuple((what, axis) for axis in range(count)) for what in ("place", "other"))
-        return dict.fromkeys(("self", "indices"), (*channels, *places)), (*channels, *out)
-
-    def check(self, call: Call) -> None:
-        if call.argument != "self":
-            super().check(call)
-
-    def _sizes(self, call: Call) -> tuple[int, int, int]:
-        """Channels, and for each its places in the output and in the input."""
-        count = len(call["output_size"])
-        shapes = (call.out_shape, call.in_shape)
-        outputs, inputs = (math.prod(shape[len(shape) - count :]) for shape in shapes)
-        return math.prod(call.in_shape[: len(call.in_shape) - count]), outputs, inputs
-
-    def pattern(self, call: Call) -> Pattern:
-        return block_pattern(*self._sizes(call))
-
-    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
-        channels, outputs, inputs = self._sizes(call)
-        indices = call["indices"] if "indices" in call.batched else call["indices"][None]
-        indices = indices.reshape(-1, channels, 1, inputs)
-        places = torch.arange(outputs, device=indices.device).reshape(1, 1, outputs, 1)
-        return (indices == places).to(call.input).flatten(1).T.contiguous()
 
 
 def _without_jvp(call: Call) -> Call:
@@ -132,36 +95,6 @@ class _DistanceRule(Rule):
 
     def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
         return super().values(_without_jvp(call), pattern)
-
-
-@add_rule("aten._trilinear")
-class _TrilinearRule(Rule):
-    """``aten._trilinear``: a sum of products of three factors, as ``nn.Bilinear`` has it."""
-
-    several = True
-
-    def _axes(self, arguments: Mapping[str, Any], rank: int) -> dict[str, list[int]]:
-        """For each factor its axes among those of the product before it is summed."""
-        return {f"i{n}": [axis for axis in range(rank) if axis not in arguments[f"expand{n}"]] for n in (1, 2, 3)}
-
-    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
-        rank = use.rank("i1") + len(use.arguments["expand1"])
-        labels: dict[str, Labels] = {name: tuple(axes) for name, axes in self._axes(use.arguments, rank).items()}
-        return labels, tuple(axis for axis in range(rank) if axis not in use.arguments["sumdim"])
-
-    def pattern(self, call: Call) -> Pattern:
-        rank = len(call.in_shape) + len(call.arguments["expand" + call.argument[1:]])
-        axes = self._axes(call.arguments, rank)[call.argument]
-        out = [axis for axis in range(rank) if axis not in call["sumdim"]]
-        sizes = dict(zip(axes, call.in_shape, strict=True))
-        summed = [axis for axis in axes if axis not in out]
-        # Each output depends on the elements that have its place along the axes they share.
-        places = np.arange(call.in_size).reshape(call.in_shape)
-        ordered = places.transpose([axes.index(axis) for axis in (*(a for a in out if a in axes), *summed)])
-        ordered = ordered.reshape([sizes.get(axis, 1) for axis in out] + [sizes[axis] for axis in summed])
-        terms = [sizes[axis] for axis in summed]
-        indices = np.broadcast_to(ordered, (*call.out_shape, *terms)).reshape(call.out_size, math.prod(terms))
-        return equal_rows(np.sort(indices, axis=1), call.in_size)
 
 
 @add_rule("aten.scatter_reduce")

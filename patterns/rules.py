@@ -37,24 +37,26 @@ class Sources:
         Number of samples, or one where the places are the same for all.
     size : int
         Places of one sample.
-    make : callable or None
-        ``make()``: the places, ``(rows, size)``; None where each element is at its own place.
+    places : ndarray or None
+        The places, ``(rows, size)``, where they do not lie in steps.
     strided : Strided or None
-        The places as a structure, where they lie in steps.
+        The places as a structure, where they lie in steps. Without both, each element is at its own place.
     samples : slice
         The samples whose places `array` returns.
     """
 
     rows: int
     size: int
-    make: Callable[[], np.ndarray] | None = None
+    places: np.ndarray | None = field(default=None, repr=False)
     strided: Strided | None = None
     samples: slice = field(default_factory=lambda: slice(None))
 
     def array(self) -> np.ndarray:
         """The places, ``(rows, size)``; where they differ between the samples, those of `samples` alone."""
-        places = np.arange(self.size).reshape(1, -1) if self.make is None else self.make()
-        return places if self.rows == 1 else places[self.samples]
+        if self.places is None:
+            places = np.arange(self.size) if self.strided is None else self.strided.sources()
+            return places.reshape(1, -1)
+        return self.places if self.rows == 1 else self.places[self.samples]
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch._decomp
 
-from .grid_samples import grid_sample_backward
 from .weighted import Windows, gradient_of_weight
 
 aten = torch.ops.aten
@@ -137,47 +136,6 @@ def _log_sigmoid(gradient: torch.Tensor, x: torch.Tensor, _buffer: torch.Tensor)
     return gradient * torch.sigmoid(-x)
 
 
-def _margins(
-    gradient: torch.Tensor,
-    x: torch.Tensor,
-    target: torch.Tensor,
-    p: float,
-    margin: float,
-    weight: torch.Tensor | None = None,
-    reduction: int = 1,
-) -> torch.Tensor:
-    """The gradient of the multi-class margin loss, of a power of 1 or 2."""
-    lines, count = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    right = target.reshape(-1, 1) == torch.arange(count, device=x.device)
-    excess = margin + lines - torch.where(right, lines, 0.0).sum(-1, keepdim=True)
-    slope = torch.ones_like(lines) if p == 1 else 2 * excess
-    slope = torch.where((excess.detach() > 0) & ~right, slope, 0.0) / count
-    if weight is not None:
-        slope = slope * weight[target].reshape(-1, 1)
-    slope = slope - torch.where(right, slope.sum(-1, keepdim=True), 0.0)
-    return _of_lines(gradient, slope, reduction).reshape(x.shape)
-
-
-def _margins_of_labels(
-    gradient: torch.Tensor, x: torch.Tensor, target: torch.Tensor, reduction: int, is_target: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the multi-label margin loss, whose slopes are constants."""
-    lines, count = x.detach().reshape(-1, x.shape[-1]), x.shape[-1]
-    labels, wrong = target.reshape(-1, count), (is_target.detach() == 0).reshape(-1, 1, count)
-    # Labels end before the first negative number.
-    named = (labels[..., None] == torch.arange(count, device=x.device)) & (labels >= 0).cumprod(-1).bool()[..., None]
-    of_labels = torch.where(named, lines[:, None], 0.0).sum(-1, keepdim=True)
-    exceeds = named.any(-1, keepdim=True) & wrong & (1 - of_labels + lines[:, None] > 0)
-    counts = exceeds.sum(-1, keepdim=True)
-    slope = (exceeds.sum(1) - torch.where(named, counts, 0).sum(1)).to(x) / count
-    return _of_lines(gradient, slope, reduction).reshape(x.shape)
-
-
-def _of_lines(gradient: torch.Tensor, slope: torch.Tensor, reduction: int) -> torch.Tensor:
-    """The gradient of a loss's input from its slopes, ``(lines, classes)``."""
-    return gradient.reshape(-1, 1) * slope / (len(slope) if reduction == 1 else 1)
-
-
 def _distances(
     gradient: torch.Tensor, x1: torch.Tensor, x2: torch.Tensor, p: float, distances: torch.Tensor
 ) -> torch.Tensor:
@@ -238,10 +196,6 @@ BACKWARD: dict[Any, Callable[..., Any]] = {
     aten.hardshrink_backward.default: _shrink,
     aten.softshrink_backward.default: _shrink,
     aten.log_sigmoid_backward.default: _log_sigmoid,
-    aten.grid_sampler_2d_backward.default: grid_sample_backward,
-    aten.grid_sampler_3d_backward.default: grid_sample_backward,
-    aten.multi_margin_loss_backward.default: _margins,
-    aten.multilabel_margin_loss_backward.default: _margins_of_labels,
     aten._cdist_backward.default: _distances,
     aten._pdist_backward.default: _pair_distances,
     aten.put.default: _put,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch._decomp
 from ..patterns import UnsupportedOperatorError
 from .backward_operators import BACKWARD, pairs
 from .linear_solves import SOLVES
+from .selections import put
 
 aten = torch.ops.aten
 
@@ -113,6 +114,31 @@ def _segment_reduce(
     return torch.where(reduced < initial if reduce == "max" else reduced > initial, initial, reduced)
 
 
+def _unpool(x: torch.Tensor, indices: torch.Tensor, sizes: Sequence[int], *_: Any) -> torch.Tensor:
+    """The elements of each channel at the places that indices name."""
+    axes = len(sizes)
+    channels = x.new_zeros((*x.shape[: x.ndim - axes], math.prod(sizes)))
+    return put(channels, indices.flatten(-axes), x.flatten(-axes), adds=False).unflatten(-1, list(sizes))
+
+
+def _trilinear(
+    i1: torch.Tensor,
+    i2: torch.Tensor,
+    i3: torch.Tensor,
+    expand1: Sequence[int],
+    expand2: Sequence[int],
+    expand3: Sequence[int],
+    summed: Sequence[int],
+    *_: Any,
+) -> torch.Tensor:
+    """The sum of products of three factors along some of their axes, as ``nn.Bilinear`` has it."""
+    axes = range(i1.ndim + len(expand1))
+    factors = []
+    for factor, left_out in ((i1, expand1), (i2, expand2), (i3, expand3)):
+        factors += [factor, [axis for axis in axes if axis not in left_out]]
+    return torch.einsum(*factors, [axis for axis in axes if axis not in summed])  # type: ignore[no-any-return]
+
+
 def _masked_select(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     x, mask = torch.broadcast_tensors(x, mask)
     return x[mask]
@@ -127,6 +153,9 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.index_reduce.default: _index_reduce,
     aten.segment_reduce.default: _segment_reduce,
     aten.masked_select.default: _masked_select,
+    aten.max_unpool2d.default: _unpool,
+    aten.max_unpool3d.default: _unpool,
+    aten._trilinear.default: _trilinear,
     aten.linalg_cross.default: _cross,
     aten._neg_view.default: torch.neg,
 }

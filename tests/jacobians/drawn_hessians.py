@@ -187,7 +187,6 @@ FURTHER: dict[str, tuple[tuple[int, ...], Function]] = {
     "take": ((4,), lambda x, y: torch.take(x, LABELS)),
     "take along": ((2, 3), lambda x, y: torch.take_along_dim(x, x.argsort(1), 1)),
     "one hot": ((3,), lambda x, y: functional.one_hot(x.argmax(), 3) * y),
-    "multi margin": ((4,), lambda x, y: functional.multi_margin_loss(x, LABELS[0], 2)),
     "factors": ((3, 3), lambda x, y: sum(torch.linalg.lu(spread(x))[1:], y)),
     "triangle": ((3, 3), lambda x, y: torch.linalg.qr(spread(x))[1]),
 }
@@ -217,8 +216,13 @@ MATRICES: dict[str, Function] = {
 }
 
 
+#: Operators whose backward passes have no rule.
+ONCE = {
+    *("aten.grid_sampler_2d", "aten.grid_sampler_3d"),
+    *("aten.multi_margin_loss", "aten.multilabel_margin_loss_forward", "aten.multilabel_margin_loss"),
+}
 #: Backward passes are drawn with their operators.
-DRAWN = [name for name in OPERATORS if name not in BACKWARD_PASSES]
+DRAWN = [name for name in OPERATORS if name not in BACKWARD_PASSES.keys() | ONCE]
 
 
 @st.composite

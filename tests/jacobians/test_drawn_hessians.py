@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 import torch
 from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -139,39 +138,6 @@ def test_further_operators(name: str) -> None:
                 check_at(f, f.input(seed))
 
 
-@settings(max_examples=200 if FULL else 8)
-@given(
-    axes=st.integers(2, 3),
-    mode=st.sampled_from(["bilinear", "nearest", "bicubic"]),
-    padding=st.sampled_from(["zeros", "border", "reflection"]),
-    align=st.booleans(),
-    sizes=st.tuples(*[st.integers(1, 3)] * 3),
-    seed=st.integers(0, 1000),
-)
-def test_grid_samples(axes: int, mode: str, padding: str, align: bool, sizes: tuple[int, ...], seed: int) -> None:
-    assume(axes == 2 or mode != "bicubic")
-    image, out = sizes[:axes], (2, 1, 2)[:axes]
-    count, points = 2 * torch.Size(image).numel(), torch.Size(out).numel() * axes
-
-    def f(x: torch.Tensor) -> torch.Tensor:
-        y = functional.grid_sample(
-            x[:, :count].reshape(-1, 2, *image),
-            x[:, count:].reshape(-1, *out, axes),
-            mode=mode,
-            padding_mode=padding,
-            align_corners=align,
-        )
-        return (y**3).flatten(1).sum(1)
-
-    x = 1.3 * torch.randn(2, count + points, dtype=FLOAT, generator=torch.Generator().manual_seed(seed))
-    expected = expected_at(f, x)
-    assert_close(
-        hessian(f, x, batched=True),
-        differences(f, x) if expected is None else expected,
-        1e-5 if expected is None else 1e-9,
-    )
-
-
 #: Selections by a computed index, and puts of a part of the input at computed places.
 SELECTIONS: dict[str, Function] = {
     "gather": lambda x, i: x.gather(1, i),
@@ -249,23 +215,6 @@ def test_points_at_one_place_have_no_gradient() -> None:
     f = lambda x: (torch.cdist(x[:2], x[2:], 3.0) ** 4).sum()  # noqa: E731
     x = torch.tensor([[0.0, 1.0], [2.0, 3.0], [0.0, 1.0]], dtype=FLOAT)
     assert hessian(f, x).todense().isfinite().all()
-
-
-@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
-def test_margin_losses(reduction: str) -> None:
-    weights, labels = torch.tensor([0.5, 2.0, 1.0, 0.1], dtype=FLOAT), torch.tensor([[1, 0, -1, 2], [-1, 0, 1, 2]])
-
-    def of_classes(x: torch.Tensor, order: int) -> torch.Tensor:
-        lines = x.reshape(2, 4)
-        loss = functional.multi_margin_loss(lines, labels[:, 1], order, 0.7, weights, reduction=reduction)
-        return (loss**2).sum()[None]
-
-    def of_labels(x: torch.Tensor) -> torch.Tensor:
-        return (functional.multilabel_margin_loss(x.reshape(2, 4), labels, reduction=reduction) ** 3).sum()[None]
-
-    x = torch.randn(1, 8, dtype=FLOAT, generator=torch.Generator().manual_seed(0))
-    for f in (functools.partial(of_classes, order=1), functools.partial(of_classes, order=2), of_labels):
-        check_at(f, x)
 
 
 def written(x: torch.Tensor) -> torch.Tensor:
