@@ -96,6 +96,7 @@ def chain_subject(network: Network) -> Subject:
             raise
         chain = chain_of_trace(trace, couples=True)
         records = [counted_record(record) for record in chain.records(trace)]
+        counts = [len(record.stage.edges) for record in records]
         stages = layers_of(
             records, lambda: traced(network, network.samples(0, copies=1), readable=False), network.joins
         )
@@ -114,6 +115,11 @@ def chain_subject(network: Network) -> Subject:
         with undisturbed(network.module):
             records = forward_pass(network, x, couples=True, by_autograd=False)[1].records
         records = [counted_record(record) for record in records]
+        if [len(record.stage.edges) for record in records] != counts:
+            raise UnsupportedOperatorError(
+                f"{chain.name}: what it calls depends on the number of samples, as where they are not along the first "
+                "axis; put them there (batch_first=True), or count the guaranteed structure"
+            )
         edges = [edge for record in records for edge in record.stage.edges if not (edge.shared or edge.coupling)]
         nbytes = _OBSERVED * sum(edge.transposed_pattern.nnz for edge in edges)
         check_memory("the entries of observed Jacobians take", nbytes, "count the guaranteed structure")

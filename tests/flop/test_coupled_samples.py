@@ -109,3 +109,18 @@ def test_products_of_samples_by_each_other_are_counted_for_three() -> None:
     (step,) = (step for step in report.steps if step.couples)
     # Two products of 3 × 6 × 3 multiply-adds for three samples, each with two gradients.
     assert step.flop >= 2 * 2 * 2 * 6 * 3
+
+
+def test_samples_along_another_axis_are_not_observed() -> None:
+    """A recurrent layer takes their first axis for time, so that its calls are as many as there are samples."""
+
+    class Classifier(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.RNN(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.layer(x)[0])
+
+    with pytest.raises(jacsparse.UnsupportedOperatorError, match=r"depends on the number of samples.*batch_first=True"):
+        jacsparse.count_flop(Classifier(), inputs=torch.randn(2, 5, 4), structure="observed", schedule="linear")
