@@ -23,13 +23,12 @@ from ._calls import Call
 from ._context import Context
 from ._experiment import Grid
 from ._figures import Bars, Panel, Picture, Straight
-from ._processor_rates import KernelWork, Rates, measured_rates, moved
+from ._processor_rates import Rates, measured_rates, moved
 from ._rows import Comparison, Group, Row
 from ._workloads import pruned_vgg11
 
 #: What bounds a kernel.
-ARITHMETIC, FIRST, SECOND, MEMORY = "arithmetic", "first-level loads", "second-level loads", "memory"
-LIMITS = (ARITHMETIC, FIRST, SECOND, MEMORY)
+ARITHMETIC, FIRST, MEMORY = "arithmetic", "first-level loads", "memory"
 #: Before a limit's name, what a kernel reaches of it.
 _SHARE = "share of "
 
@@ -44,6 +43,8 @@ class _Layer(NamedTuple):
     y: torch.Tensor
     #: Rows and columns of the windows of the max-pooling that follows, or one of each.
     pool: Pair
+    #: Vectors of samples that are multiplied and added: by each weight at each position that meets no border.
+    products: int
 
 
 class _Kernel(NamedTuple):
@@ -52,50 +53,36 @@ class _Kernel(NamedTuple):
     run: Call
     read: Sequence[torch.Tensor]
     written: Sequence[torch.Tensor]
-    work: KernelWork | None = None
-    #: Multiply-adds for each vector of inputs that it loads.
+    #: Vectors of inputs that it loads, and multiply-adds for each of them.
+    loads: int = 0
     factors: int = 1
-    #: Whether it adds up the lanes of a vector for each weight.
-    adds_lanes: bool = False
 
     def limits(self, rates: Rates) -> dict[str, float]:
-        """The least seconds that the caches and the arithmetic allow."""
-        if self.work is None:
+        """The least seconds that the first-level cache and the arithmetic allow."""
+        if not self.loads:
             return {}
-        loads, weights, missed = self.work
-        # Lanes are added up while other vectors are multiplied: both take no longer than the slower one.
-        arithmetic = self.factors * loads / rates.multiply_adds, self.adds_lanes * weights / rates.lane_sums
-        return {
-            ARITHMETIC: max(arithmetic),
-            FIRST: loads / rates.first,
-            SECOND: missed / (rates.second * rates.width),
-        }
+        return {ARITHMETIC: self.factors * self.loads / rates.multiply_adds, FIRST: self.loads / rates.first}
 
 
 def _forward(layer: _Layer) -> _Kernel:
     """The sums with ReLU and, where it follows, max-pooling."""
-    _, values, convolution, x, y, pool = layer
+    _, values, convolution, x, y, pool, products = layer
     forward = convolution.forward
     if pool == (1, 1) or not forward.pools(pool):
-        return _Kernel(lambda: forward(x, values, None, 0.0), (x,), (y,), KernelWork.of(forward, y))
+        return _Kernel(lambda: forward(x, values, None, 0.0), (x,), (y,), products)
     pooled = y[:, :, :: pool[0], :: pool[1]].contiguous()
-    work = KernelWork.of(forward, pooled, pool)
-    return _Kernel(lambda: forward.pooled(x, values, None, pool, keep=False), (x,), (pooled,), work)
+    return _Kernel(lambda: forward.pooled(x, values, None, pool, keep=False), (x,), (pooled,), products)
 
 
 def _both_gradients(layer: _Layer) -> _Kernel:
-    _, values, convolution, x, y, _ = layer
+    _, values, convolution, x, y, _, products = layer
     transposed, order = convolution.transposed, convolution.structure.order
-    work = KernelWork.of(transposed, x, order=order)
-    return _Kernel(
-        lambda: transposed.with_products(y, x, values, order), (x, y), (x.clone(),), work, 2, adds_lanes=True
-    )
+    return _Kernel(lambda: transposed.with_products(y, x, values, order), (x, y), (x.clone(),), products, 2)
 
 
 def _weight_gradients(layer: _Layer) -> _Kernel:
-    _, _, convolution, x, y, _ = layer
-    work = KernelWork.of(convolution.forward, y)
-    return _Kernel(lambda: convolution.forward.products(x, y), (x, y), (), work, adds_lanes=True)
+    _, _, convolution, x, y, _, products = layer
+    return _Kernel(lambda: convolution.forward.products(x, y), (x, y), (), products)
 
 
 OF_CONVOLUTIONS: dict[str, Callable[[_Layer], _Kernel]] = {
@@ -168,11 +155,12 @@ class SparseKernels(Grid):
         drawn = [row for row in rows if _SHARE + ARITHMETIC in _ratios(row)]
         for group in dict.fromkeys(row.group for row in drawn):
             of_group = [row for row in drawn if row.group == group]
-            heights = {limit: [_ratios(row)[_SHARE + limit] for row in of_group] for limit in LIMITS}
+            shares = [text for text in _ratios(of_group[0]) if text.startswith(_SHARE)]
+            heights = {text.removeprefix(_SHARE): [_ratios(row)[text] for row in of_group] for text in shares}
             # The number, the channels, and the plane below them.
             names = ["\n".join(row.label.split(", ")[:2]) for row in of_group]
             panels.append(Panel([Straight(1.0), Bars(names, heights)], group, "", "share of the rate", grid="y"))
-        return Picture(self.title, panels, (9.0, 2.6 * len(panels)), columns=1, legend=len(LIMITS))
+        return Picture(self.title, panels, (9.0, 2.6 * len(panels)), columns=1, legend=4)
 
 
 def _layers(model: nn.Module, x: torch.Tensor, batch: int) -> list[_Layer]:
@@ -188,10 +176,13 @@ def _layers(model: nn.Module, x: torch.Tensor, batch: int) -> list[_Layer]:
             window = pooling.kernel_size if isinstance(pooling.kernel_size, tuple) else (pooling.kernel_size,) * 2
             inputs = torch.randn(blocks, *x.shape[1:], lanes)
             outputs = torch.randn(blocks, *convolution.out_shape)
-            name = f"{x.shape[1]} → {outputs.shape[1]}, {x.shape[2]} × {x.shape[3]}, {len(layer.values):,} weights"
-            layers.append(
-                _Layer(f"{len(layers) + 1}: {name}", layer.values.detach(), convolution, inputs, outputs, window)
+            values = layer.values.detach()
+            name = f"{x.shape[1]} → {outputs.shape[1]}, {x.shape[2]} × {x.shape[3]}, {len(values):,} weights"
+            met = nn.functional.conv2d(
+                torch.ones(1, *x.shape[1:]).double(), layer.mask.double(), None, part.stride, part.padding
             )
+            products = blocks * int(met.sum())
+            layers.append(_Layer(f"{len(layers) + 1}: {name}", values, convolution, inputs, outputs, window, products))
         with torch.no_grad():
             x = part(x)
     return layers
@@ -202,18 +193,15 @@ def _ratios(row: Row) -> dict[str, float]:
 
 
 def _rate_rows(rows: Group, rates: Rates) -> list[Row]:
-    of_registers = "multiply-adds of registers"
     loops = {
-        of_registers: rates.multiply_adds,
-        "multiply-adds, loading from the first-level cache": rates.first,
-        "multiply-adds, loading from the second-level cache": rates.second,
-    }
-    for label, rate in loops.items():
-        loaded = "" if label == of_registers else f"{1e-9 * rate * rates.width / rates.threads:.0f} GB/s"
+        "multiply-adds of registers": (rates.multiply_adds, ""),
+        "multiply-adds, loading from the first-level cache": (
+            rates.first, f"{1e-9 * rates.first * rates.width / rates.threads:.0f} GB/s"
+        ),
+    }  # fmt: skip
+    for label, (rate, loaded) in loops.items():
         gflop = 2e-9 * rate * rates.width / 4 / rates.threads
         rows.value(label, gflop, "rate", "GFLOP/s", role="reference", note=loaded)
-    lane_sums = 1e-9 * rates.lane_sums / rates.threads
-    rows.value("sums over the lanes of a vector", lane_sums, "rate", "10⁹/s", role="reference")
     return rows.rows()
 
 
@@ -226,7 +214,7 @@ def _add(rows: Group, label: str, kernel: _Kernel, rates: Rates, context: Contex
         return
     limits = {**kernel.limits(rates), MEMORY: min(timings[MEMORY].seconds)}
     shares = [Comparison(_SHARE + limit, least / row.median, least / row.fastest) for limit, least in limits.items()]
-    flop = 0.0 if kernel.work is None else kernel.factors * kernel.work.loads * rates.width / 2
+    flop = kernel.factors * kernel.loads * rates.width / 2
     speed = [_speed("GFLOP/s a core", flop, row, rates)] if flop else []
     binds = max(limits, key=lambda limit: limits[limit])
     row = replace(row, floor=limits[binds], note=f"nearest limit: {binds}", data={"flop": flop})

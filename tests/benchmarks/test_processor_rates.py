@@ -1,84 +1,39 @@
-"""What a sparse kernel is said to do, beside PyTorch's convolution of ones and the lines that it must touch."""
+"""What a sparse kernel is said to do, beside a count position by position."""
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
-from benchmarks import _processor_rates, sparse_kernels
+from benchmarks import sparse_kernels
 from benchmarks._context import Context
-from benchmarks._processor_rates import Cache, KernelWork, Rates, moved
-from jacsparse.nn import SparseConv2d
-
-LANES, LINE = 16, 64
-
-
-def sparse(layer: nn.Conv2d, share: float) -> SparseConv2d:
-    return SparseConv2d.from_dense(layer, torch.rand(layer.weight.shape) < share)
-
-
-def outputs(layer: SparseConv2d, size: tuple[int, int]) -> torch.Tensor:
-    return torch.zeros(2, layer.out_channels, *layer.out_size(size), LANES)
+from benchmarks._processor_rates import Rates, moved
 
 
 @pytest.mark.parametrize("size", [(8, 8), (5, 7), (4, 4), (2, 2), (16, 16)])
 @pytest.mark.parametrize("stride", [1, 2])
 def test_loads_are_the_multiplications_that_meet_no_border(size: tuple[int, int], stride: int) -> None:
     torch.manual_seed(0)
-    layer = sparse(nn.Conv2d(5, 7, 3, stride, padding=1), 0.4)
-    work = KernelWork.of(layer._convolution(size, LANES).forward, outputs(layer, size))
-    products = nn.functional.conv2d(torch.ones(2, 5, *size), layer.mask.float(), stride=stride, padding=1).sum()
-    assert work.loads == int(products)
-
-
-def test_a_large_cache_lacks_each_line_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, size = sparse(nn.Conv2d(5, 7, 3, padding=1), 1.0), (8, 8)
-    correlation, y = layer._convolution(size, LANES).forward, outputs(layer, size)
-    small = KernelWork.of(correlation, y)
-    monkeypatch.setattr(Cache, "of_level", lambda _: Cache(2**24, 16))
-    large, places = KernelWork.of(correlation, y), torch.randperm(len(layer.values))
-    both = KernelWork.of(correlation, y, order=places)
-    of_weights = 2 * math.ceil(4 * len(layer.values) / LINE)
-    of_y = y.numel() // LANES
-    assert large.missed == LINE * (2 * (5 * 64 + of_weights) + of_y)
-    assert both.missed == LINE * (2 * (5 * 64 + 2 * of_weights) + 2 * of_y)
-    assert large[:2] == small[:2] == both[:2] and large.missed <= small.missed
-
-
-def test_a_cache_of_one_line_keeps_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer, size = sparse(nn.Conv2d(2, 3, 1), 1.0), (2, 2)
-    monkeypatch.setattr(_processor_rates.Cache, "of_level", lambda _: Cache(LINE, 1))
-    work = KernelWork.of(layer._convolution(size, LANES).forward, outputs(layer, size))
-    assert work.missed == LINE * (work.loads + 2 * work.weights + outputs(layer, size).numel() // LANES)
-
-
-@pytest.mark.parametrize("missing", ["", "ways_of_associativity"])
-def test_caches_as_linux_tells_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
-    told = {"level": "1", "type": "Data", "size": "48K", "ways_of_associativity": "12", "coherency_line_size": "128"}
-    (tmp_path / "index0").mkdir()
-    for name, text in told.items():
-        if name != missing:
-            (tmp_path / "index0" / name).write_text(text + "\n", encoding="utf-8")
-    monkeypatch.setattr(_processor_rates, "Path", lambda _: tmp_path)
-    assert Cache.of_level(1) == (Cache(2**15, 8) if missing else Cache(48 * 1024, 12, 128))
+    layer = nn.Conv2d(5, 7, 3, stride, padding=1)
+    prune.random_unstructured(layer, "weight", 0.6)
+    (of_layer,) = sparse_kernels._layers(nn.Sequential(layer, nn.ReLU()), torch.randn(1, 5, *size), 3)
+    positions = itertools.product(*(range(0, end, stride) for end in size))
+    places = [(row + dy - 1, column + dx - 1, dy, dx)
+              for row, column in positions for dy in range(3) for dx in range(3)]  # fmt: skip
+    inside = [(dy, dx) for row, column, dy, dx in places if 0 <= row < size[0] and 0 <= column < size[1]]
+    met = sum(int(layer.weight_mask[:, :, dy, dx].sum()) for dy, dx in inside)
+    assert of_layer.products == len(of_layer.x) * met and met > 0
 
 
 @pytest.mark.parametrize("elements", [0, 3, 255, 256, 5000])
 def test_tensors_of_any_size_are_read_and_filled(elements: int) -> None:
     written = torch.ones(elements)
-    moved((torch.ones(elements),), (written,), Rates(1.0, 1.0, 1.0, 1.0, width=64, threads=64))()
+    moved((torch.ones(elements),), (written,), Rates(1.0, 1.0, width=64, threads=64))()
     assert not written.any()
-
-
-@pytest.mark.parametrize(("weights", "seconds"), [(1, 8.0), (6, 12.0)])
-def test_lanes_are_added_up_beside_multiplications(weights: int, seconds: float) -> None:
-    kernel = sparse_kernels._Kernel(lambda: None, (), (), KernelWork(4, weights, 0), factors=2, adds_lanes=True)
-    limits = kernel.limits(Rates(multiply_adds=1.0, lane_sums=0.5, first=1.0, second=1.0, width=64, threads=1))
-    assert limits[sparse_kernels.ARITHMETIC] == seconds
 
 
 def test_without_limits_there_are_no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
