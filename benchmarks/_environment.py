@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import jacsparse
+from jacsparse.runtime import machine_memory
 
 _PACKAGES = (
     *("torch", "numpy", "numba", "scipy", "mkl", "python-graphblas"),
@@ -34,7 +35,7 @@ def environment() -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": cores(),
         "threads": torch.get_num_threads(),
-        "memory_gib": _memory_gib(),
+        "memory_gib": round(machine_memory(torch.device("cpu")) / 2**30, 1),
         "vector_units": _vector_units(),
         "gpu": _gpu() if torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
@@ -121,13 +122,6 @@ def _cpu_model() -> str:
         lines = []
     models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
-
-
-def _memory_gib() -> float | None:
-    try:
-        return round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30, 1)
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def _vector_units() -> list[str]:
