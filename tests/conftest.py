@@ -14,10 +14,15 @@ if os.environ.get("JACSPARSE_TESTS") != "gpu":
     from hypothesis import HealthCheck, settings
 
     _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow, HealthCheck.filter_too_much]}
-    settings.register_profile("ci", max_examples=150, derandomize=True, **_COMMON)
+    settings.register_profile("ci", max_examples=100, derandomize=True, **_COMMON)
     settings.register_profile("full", max_examples=1000, **_COMMON)
     settings.register_profile("portable", max_examples=25, derandomize=True, **_COMMON)
     settings.load_profile(os.environ.get("JACSPARSE_TESTS", "ci"))
+
+    import numba
+
+    # With it librosa compiles, at import and for twenty seconds where nothing is kept, what no feature of sounds uses.
+    numba.guvectorize = lambda *_, **__: lambda function: function
 
 
 # Thousands of tests, and the packages that they import, stay until the end: the garbage collector is to leave them be.

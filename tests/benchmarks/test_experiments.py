@@ -20,10 +20,11 @@ from torch import nn
 from torch.nn.utils import prune
 
 import jacsparse
-from benchmarks import _jacobians, _peers, _programs, spgemm, triangular_solvers
+from benchmarks import _jacobians, _peers, _programs, host_path, spgemm, triangular_solvers
 from benchmarks._context import Context, Limits
 from benchmarks._experiment import Experiment
 from benchmarks._jacobians import ASDEX, Case
+from benchmarks._made_up_gpu import made_up_gpu
 from benchmarks._peers import PEERS, Peer
 from benchmarks._problems import PROBLEMS
 from benchmarks._programs import JsonProgram
@@ -222,37 +223,48 @@ def test_products_too_large_for_memory_are_left_out(context: Context, monkeypatc
     assert any(row.not_measured == "a factor was not made" for row in rows)
 
 
-def test_a_layer_s_call_is_a_few_nodes(context: Context) -> None:
-    """The counts, which no other work on the machine changes."""
-    rows = HostPath(times=(10, 10_000), batches=(16,), scans=()).run(context)
-    counted = [row for row in rows if row.data.get("layer") in ("", "two directions")]
-    assert len(counted) == 36
+@pytest.fixture(scope="module")
+def host_rows() -> list[Row]:
+    """The counts of all calls, which no other work on the machine changes."""
+    return HostPath(times=(10, 10_000)).run(Context(seconds=0.002, rounds=1))
+
+
+def test_a_layer_s_call_is_a_few_nodes(host_rows: list[Row]) -> None:
+    counted = [row for row in host_rows if row.data.get("layer") in ("", "two directions")]
+    assert len(counted) == 72
     for row in counted:
         assert all(each.met for each in row.comparisons), (row.group, row.label, row.comparisons)
-    jacobians = [row for row in rows if "equation" in row.data]
+    jacobians = [row for row in host_rows if "equation" in row.data]
     assert len(jacobians) == 7 and all(each.met for row in jacobians for each in row.comparisons)
-    timed = [row for row in rows if row.label.startswith("host time")]
+    timed = [row for row in host_rows if row.label.startswith("host time")]
     assert len(timed) == 12 and not any(row.not_measured for row in timed)
 
 
-def test_a_product_s_call_is_one_node(context: Context) -> None:
-    rows = HostPath(kinds=(), equations=(), scans=()).run(context)
+def test_a_product_s_call_is_one_node(host_rows: list[Row]) -> None:
+    rows = [row for row in host_rows if "method" in row.data]
     assert {row.data["method"] for row in rows} == {*METHODS, "vectors"} and len(rows) == 22
     for row in rows:
         assert row.data["nodes"] == 1 and all(each.met for each in row.comparisons), (row.group, row.label, row.note)
 
 
-def test_a_scan_of_a_pruned_network_does_not_wait(context: Context) -> None:
-    forward, backward, _ = HostPath(kinds=(), methods=(), equations=()).run(context)
+def test_a_scan_of_a_pruned_network_does_not_wait(host_rows: list[Row]) -> None:
+    forward, backward, _ = [row for row in host_rows if "network" in row.data]
     assert all(each.met for row in (forward, backward) for each in row.comparisons), (forward, backward)
     assert [row.data["waits"] for row in (forward, backward)] == [0, 0]
     assert [each.text for each in backward.comparisons] == ["waits", "nodes / products"]
 
 
-def test_without_a_c_compiler_no_host_is_measured(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_c_compiler_no_host_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
+    with pytest.raises(RuntimeError, match="no C compiler, with which the made-up driver is built"), made_up_gpu():
+        pass
+
+
+def test_a_host_that_is_not_measured_says_why(context: Context, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = partial(JsonProgram, [sys.executable, "-c", "raise RuntimeError('no C compiler')"])
+    monkeypatch.setattr(host_path, "JsonProgram", lambda *_: program())
     (row,) = HostPath().run(context)
-    assert "no C compiler, with which the made-up driver is built" in row.not_measured
+    assert row.not_measured == "RuntimeError: the program ended with 1: RuntimeError: no C compiler"
 
 
 @pytest.mark.parametrize("label", PEERS["cpu"])

@@ -26,7 +26,7 @@ _COMMON = ("-std=c++20", "-fPIC", "-ffp-contract=off", "-fno-strict-aliasing", "
 # Lines are all that a report names of debugging information.
 _SANITIZED = {
     "": ("-O2",),
-    "address": ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
+    "address": ("-O0", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
     "thread": ("-O1", "-g1", "-fsanitize=thread"),
     # Loads and stores call what `traffic.cpp` has.
     "traffic": (

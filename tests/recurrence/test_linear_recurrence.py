@@ -11,7 +11,7 @@ import pytest
 import scipy.linalg
 import scipy.sparse
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jacsparse.patterns import UnsupportedOperatorError
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -55,7 +55,6 @@ def loop(A: Any, b: torch.Tensor, h0: torch.Tensor, reverse: bool) -> torch.Tens
     reverse=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-@settings(max_examples=150)
 def test_equals_a_loop(
     form: str, sizes: tuple[int, int, int], schedule: str, shared: bool, reverse: bool, seed: int
 ) -> None:

@@ -55,7 +55,6 @@ def cases(draw: st.DrawFn) -> tuple[SparseJacobian, Any, Any]:
     return J, draw(axis_keys(J.shape[0])), draw(axis_keys(J.shape[1]))
 
 
-@settings(max_examples=200)
 @given(cases())
 def test_rows_and_columns(case: tuple[SparseJacobian, Any, Any]) -> None:
     J, rows, columns = case
@@ -75,7 +74,6 @@ def test_rows_and_columns(case: tuple[SparseJacobian, Any, Any]) -> None:
         assert part.pattern == Pattern(part.shape, part.pattern.indptr, part.pattern.indices), "in order and valid"
 
 
-@settings(max_examples=200)
 @given(cases(), st.data())
 def test_elements_at_pairs(case: tuple[SparseJacobian, Any, Any], data: st.DataObject) -> None:
     J = case[0]
