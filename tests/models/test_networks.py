@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from jacsparse.models import MODELS, VGG11, LeNet5, build
@@ -92,19 +89,6 @@ def test_the_seed_decides_the_weights(name: str) -> None:
 def test_bad_options(name: str, options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build(name, **options)
-
-
-def test_imports_are_light() -> None:
-    code = """
-        import sys, jacsparse.models
-        assert not {"torch", "sklearn", "matplotlib"} & set(sys.modules)
-        assert set(jacsparse.models.__all__) <= set(dir(jacsparse.models))
-        for name in jacsparse.models.__all__:
-            getattr(jacsparse.models, name)
-        assert not {"sklearn", "matplotlib", "rich"} & set(sys.modules)
-    """
-    lines = "\n".join(line.strip() if not line.startswith(" " * 12) else line[8:] for line in code.splitlines())
-    subprocess.run([sys.executable, "-c", lines], check=True)
 
 
 def test_unknown_names_are_no_attributes() -> None:

@@ -50,12 +50,16 @@ def run(code: str, **environment: str) -> str:
 
 def test_import_is_light() -> None:
     loaded = run("""
-        import sys, jacsparse
-        print(*sorted({"torch", "numba", "cupy", "matplotlib", "scipy"} & set(sys.modules)))
+        import sys, jacsparse, jacsparse.models
+        print(*sorted({"torch", "numba", "cupy", "matplotlib", "scipy", "sklearn"} & set(sys.modules)))
         jacsparse.schedule.blelloch(21, 2)
         print("numba" in sys.modules)
         jacsparse.nn.GRU(2, 3)
         print("torch._dynamo" in sys.modules)
+        assert set(jacsparse.models.__all__) <= set(dir(jacsparse.models))
+        for name in jacsparse.models.__all__:
+            getattr(jacsparse.models, name)
+        print(*sorted({"sklearn", "matplotlib", "rich"} & set(sys.modules)))
     """)
     assert loaded.split() == ["False", "False"]
 
