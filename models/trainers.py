@@ -58,11 +58,6 @@ class _SparseBackpropagation(Backpropagation):
 def _runner(settings: TrainSettings, model: nn.Module) -> nn.Module:
     if settings.backward == "bp":
         return model
-    if any(isinstance(layer, nn.BatchNorm2d) for layer in model.modules()):
-        raise ValueError(
-            f"backward is {settings.backward!r}, but {settings.task} has batch normalisation, which couples the "
-            "samples of a batch in training; choose bp or ddg"
-        )
     from ..nn import Leapfrog, Scan
 
     if settings.threads is not None:
