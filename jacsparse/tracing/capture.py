@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from ..patterns import UnsupportedOperatorError, holds_numbers
-from ..runtime import DispatchMode, a_type
+from ..runtime import DispatchMode, a_type, without_compiling
 from .autograd_nodes import (
     NO_CONTEXT,
     OF_ERRORS,
@@ -31,7 +31,7 @@ from .autograd_nodes import (
     recording_derivatives,
     saves_by_hooks,
 )
-from .callers import Callers, hooks_so_far, place
+from .callers import Callers, Unreadable, hooks_so_far, place
 from .functions import RecordedBackward, value_of_function
 from .graph import Lines, Scalar, form_of
 from .masks import PUTS, Masks
@@ -49,7 +49,17 @@ from .operators import (
     written_tensors,
 )
 from .storages import Storages, memory_of, replaces
-from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, CapturedRun, exactly, free_numbers
+from .traces import (
+    ACTIVE,
+    DEPENDENT,
+    DIFFERENTIABLE,
+    OF_CAPTURES,
+    OF_ELEMENTS,
+    CapturedCall,
+    CapturedRun,
+    exactly,
+    free_numbers,
+)
 from .writes import begin_write, current, end_write, replaced, reshaped
 
 aten = torch.ops.aten
@@ -59,25 +69,27 @@ def capture(
     function: Callable[..., Any],
     x: torch.Tensor,
     arguments: Sequence[Any] = (),
-    callers: Callers | None = None,
-    reads: Callable[[Recorder], contextlib.AbstractContextManager[Any]] | None = None,
+    *,
+    readable: bool = True,
+    hidden: Sequence[torch.Tensor] = (),
     beside: Callable[[], Sequence[torch.Tensor]] = tuple,
     lines: Lines = (),
 ) -> CapturedRun:
-    """A run of a function at a copy of an input, and other arguments behind it.
-
-    Errors name `callers`; where Python may not read what depends on the input, `reads` is a context that refuses it.
-    What the function has returned beside its output, `beside` tells; `lines` are those of `Recorder`.
-    """
-    callers = Callers(function) if callers is None else callers
-    with torch.set_grad_enabled(True):
-        # No leaf, so that the function may write to it.
-        copy = x.detach().requires_grad_().clone()
-        recorder = Recorder(callers, readable=reads is None, lines=lines)
-        recorder.begin(copy)
-        with callers, DispatchMode(recorder.call), NO_CONTEXT if reads is None else reads(recorder):
-            output = function(copy, *arguments)
-        return recorder.finished(output, beside())
+    """A run of a function at a copy of an input, as `traced` says; `lines` are those of `Recorder`."""
+    callers = Callers(function)
+    try:
+        with without_compiling, torch.set_grad_enabled(True):
+            # No leaf, so that the function may write to it.
+            copy = x.detach().requires_grad_().clone()
+            recorder = Recorder(callers, readable=readable, lines=lines)
+            recorder.begin(copy)
+            with callers, DispatchMode(recorder.call), NO_CONTEXT if readable else Unreadable(recorder, hidden):
+                output = function(copy, *arguments)
+            return recorder.finished(output, beside())
+    except (UnsupportedOperatorError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        raise callers.in_users_words(x, error) from error
 
 
 class Recorder:
@@ -103,7 +115,6 @@ class Recorder:
         #: Of tensors by their ids, which live as long as the run; and of tensors that are no values themselves.
         self.numbers: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []
-        #: By value, those of `DEPENDENT`, `ACTIVE` and `DIFFERENTIABLE` that it is.
         self.flags = self.run.flags
         self.key: list[Hashable] = [torch.get_default_dtype()]
         #: The first call that is refused: the run goes on, since what it raises itself comes first.
@@ -132,8 +143,7 @@ class Recorder:
         #: The numbers of autograd's nodes of views on written storages: it may make one anew within a call.
         self._nodes_of_views: set[int] = set()
         self._apart = False
-        #: Whether a module that was called has backward hooks.
-        self.has_hooks = self._saved_by_hooks = False
+        self._saved_by_hooks = False
 
     def begin(self, x: torch.Tensor, flags: int = DEPENDENT | ACTIVE | DIFFERENTIABLE) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
@@ -198,9 +208,7 @@ class Recorder:
         if self.problem is not None:
             raise self.problem
         run.saved_by_hooks = self._saved_by_hooks
-        if self.has_hooks:
-            run.hooked_spans = self.callers.spans
-        run.key = (*self.key, run.output, run.active, *run.hooked_spans)
+        run.key = (*self.key, run.output, run.active)
         return run
 
     # Values.
@@ -242,10 +250,17 @@ class Recorder:
 
     def depends_on_input(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor depends on the input."""
+        return bool(self._flags_of(tensor) & DEPENDENT)
+
+    def may_vary(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor may have other elements in another call."""
+        return bool(self._flags_of(tensor) & OF_ELEMENTS)
+
+    def _flags_of(self, tensor: torch.Tensor) -> int:
         number = self.numbers.get(id(tensor))
         if self.storages.written:
             number = current(self, tensor, number)
-        return number is not None and bool(self.flags[number] & DEPENDENT)
+        return OF_CAPTURES if number is None else self.flags[number]
 
     def values_of(self, tensors: Iterable[torch.Tensor]) -> list[int]:
         """The values that tensors hold after all calls."""
@@ -284,7 +299,7 @@ class Recorder:
         elif id(tensor) in self._resolved:
             kind = Recorder
         flags = self.flags[number]
-        self._flags |= flags & DEPENDENT if kind is None else flags & ~ACTIVE if kind is _NONE else flags
+        self._flags |= flags & OF_ELEMENTS if kind is None else flags & ~ACTIVE if kind is _NONE else flags
         self.kinds.append(kind)
         self._operands.append(number)
         return number
@@ -317,7 +332,7 @@ class Recorder:
             self.refuse(f"{what} is no call of this run", remedy)
         form = form_of(tensor), tensor.requires_grad
         self.key.append(form)
-        number = self.bind(tensor, DIFFERENTIABLE * tensor.requires_grad)
+        number = self.bind(tensor, OF_CAPTURES | DIFFERENTIABLE * tensor.requires_grad)
         self.run.captures[number] = form
         self.irreplaceable.add(number)
         return number
@@ -345,7 +360,7 @@ class Recorder:
         seen, flags = self.in_parts or torch.is_grad_enabled(), self._flags
         depends = flags & DEPENDENT and not facts.of_shape
         if not depends:
-            flags &= DIFFERENTIABLE
+            flags &= DIFFERENTIABLE | OF_CAPTURES
         selection = None
         if depends and facts.reads:
             if facts.dynamic and not self.in_parts:
@@ -364,7 +379,7 @@ class Recorder:
         if written and self.masks.selected:
             of_masks = {id(tensor) for tensor in written if self.numbers.get(id(tensor)) in self.masks.selected}
         for tensor in written:
-            begin_write(self, tensor, seen)
+            begin_write(self, tensor, facts.name, seen)
         result = facts.kernel(*args, **kwargs) if run is None else run()  # type: ignore[misc]
         first, path = len(self.run.tensors), self.callers.path
         if type(result) is torch.Tensor and not written:

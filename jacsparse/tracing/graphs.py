@@ -17,8 +17,8 @@ from torch import nn
 
 from ..decompositions import ComplexParts, MadeMatrix, is_sparse, operator_on_elements, operator_on_parts, selection
 from ..patterns import REGISTERED, UnsupportedOperatorError, holds_numbers
-from ..runtime import DispatchMode, without_compiling
-from .callers import Callers, Unreadable, source_of
+from ..runtime import DispatchMode
+from .callers import Callers, source_of
 from .capture import Recorder, capture
 from .derivatives import check_derivatives
 from .functions import is_linear, products
@@ -85,17 +85,10 @@ def traced(
     UnsupportedOperatorError
         Where a derivative is not that of the operators, or where elements are read although `readable` is False.
     """
-    callers, reads = Callers(module), None if readable else functools.partial(Unreadable, hidden=hidden)
     lines = () if owner is None else _LINES.get(owner, ())
-    try:
-        with without_compiling:
-            run = capture(module, x, arguments, callers, reads, beside, lines)
-    except (UnsupportedOperatorError, torch.OutOfMemoryError):
-        raise
-    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
-        raise callers.in_users_words(x, error) from error
+    run = capture(module, x, arguments, readable=readable, hidden=hidden, beside=beside, lines=lines)
     check_outside_transforms(module, run.tensors)
-    trace = _known_trace(module, run) if cached else new_trace(module, run)
+    trace = _known_trace(module, run) if cached else _Analysis(module, run).trace
     if owner is not None and trace.graph.lines is not lines:
         _LINES[owner] = trace.graph.lines
     return trace
@@ -110,7 +103,7 @@ def _known_trace(module: nn.Module, run: CapturedRun) -> Trace:
         if all(_has_contents(trace, value, contents) for value, contents in graph.contents.items()):
             break
     else:
-        trace = new_trace(module, run)
+        trace = _Analysis(module, run).trace
         for value in trace.graph.contents:
             trace.graph.comparisons.outcome(value, trace.elements(value), lambda: True)
     if not known or known[0] is not trace.graph:
@@ -124,16 +117,11 @@ def _has_contents(trace: Trace, value: int, contents: torch.Tensor) -> bool:
     return trace.graph.comparisons.outcome(value, elements, lambda: torch.equal(elements, contents))
 
 
-def new_trace(module: nn.Module, run: CapturedRun) -> Trace:
-    """The trace of a run, with a graph of its own.
+class _Analysis:
+    """Makes the graph of a run call by call, and with it the run's trace, which has the values so far.
 
     UnsupportedOperatorError is raised where a derivative is not that of the operators.
     """
-    return _Analysis(module, run).trace
-
-
-class _Analysis:
-    """Makes the graph of a run call by call, and with it the run's trace, which has the values so far."""
 
     def __init__(self, module: nn.Module, run: CapturedRun) -> None:
         self.graph = graph = Graph(spreads=bool(run.spread))
@@ -146,7 +134,6 @@ class _Analysis:
                 graph.nodes.append(self._node(call, run, graph.numbers))
         self._take_captures(run, len(run.tensors))
         graph.output = graph.numbers[run.output]
-        graph.hooked_spans = run.hooked_spans
         graph.last = Operand("", graph.output, run.active)
         check_derivatives(trace)
 

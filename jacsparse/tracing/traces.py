@@ -17,8 +17,11 @@ from .graph import Form, Graph, Node, Scalar, Value, referred
 from .operators import Facts, number_types
 from .storages import memory_of
 
-#: A value that depends on the input; one through which its derivative passes; and one through which any passes.
-DEPENDENT, ACTIVE, DIFFERENTIABLE = 1, 2, 4
+#: A value that depends on the input; one through which its derivative passes; one through which any passes; one
+#: that depends on a tensor from elsewhere.
+DEPENDENT, ACTIVE, DIFFERENTIABLE, OF_CAPTURES = 1, 2, 4, 8
+#: What is so of a value because of its elements alone, also where no derivative passes.
+OF_ELEMENTS = DEPENDENT | OF_CAPTURES
 
 
 class CapturedCall(NamedTuple):
@@ -71,7 +74,7 @@ class CapturedRun:
     """What a function did at an input."""
 
     calls: list[CapturedCall] = field(default_factory=list)
-    #: By value, those of `DEPENDENT`, `ACTIVE` and `DIFFERENTIABLE` that it is.
+    #: By value, those of `DEPENDENT`, `ACTIVE`, `DIFFERENTIABLE` and `OF_CAPTURES` that it is.
     flags: list[int] = field(default_factory=list)
     #: By value, as the run left them: some have been overwritten.
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -88,8 +91,6 @@ class CapturedRun:
     gradient_edges: dict[int, tuple[Any, int]] = field(default_factory=dict)
     #: Whether what its operators saved passed through hooks, as those of a checkpoint within the function.
     saved_by_hooks: bool = False
-    #: If there are backward hooks of modules: the calls within each module that returned, from one to another.
-    hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: How many hooks had been registered when it began.
     hooks: int = 0
     #: The values of elements that masks select which are of the masks' own shapes in a graph.
@@ -107,19 +108,6 @@ class CapturedRun:
         """For each operand of a call, whether a derivative passes through it."""
         pairs = zip(call.operands, call.kinds, strict=True)
         return [kind not in (None, type(None)) and bool(self.flags[value] & ACTIVE) for value, kind in pairs]
-
-    def is_of_captures(self, value: int | None) -> bool:
-        """Whether a value was computed from tensors from elsewhere, or is none of the run."""
-        makers = {number: call for call in self.calls for number in call.results}
-        waiting, seen = [value], set[int]()
-        while waiting:
-            number = waiting.pop()
-            if number is None or number in self.captures:
-                return True
-            if number not in seen and number in makers:
-                seen.add(number)
-                waiting.extend(makers[number].operands)
-        return False
 
 
 def free_numbers(

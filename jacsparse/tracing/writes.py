@@ -11,9 +11,9 @@ import torch
 
 from .autograd_nodes import is_of_function, node_of
 from .callers import place, source_of
-from .operators import BackwardPass, Gather, Rewrite, facts_of, operator_name
+from .operators import BackwardPass, Gather, Rewrite, facts_of
 from .storages import OUTSIDE, Contents, Pieces, base_of, extent_of, memory_of, numbered, overlaps
-from .traces import ACTIVE, DEPENDENT, DIFFERENTIABLE, CapturedCall, OutsideWrite
+from .traces import ACTIVE, DIFFERENTIABLE, OF_ELEMENTS, CapturedCall, OutsideWrite
 
 if TYPE_CHECKING:
     from .capture import Recorder
@@ -31,7 +31,7 @@ def append_call(
     It returns the value of its result.
     """
     flags_of = [recorder.flags[value] for value in operands]
-    through = [each if passes is None or passes[place] else each & DEPENDENT for place, each in enumerate(flags_of)]
+    through = [each if passes is None or passes[place] else each & OF_ELEMENTS for place, each in enumerate(flags_of)]
     number, path = recorder.bind(result, functools.reduce(or_, through, 0)), recorder.callers.path
     kinds = tuple([type(recorder) if each & DIFFERENTIABLE else None for each in through])
     args = [result] * len(operands)
@@ -101,7 +101,7 @@ def _is_whole(recorder: Recorder, pieces: Pieces, shape: torch.Size) -> bool:
     return known is not None and known.shape == shape and bool((pieces.places == numbered(shape)).all())
 
 
-def begin_write(recorder: Recorder, tensor: torch.Tensor, seen: bool) -> None:
+def begin_write(recorder: Recorder, tensor: torch.Tensor, operator: str, seen: bool) -> None:
     """Refuse a write that cannot be recorded, and copy what it is about to change and no call computes again."""
     base = base_of(tensor)
     if seen and any(recorder.kinds) and (tensor.dtype != base.dtype or tensor.is_conj()):
@@ -119,9 +119,7 @@ def begin_write(recorder: Recorder, tensor: torch.Tensor, seen: bool) -> None:
     if storage is not None and not storage.writes:
         first = next(iter(recorder.storages.values_on(tensor)), None)
         if first is None or first in recorder.run.captures:
-            callers = recorder.callers
-            operator = "" if callers.call is None else operator_name(callers.call[0])
-            write = OutsideWrite(memory_of(tensor), operator, callers.path, source_of(place()))
+            write = OutsideWrite(memory_of(tensor), operator, recorder.callers.path, source_of(place()))
             recorder.run.writes_outside.append(write)
     for value in recorder.storages.overwrite(tensor):
         recorder.run.overwritten.add(value)
@@ -151,7 +149,7 @@ def replaced(recorder: Recorder, tensor: torch.Tensor, other: torch.Tensor, *_: 
     if seen and (flags & ACTIVE if kind is type(None) else kind is None and flags & DIFFERENTIABLE):
         # It has the elements alone.
         value = append_call(recorder, torch.ops.aten.alias.default, (value,), other, (False,))
-    begin_write(recorder, tensor, seen)
+    begin_write(recorder, tensor, "aten.copy", seen)
     torch.ops.aten.copy_.default(tensor, other)
     end_write(recorder, tensor, value, seen=seen)
     recorder.alive.append(tensor)
