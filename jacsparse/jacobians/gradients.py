@@ -6,13 +6,13 @@ only where an operator that is not linear joins two elements.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Callable, Sequence
-from types import FunctionType
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..patterns import UnsupportedOperatorError
 from ..runtime import a_type
@@ -47,7 +47,7 @@ class Gradient(WithAux):
                 leaves += tensors
                 # Copies, which the function may write to.
                 copies[number] = unflattened([tensor.clone() for tensor in tensors], spec)
-            with _UnfusedAttention():
+            with _ATTENTION_BY_PRODUCTS:
                 y, aux = self.f(*copies), None
             if self._has_aux:
                 y, aux = parts_of_result(self.f, y)
@@ -87,49 +87,29 @@ class Gradient(WithAux):
         )
 
 
-class _UnfusedAttention(TorchFunctionMode):
-    """Attention by products and a softmax: PyTorch has no second derivatives of its fused kernels."""
+class _AttentionByProducts:
+    """A context in which attention is products and a softmax: PyTorch has no second derivatives of its fused kernels.
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function in _ATTENTIONS:
-            function = _attention
-        elif function is functional.multi_head_attention_forward:
-            # What it calls is not seen here.
-            function = _with_attention(function)
-        return function(*args, **(kwargs or {}))
+    PyTorch's switch is one for all threads. So it stays on until the last of the threads within has left.
+    """
 
+    def __init__(self) -> None:
+        self._lock, self._within, self._switch = threading.Lock(), 0, contextlib.ExitStack()
 
-_ATTENTIONS = (
-    functional.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention,
-    torch.ops.aten.scaled_dot_product_attention.default,
-)
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._within:
+                self._switch.enter_context(sdpa_kernel(SDPBackend.MATH))
+            self._within += 1
 
-
-def _with_attention(function: Any) -> Callable[..., Any]:
-    """The same function of PyTorch's with `_attention` in the place of PyTorch's own."""
-    replaced = {"scaled_dot_product_attention": _attention, "has_torch_function": lambda _: False}
-    names = {**function.__globals__, **replaced}
-    copy = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._within -= 1
+            if not self._within:
+                self._switch.close()
 
 
-def _attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    **options: Any,
-) -> torch.Tensor:
-    """``torch.nn.functional.scaled_dot_product_attention``."""
-    if attn_mask is not None and attn_mask.dtype == torch.bool:
-        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    unfused = torch.ops.aten._scaled_dot_product_attention_math
-    result: torch.Tensor = unfused(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
-    return result
+_ATTENTION_BY_PRODUCTS = _AttentionByProducts()
 
 
 def registered_in(trace: Trace) -> Node | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch.func import functional_call
 from torch.nn import functional
 
 from jacsparse import hessian, prepare_hessian
-from tests.helpers import FLOAT
+from tests.helpers import FLOAT, drawn
 
 from .drawn_hessians import differences, reference
 from .test_drawn_hessians import assert_close
@@ -152,3 +153,23 @@ def test_by_the_parameters(name: str, loss: str) -> None:
 
 def expected_of(name: str, f: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return differences(f, x) if name in FUSED else reference(f, x)
+
+
+def test_attention_is_as_before_for_other_calls() -> None:
+    """Several threads take Hessians at once, and one of them fails: PyTorch's switch is one for all."""
+    switches = (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.mem_efficient_sdp_enabled)
+    before, x = [switch() for switch in switches], drawn(12)
+
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        q = x.reshape(1, 1, 4, 3)
+        return functional.scaled_dot_product_attention(q, q, q).square().sum()
+
+    def failing(x: torch.Tensor) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    with ThreadPoolExecutor(4) as pool:
+        results = [pool.submit(hessian, f, x) for f in (attention, failing) * 8]
+    first, *others = [result.result().todense() for result in results[::2]]
+    assert all(torch.equal(first, other) for other in others)
+    assert all(isinstance(result.exception(), ZeroDivisionError) for result in results[1::2])
+    assert [switch() for switch in switches] == before
