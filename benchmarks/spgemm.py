@@ -109,7 +109,8 @@ def _one_product(left: SparseJacobian, right: SparseJacobian, group: str, batch:
         for method, plan in plans.items()
         for label in ours[method].values()
     }
-    rows.in_turns(context, {f"plan, {each}": _planning(a, b, each) for each in methods}, seconds=context.seconds / 2)
+    planned = {f"plan and first multiply, {each}": _planning(a, b, each, values) for each in methods}
+    rows.in_turns(context, planned, seconds=context.seconds / 2)
     calls |= {label: peer.multiply for label, peer in peers.items()}
     in_modes, pause = _in_modes(calls, capturable, context.device), _PAUSE if context.device == "cpu" else 0.0
     roles = {label: "ours" if label in floors else "peer" for label in in_modes}
@@ -219,7 +220,10 @@ def _add_step(
     out, goal = left.values.new_empty((plan.pattern.nnz, 1)), GOALS[device][0]
     multiplying, by_peer = f"{name}: multiply, {plan.method}", labelled(f"{name}: {goal.label}", modes[0])
     ours = [labelled(multiplying, mode) for mode in modes]
-    calls = {f"{name}: plan, {plan.method}": _planning(a, b, "auto")} if device == "cpu" else {}
+    calls = dict[str, Call]()
+    if device == "cpu":
+        planning = _planning(a, b, "auto", (left.values, right.values))
+        calls[f"{name}: plan and first multiply, {plan.method}"] = planning
     calls |= _in_modes({multiplying: _multiplication(plan, a_values, b_values, out)}, {multiplying}, device)
     # A peer needs the product's indices and values twice while it sorts them.
     peer_problem = _too_large(2 * 8 * plan.pattern.nnz, device)
@@ -251,8 +255,9 @@ def _multiplication(plan: ProductPlan, a_values: torch.Tensor, b_values: torch.T
     return lambda: plan.multiply(a_values, b_values, out=out)
 
 
-def _planning(a: Pattern, b: Pattern, method: str) -> Call:
-    return lambda: plan_product(a, b, method=method, cache=False)
+def _planning(a: Pattern, b: Pattern, method: str, values: tuple[torch.Tensor, torch.Tensor]) -> Call:
+    """A new plan and its first product, which makes index arrays too."""
+    return lambda: plan_product(a, b, method=method, cache=False).multiply(*values)
 
 
 def _moved(plan: ProductPlan, factors: Sequence[torch.Tensor], batch: int) -> int:

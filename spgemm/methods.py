@@ -67,7 +67,7 @@ class Method(ABC):
 
     @abstractmethod
     def __init__(self, product: Product) -> None:
-        """The symbolic phase."""
+        """The symbolic phase; index arrays that only a CPU needs may be made at the first product there."""
 
     @abstractmethod
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:

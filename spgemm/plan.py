@@ -39,7 +39,8 @@ class ProductPlan:
     method : str
         The name of the method that multiplies on the CPU.
     nbytes : int
-        Bytes of the index arrays for the CPU, without those of the three patterns.
+        Bytes of the index arrays for the CPU, without those of the three patterns; ``slots`` makes them at its first
+        product.
     selects_left, selects_right : bool
         Whether the values of the left or right factor are winners, for the method ``select``.
     """

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from ..patterns import Pooling
-from ..runtime import frozen, kernel, run_rows, unsigned
+from ..runtime import announced_where_long, frozen, kernel, run_rows, unsigned
 from . import products_cuda
 from .lanes import accumulate_row, block_width
 from .merge import Lists, Merge
@@ -105,23 +105,30 @@ class Slots(Method):
         return product.multiply_adds * cls._slot_dtype(product).itemsize + product.row_nbytes
 
     def __init__(self, product: Product) -> None:
-        a, b, c = product.a, product.b, product.c
         self.product, self.work = product, product.work
+
+    @functools.cached_property
+    def indices(self) -> tuple[np.ndarray, ...]:
+        """The index arrays, which the first product on a CPU makes: one on a GPU has lists of pairs in their place."""
+        product, a, b, c = self.product, self.product.a, self.product.b, self.product.c
         slot = np.empty(product.multiply_adds, dtype=self._slot_dtype(product))
         factors = (a.indptr, a.indices, b.indptr, b.indices, b.shape[1])
-        run_rows(_find_slots, self.work, self.work, *factors, c.indptr, c.indices, slot)
-        self.slot = frozen(slot)
-        self.indices = (self.work, a.indptr, a.indices, b.indptr, c.indptr, self.slot)
-        self._one_entry_rows = bool((b.structure.row_counts() == 1).all())
+        with announced_where_long(f"finding the places of {product.multiply_adds:,} multiply-adds, which are kept"):
+            run_rows(_find_slots, self.work, self.work, *factors, c.indptr, c.indices, slot)
+        return (self.work, a.indptr, a.indices, b.indptr, c.indptr, frozen(slot))
+
+    @functools.cached_property
+    def _has_one_entry_rows(self) -> bool:
+        return bool((self.product.b.structure.row_counts() == 1).all())
 
     def multiply(self, a: np.ndarray, b: np.ndarray, c: np.ndarray) -> None:
         if c.shape[1] > 1:
             run_rows(_multiply, self.work, *self.indices, *flat(a, b, c), lanes=c.shape[1])
             return
         one = (a.reshape(-1), b.reshape(-1), c.reshape(-1))
-        if self._one_entry_rows:
+        if self._has_one_entry_rows:
             left = self.product.a
-            indices = (left.indptr, unsigned(left.indices), self.product.c.indptr, self.slot)
+            indices = (left.indptr, unsigned(left.indices), self.product.c.indptr, self.indices[-1])
             run_rows(_multiply_one_entry_rows, self.work, *indices, *one)
         else:
             run_rows(_multiply_one, self.work, *self.indices, *one)

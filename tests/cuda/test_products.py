@@ -63,6 +63,17 @@ def test_slots_multiply_by_lists_of_pairs_where_they_fit(tmp_path: Path) -> None
         assert plan.multiply(left, right).equal(plan_product(a, b, method="merge").multiply(left, right))
 
 
+def test_index_arrays_of_a_cpu_are_not_made_for_a_gpu() -> None:
+    a, b = random_pattern(7, 5, 0.4, 1), random_pattern(5, 9, 0.4, 2)
+    plan = plan_product(a, b, cache=False)
+    values = [values_of(pattern, 1, torch.float64, 0) for pattern in (a, b)]
+    with emulated():
+        plan.multiply(*(each.to(DEVICE) for each in values))
+    assert "indices" not in plan._method.__dict__
+    plan.multiply(*values)
+    assert sum(array.nbytes for array in (plan._method.work, plan._method.indices[-1])) == plan.nbytes
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("batches", BATCHES)
 @pytest.mark.parametrize("method", ["merge", "rowwise"])

@@ -333,9 +333,12 @@ def test_bits_do_not_depend_on_threads_batch_or_method() -> None:
 def test_eight_threads_at_once() -> None:
     plan, a_values, b_values = big_product()
     expected = plan.multiply(a_values, b_values)
+    # Its index arrays are missing until the first of the threads' products.
+    fresh = plan_product(plan.a, plan.b, cache=False)
     results: list[np.ndarray] = []
 
     def work() -> None:
+        results.append(fresh.multiply(a_values, b_values))
         results.extend(plan_product(plan.a, plan.b).multiply(a_values, b_values) for _ in range(5))
 
     torch.set_num_threads(2)
@@ -347,7 +350,7 @@ def test_eight_threads_at_once() -> None:
             thread.join()
     finally:
         torch.set_num_threads(1)
-    assert len(results) == 40 and all(np.array_equal(result, expected) for result in results)
+    assert len(results) == 48 and all(np.array_equal(result, expected) for result in results)
 
 
 def test_a_guaranteed_zero_stays_zero_and_a_possible_one_does_not() -> None:
