@@ -10,17 +10,16 @@ import numpy as np
 import torch
 
 from ..patterns import Diagonal, Full, Pattern, pattern_figure
-from ..runtime import a_type, active_backend, announced_where_long, read_archive, uncompiled, write_archive
+from ..runtime import a_type, announced_where_long, read_archive, uncompiled, write_archive
 from .gradients import ProductForm, differentiable_product, wants_gradient
 from .methods import METHODS, BoundProduct, Method, Product
 from .operands import result, same_batch, same_device, view
 from .plan_cache import PLAN_CACHE
+from .products_cuda import kept_launch
 from .symbolic import check_shapes, multiply_adds, product_digest, product_pattern, row_work
 
 #: The bytes that a function may use at once where its `memory_limit` is left out.
 MEMORY_LIMIT = 2**30
-#: Launches that a plan keeps, for devices, dtypes and batches.
-LAUNCHES = 16
 
 
 class ProductPlan:
@@ -116,7 +115,7 @@ class ProductPlan:
         if 0 in c.shape:
             return returned
         if isinstance(c, torch.Tensor):
-            self.bind(c.device, c.dtype, (left.shape[1], right.shape[1]))(left, right, c)
+            kept_launch(self, ProductPlan._launch, c.device, c.dtype, (left.shape[1], right.shape[1]))(left, right, c)
         else:
             self._method.multiply(left, right, c)
         return returned
@@ -151,19 +150,10 @@ class ProductPlan:
         device = torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        key = (active_backend(), device, dtype, batches)
-        launch = self._launches.get(key)
-        if launch is None:
-            self._check_launch(dtype, batches)
-            if len(self._launches) >= LAUNCHES:
-                self._launches.clear()
-            method = self._device_method
-            launch = _nothing if 0 in batches else method.bind(device, dtype, batches)
-            self._launches[key] = launch
-        return launch
+        return kept_launch(self, ProductPlan._launch, device, dtype, batches)
 
-    def _check_launch(self, dtype: torch.dtype, batches: tuple[int, int]) -> None:
-        """Raise where values of a dtype and with these batches have no product."""
+    def _launch(self, device: torch.device, dtype: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
+        """A new launch; an error is raised where values of a dtype and with these batches have no product."""
         if dtype not in (torch.float32, torch.float64):
             raise TypeError(f"dtype is {dtype}; expected torch.float32 or torch.float64")
         a, b = batches
@@ -171,6 +161,7 @@ class ProductPlan:
             raise ValueError(f"the batches are {a} and {b}; they must agree, or one be 1")
         if (self.selects_left and a == 1 < b) or (self.selects_right and b == 1 < a):
             raise ValueError(f"the batches are {a} and {b}; that of the winners must be the larger one")
+        return _nothing if 0 in batches else self._device_method.bind(device, dtype, batches)
 
     @functools.cached_property
     def device_method(self) -> str:

@@ -31,6 +31,7 @@ from ..runtime import (
 if TYPE_CHECKING:
     from .merge import Lists
     from .methods import BoundProduct, Product
+    from .plan import ProductPlan
 
 _PLAIN = (
     "scale_rows", "scale_columns", "rowwise", "at_entries", "sparse_full", "full_sparse", "matvec", "matvec_lanes",
@@ -58,8 +59,8 @@ _WARPS = THREADS // 32
 _LANES = 32
 #: Samples of a tile of entries that a block takes at once, and sums of each of its threads.
 _WIDTH, _SUMS = 16, 4
-#: Launches that a pattern keeps, for devices, dtypes and batches.
-_MOST_LAUNCHES = 16
+#: Launches that a plan or a pattern keeps, for devices, dtypes and batches.
+LAUNCHES = 16
 #: Pairs per entry from which on a warp sums each entry's list.
 _LONG = 32
 
@@ -185,7 +186,7 @@ def full_sparse_launch(
 
 def at_entries(a: Pattern, b: Pattern, c: Pattern, g: torch.Tensor, b_values: torch.Tensor, out: torch.Tensor) -> None:
     """``G Bᵀ`` at A's entries, with G on C's pattern."""
-    _kept(a, _at_entries_launch, out.device, out.dtype, (g.shape[1], b_values.shape[1]), b, c)(g, b_values, out)
+    kept_launch(a, _at_entries_launch, out.device, out.dtype, (g.shape[1], b_values.shape[1]), b, c)(g, b_values, out)
 
 
 def _at_entries_launch(
@@ -200,7 +201,7 @@ def _at_entries_launch(
 def matvec(pattern: Pattern, values: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> None:
     """A sparse matrix times vectors."""
     if y.numel():
-        _kept(pattern, _matvec_launch, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
+        kept_launch(pattern, _matvec_launch, y.device, y.dtype, (values.shape[1], x.shape[1]))(values, x, y)
 
 
 def _matvec_launch(pattern: Pattern, device: torch.device, real: torch.dtype, batches: tuple[int, int]) -> BoundProduct:
@@ -212,12 +213,12 @@ def _matvec_launch(pattern: Pattern, device: torch.device, real: torch.dtype, ba
     return _record("matvec", types, blocks(count, _WARPS), [32, _WARPS], device, batches, **constants)
 
 
-def _kept(pattern: Pattern, make: Callable[..., BoundProduct], *key: Any) -> BoundProduct:
-    """The launch that `make` makes of a pattern and a key, which the pattern keeps."""
-    launches, key_of_all = pattern._launches, (active_backend(), make, *key)
+def kept_launch(owner: ProductPlan | Pattern, make: Callable[..., BoundProduct], *key: Any) -> BoundProduct:
+    """The launch that `make` makes of a plan or a pattern and of a key, which the first keeps."""
+    launches, key_of_all = owner._launches, (active_backend(), make, *key)
     launch = launches.get(key_of_all)
     if launch is None:
-        if len(launches) >= _MOST_LAUNCHES:
+        if len(launches) >= LAUNCHES:
             launches.clear()
-        launch = launches[key_of_all] = make(pattern, *key)
+        launch = launches[key_of_all] = make(owner, *key)
     return launch
