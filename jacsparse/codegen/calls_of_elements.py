@@ -96,7 +96,9 @@ class CallsOfElements:
         #: The tensors that are the same in each call, and the numbers of the elements of others, in their shapes.
         self._known: dict[CallResult, Any] = {}
         self._numbers: dict[CallResult, Any] = {}
-        #: As sets of bits, the operations that loops compute for a tensor, and those that PyTorch computes for it.
+        #: As sets of bits, the operations that loops compute for a tensor, and those that PyTorch computes for it; they
+        #: take memory with the square of the calls, so that calls wait until some are asked for.
+        self._waiting = list[CallResult]()
         self._in_loops: dict[CallResult, int] = {}
         self._by_pytorch: dict[CallResult, int] = {}
         for place, (node, tensor) in enumerate(zip(calls.inputs, inputs, strict=True)):
@@ -107,7 +109,7 @@ class CallsOfElements:
         self._known |= {node: node.constant.cpu() for node in calls.read if node.constant is not None}
         for node in calls.steps:
             self._call(node)
-            self._note(node)
+            self._waiting.append(node)
         self.results = [self._result(node).numpy() for node in calls.outputs]
 
     def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
@@ -166,16 +168,19 @@ class CallsOfElements:
         if node.written:
             self._check_written(node)
 
-    def _note(self, node: CallResult) -> None:
-        """Note who computes what a call depends on."""
-        if node in self._known:
-            return
-        in_loops, by_pytorch = self._computed_for(node)
-        if self.left and self.left[-1] is node:
-            in_loops, by_pytorch = 0, in_loops | by_pytorch
-        elif node in self._numbers and node.target is not operator.getitem and _name_of(node.target) not in _MOVES:
-            in_loops |= 1 << node.number
-        self._in_loops[node], self._by_pytorch[node] = in_loops, by_pytorch
+    def _note_waiting(self) -> None:
+        """Note who computes what the calls so far depend on."""
+        left = set(self.left)
+        for node in self._waiting:
+            if node in self._known:
+                continue
+            in_loops, by_pytorch = self._computed_for(node)
+            if node in left:
+                in_loops, by_pytorch = 0, in_loops | by_pytorch
+            elif node in self._numbers and node.target is not operator.getitem and _name_of(node.target) not in _MOVES:
+                in_loops |= 1 << node.number
+            self._in_loops[node], self._by_pytorch[node] = in_loops, by_pytorch
+        self._waiting.clear()
 
     def _computed_for(self, node: CallResult) -> tuple[int, int]:
         """The operations that loops compute for a call's operands, and those that PyTorch computes for these."""
@@ -190,6 +195,7 @@ class CallsOfElements:
         """
         if not self.left or not has_jumps(_name_of(node.target)):
             return False
+        self._note_waiting()
         in_loops, by_pytorch = self._computed_for(node)
         return bool(in_loops & by_pytorch) or any(each.written for each in node.operands)
 
