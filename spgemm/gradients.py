@@ -13,7 +13,6 @@ These are for products that a user takes; ``jacobian(..., create_graph=True)`` h
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +24,9 @@ from ..runtime import a_type, allocated, kernel, on_device, run_rows
 from . import products_cuda
 from .lanes import block_width
 from .operands import check_outside_transforms, flat, matrices
-from .symbolic import row_work
 
 if TYPE_CHECKING:
+    from .methods import Product
     from .plan import ProductPlan
 
 
@@ -72,35 +71,27 @@ class Form(ABC):
 
 
 class ProductForm(Form):
-    """The form of a product `c` of two matrices `a` and `b`."""
+    """The form of a product `c` of two matrices `a` and `b`, which a plan multiplies."""
 
     names = ("a", "b", "c")
 
-    def __init__(self, plan: ProductPlan) -> None:
-        self.plan = plan
+    def __init__(self, plan: ProductPlan, product: Product) -> None:
+        self.plan, self.product = plan, product
 
     def evaluate(self, wanted: str, values: dict[str, torch.Tensor]) -> torch.Tensor:
-        plan = self.plan
-        a, b, c = plan.a, plan.b, plan.pattern
+        product = self.product
+        a, b, c = product.a, product.b, product.c
         if wanted == "c":
-            return plan.multiply(values["a"], values["b"])  # type: ignore[no-any-return]
+            return self.plan.multiply(values["a"], values["b"])  # type: ignore[no-any-return]
         if all(isinstance(pattern.structure, Full) for pattern in (a, b, c)):
             g = matrices(values["c"], *c.shape)
             full = g @ matrices(values["b"], *b.shape).mT if wanted == "a" else matrices(values["a"], *a.shape).mT @ g
             return full.movedim(0, 2).flatten(0, 1)
         if wanted == "a":
-            return _left_gradient(a, b, c, self._work, values["c"], values["b"])
+            return _left_gradient(a, b, c, product.work, values["c"], values["b"])
         # In the transposed product Cᵀ = Bᵀ Aᵀ, B is the left factor.
         g, a_values = gathered(values["c"], c.transposition), gathered(values["a"], a.transposition)
-        return gathered(_left_gradient(b.T, a.T, c.T, self._transposed_work, g, a_values), b.T.transposition)
-
-    @functools.cached_property
-    def _work(self) -> np.ndarray:
-        return row_work(self.plan.a, self.plan.b)
-
-    @functools.cached_property
-    def _transposed_work(self) -> np.ndarray:
-        return row_work(self.plan.b.T, self.plan.a.T)
+        return gathered(_left_gradient(b.T, a.T, c.T, product.transposed_work, g, a_values), b.T.transposition)
 
 
 def _left_gradient(

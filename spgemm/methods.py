@@ -9,6 +9,7 @@ full factors the order is BLAS's.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
@@ -29,19 +30,23 @@ class Product:
     def __init__(self, a: Pattern, b: Pattern, c: Pattern, multiply_adds: int, work: np.ndarray | None) -> None:
         self.a, self.b, self.c = a, b, c
         self.multiply_adds = multiply_adds
-        self._work = work
+        if work is not None:
+            self.__dict__["work"] = work
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of an int64 array ``(rows + 1,)``."""
         return 8 * (self.a.shape[0] + 1)
 
-    @property
+    @functools.cached_property
     def work(self) -> np.ndarray:
         """Running total of the multiply-adds over C's rows: int64, ``(rows + 1,)``."""
-        if self._work is None:
-            self._work = row_work(self.a, self.b)
-        return self._work
+        return row_work(self.a, self.b)
+
+    @functools.cached_property
+    def transposed_work(self) -> np.ndarray:
+        """`work` of the transposed product ``Cᵀ = Bᵀ Aᵀ``."""
+        return row_work(self.b.T, self.a.T)
 
 
 class Method(ABC):

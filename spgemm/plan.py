@@ -103,7 +103,7 @@ class ProductPlan:
                 raise ValueError(
                     "the method select moves values without a graph; plan with another method for gradients"
                 )
-            return differentiable_product(self._form, out, a_values=a_values, b_values=b_values)
+            return differentiable_product(ProductForm(self, self._product), out, a_values=a_values, b_values=b_values)
         if self.selects_left or self.selects_right:
             left, right, batch, like = self._selected(a_values, b_values)
         else:
@@ -175,10 +175,6 @@ class ProductPlan:
     @functools.cached_property
     def _device_method(self) -> Method:
         return self._method if self.device_method == self.method else METHODS[self.device_method](self._product)
-
-    @functools.cached_property
-    def _form(self) -> ProductForm:
-        return ProductForm(self)
 
     def _selected(self, a_values: Any, b_values: Any) -> tuple[Any, Any, int, Any]:
         """The views of both operands, one of which are winners; the batch, and the one with the result's dtype."""
