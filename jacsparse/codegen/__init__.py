@@ -10,7 +10,6 @@ from .elements import ElementGraph, TooManyElementsError, sums
 from .emitter import (
     BYTE,
     DOUBLE,
-    FLOATS,
     INT32,
     INT64,
     SINGLE,
@@ -43,7 +42,6 @@ from .tiles import Scratch
 __all__ = [
     "BYTE",
     "DOUBLE",
-    "FLOATS",
     "INT32",
     "INT64",
     "OUT",
