@@ -1,4 +1,4 @@
-"""Sorting, grid sampling, distances and scattered reductions.
+"""Sorting, unpooling, grid sampling, distances and scattered reductions.
 
 Where values decide which elements an output depends on, the pattern has an entry for each element that they may choose.
 """
@@ -42,6 +42,41 @@ class _OrderingRule(Rule):
         selected = (outputs == places.reshape(1, 1, rows, 1, 1)).to(call.input)
         # (outer, rows, inner, columns, batch): the order of the pattern's entries.
         return selected.permute(1, 2, 4, 3, 0).reshape(-1, batch).contiguous()
+
+
+@add_rule("aten.max_unpool2d", "aten.max_unpool3d")
+class _UnpoolRule(Rule):
+    """Max-unpooling: each element goes to the place in its channel that another tensor names."""
+
+    reads = ()
+
+    def labels(self, use: Use) -> tuple[dict[str, Labels], Labels]:
+        rank = use.output.ndim
+        count = len(use.arguments["output_size"])
+        channels = tuple(range(rank - count))
+        places, out = (tuple((what, axis) for axis in range(count)) for what in ("place", "other"))
+        return dict.fromkeys(("self", "indices"), (*channels, *places)), (*channels, *out)
+
+    def check(self, call: Call) -> None:
+        if call.argument != "self":
+            super().check(call)
+
+    def _sizes(self, call: Call) -> tuple[int, int, int]:
+        """Channels, and for each its places in the output and in the input."""
+        count = len(call["output_size"])
+        shapes = (call.out_shape, call.in_shape)
+        outputs, inputs = (math.prod(shape[len(shape) - count :]) for shape in shapes)
+        return math.prod(call.in_shape[: len(call.in_shape) - count]), outputs, inputs
+
+    def pattern(self, call: Call) -> Pattern:
+        return block_pattern(*self._sizes(call))
+
+    def values(self, call: Call, pattern: Pattern) -> torch.Tensor:
+        channels, outputs, inputs = self._sizes(call)
+        indices = call["indices"] if "indices" in call.batched else call["indices"][None]
+        indices = indices.reshape(-1, channels, 1, inputs)
+        places = torch.arange(outputs, device=indices.device).reshape(1, 1, outputs, 1)
+        return (indices == places).to(call.input).flatten(1).T.contiguous()
 
 
 def _without_jvp(call: Call) -> Call:

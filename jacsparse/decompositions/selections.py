@@ -53,7 +53,7 @@ def _scatter(x: torch.Tensor, dim: int, index: torch.Tensor, source: Any, *, add
         source = x.new_full(index.shape, source).movedim(dim, -1)
     lines, index = x.movedim(dim, -1), index.movedim(dim, -1)
     rows = tuple(slice(size) for size in index.shape[:-1])
-    placed = put(lines[rows], index, source, adds=adds)
+    placed = _placed(lines[rows], index, source, adds=adds)
     if placed.shape != lines.shape:
         # The index has fewer lines than the tensor.
         inside = torch.zeros(lines.shape, dtype=torch.bool, device=x.device)
@@ -68,17 +68,17 @@ def _index_add(
     x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor, *, alpha: float = 1
 ) -> torch.Tensor:
     source = (source if alpha == 1 else source * alpha).movedim(dim, -1)
-    return put(x.movedim(dim, -1), index.reshape(-1), source, adds=True).movedim(-1, dim)
+    return _placed(x.movedim(dim, -1), index.reshape(-1), source, adds=True).movedim(-1, dim)
 
 
 def _index_copy(x: torch.Tensor, dim: int, index: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    return put(x.movedim(dim, -1), index.reshape(-1), source.movedim(dim, -1), adds=False).movedim(-1, dim)
+    return _placed(x.movedim(dim, -1), index.reshape(-1), source.movedim(dim, -1), adds=False).movedim(-1, dim)
 
 
 def _index_fill(x: torch.Tensor, dim: int, index: torch.Tensor, value: Any) -> torch.Tensor:
     lines = x.movedim(dim, -1)
     source = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(*lines.shape[:-1], index.numel())
-    return put(lines, index.reshape(-1), source, adds=False).movedim(-1, dim)
+    return _placed(lines, index.reshape(-1), source, adds=False).movedim(-1, dim)
 
 
 def _index_put(
@@ -89,7 +89,7 @@ def _index_put(
     place, shape = _place_of_index(axes), [x.shape[axis] for axis in others]
     values = values.expand([*shape[:place], *index.shape, *shape[place:]])
     source = values.movedim(list(range(place, place + index.ndim)), list(range(-index.ndim, 0)))
-    placed = put(_as_lines(x, axes), index.reshape(-1), source.reshape([*shape, index.numel()]), adds=accumulate)
+    placed = _placed(_as_lines(x, axes), index.reshape(-1), source.reshape([*shape, index.numel()]), adds=accumulate)
     return placed.unflatten(-1, [x.shape[axis] for axis in axes]).permute(
         [(others + axes).index(axis) for axis in range(x.ndim)]
     )
@@ -106,7 +106,7 @@ def _masked_scatter_backward(gradient: torch.Tensor, mask: torch.Tensor, sizes: 
     # What the mask leaves out goes to a place behind the last one.
     number = torch.where(mask, mask.cumsum(0) - 1, math.prod(sizes))
     zeros = gradient.new_zeros(math.prod(sizes) + 1)
-    return put(zeros, number, gradient.reshape(-1), adds=True)[:-1].reshape(sizes)
+    return _placed(zeros, number, gradient.reshape(-1), adds=True)[:-1].reshape(sizes)
 
 
 def _joined(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[list[int], torch.Tensor]:
@@ -145,7 +145,7 @@ def _selected(lines: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return torch.where(chosen, lines[..., None, :], lines.new_zeros(())).sum(-1)
 
 
-def put(lines: torch.Tensor, index: torch.Tensor, source: torch.Tensor, *, adds: bool) -> torch.Tensor:
+def _placed(lines: torch.Tensor, index: torch.Tensor, source: torch.Tensor, *, adds: bool) -> torch.Tensor:
     """Lines, ``(..., size)``, with a source's elements put or added where an index names them."""
     named = index[..., None] % max(1, lines.shape[-1]) == torch.arange(lines.shape[-1], device=lines.device)
     sums = torch.where(named, source[..., None], source.new_zeros(())).sum(-2)

@@ -12,7 +12,6 @@ import torch._decomp
 from ..patterns import UnsupportedOperatorError
 from .backward_operators import BACKWARD, pairs
 from .linear_solves import SOLVES
-from .selections import put
 
 aten = torch.ops.aten
 
@@ -114,13 +113,6 @@ def _segment_reduce(
     return torch.where(reduced < initial if reduce == "max" else reduced > initial, initial, reduced)
 
 
-def _unpool(x: torch.Tensor, indices: torch.Tensor, sizes: Sequence[int], *_: Any) -> torch.Tensor:
-    """The elements of each channel at the places that indices name."""
-    axes = len(sizes)
-    channels = x.new_zeros((*x.shape[: x.ndim - axes], math.prod(sizes)))
-    return put(channels, indices.flatten(-axes), x.flatten(-axes), adds=False).unflatten(-1, list(sizes))
-
-
 def _trilinear(
     i1: torch.Tensor,
     i2: torch.Tensor,
@@ -153,8 +145,6 @@ _OURS: dict[Any, Callable[..., Any]] = {
     aten.index_reduce.default: _index_reduce,
     aten.segment_reduce.default: _segment_reduce,
     aten.masked_select.default: _masked_select,
-    aten.max_unpool2d.default: _unpool,
-    aten.max_unpool3d.default: _unpool,
     aten._trilinear.default: _trilinear,
     aten.linalg_cross.default: _cross,
     aten._neg_view.default: torch.neg,
