@@ -34,6 +34,8 @@ from .value_functions import ValueFunction, elementwise_derivatives
 
 #: The most backward passes of an operator that make the values of its Jacobian.
 MOST_PASSES = 16
+#: How many times as many multiply-adds as a Jacobian may have terms its chain takes where no elimination is tried.
+HOPELESS = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +110,9 @@ class Folding:
             limit = min(most, max(FEW_TERMS, TERMS_OF_FACTORS * size))
             if sum(sizes) > limit:
                 raise NotFoldableError("its local Jacobians have more elements of factors than pay")
+            # The chain's own order has about as few products of entries: elimination would find out after most of them.
+            if len(chain) and chain.accumulation.multiply_adds > HOPELESS * limit:
+                raise NotFoldableError("its paths meet in too many terms")
         matrices = self.matrices()
         if not len(chain):
             return terms_at(chain.pattern)
