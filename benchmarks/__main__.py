@@ -107,6 +107,8 @@ def run(
     if threads is not None:
         torch.set_num_threads(threads)
     console, failed, end = Console(), False, time.monotonic() + _ALL
+    if len(experiments) > 1:
+        console.print(_estimate(experiments), markup=False, highlight=False)
     columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         for number, experiment in enumerate(experiments):
@@ -210,6 +212,21 @@ _STORED = Path(__file__).parent / "results"
 def _stored_seconds(name: str) -> float | None:
     """The longest of an experiment's stored runs on CPUs, in seconds."""
     return max((read(path).seconds for path in _STORED.glob(f"*/{name}.cpu.json")), default=None)
+
+
+def _estimate(experiments: Sequence[Experiment]) -> str:
+    """How long experiments take, by the times of stored runs on CPUs."""
+    seconds = {
+        experiment.name: time for experiment in experiments if (time := _stored_seconds(experiment.name)) is not None
+    }
+    unknown = [experiment.name for experiment in experiments if experiment.name not in seconds]
+    longest = max(seconds, key=seconds.__getitem__, default="")
+    parts = [f"{len(experiments)} experiments, about {sum(seconds.values()) / 60:,.0f} minutes on two cores"]
+    if longest:
+        parts.append(f"{seconds[longest] / 60:,.0f} of them {longest}")
+    if unknown:
+        parts.append(f"without {', '.join(unknown)}, which nobody has timed")
+    return ", ".join(parts)
 
 
 def _fail(error: Exception) -> NoReturn:

@@ -12,15 +12,18 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from jacsparse.spgemm import matvec
 from torch import nn
 
 import jacsparse
-from jacsparse.distributed import Ranks, RankScan, ranks_of
+from jacsparse.affine import DenseMaps, compose
+from jacsparse.distributed import JACOBIANS, MATRICES, VECTORS, Ranks, RankScan, ranks_of
 from jacsparse.figures import BLUE, GREEN, ORANGE
+from jacsparse.recurrence import Dense, linear_recurrence
 from jacsparse.schedule import EXCHANGES, exchanges
 from jacsparse.simulation import AcrossRanks, Interconnect, Workload, counted_workload, measured_workload
 
-from ._calls import peak_memory
+from ._calls import one_thread, peak_memory
 from ._context import Context, Timing
 from ._environment import cores
 from ._experiment import Experiment
@@ -34,6 +37,8 @@ from ._workloads import equal_layers, whole_pruned_vgg11
 _SMALL, _LARGE = 8, 2**25
 #: The exchanges of blocks whose memory is measured.
 _WAYS = ("gather", "scan")
+#: Stages of pruned VGG-11 whose product is timed: two convolutions with a ReLU between them.
+_BLOCK = slice(11, 14)
 
 
 class _Messages(NamedTuple):
@@ -92,7 +97,8 @@ class ScansAcrossRanks(Experiment):
     source = "thesis, section 3.6; schedule.exchanges"
 
     def run(self, context: Context) -> list[Row]:
-        rows: list[Row] = []
+        with one_thread():
+            rows = self._rates(context)
         for count in self.ranks:
             rows += self._messages(context.under(f"{count} ranks"), count)
         for label, task in (("chain", _chain_steps), ("GRU", _layer_steps)):
@@ -100,6 +106,39 @@ class ScansAcrossRanks(Experiment):
         for cuts in self.cuts:
             rows += self._blocks(context.under(f"vgg11, {len(cuts) + 1} ranks"), cuts)
         return rows
+
+    def _rates(self, context: Context) -> list[Row]:
+        """Multiply-adds per second of products with vectors and with matrices, by which ``auto`` chooses."""
+        n, samples, time = self.hidden, self.samples, self.time
+        a, b = torch.randn(time, samples, n, n) / n, torch.randn(time, samples, n)
+        map_ = DenseMaps(torch.randn(1, samples, n, n), torch.randn(1, samples, n))
+        model = _pruned()
+        block, x = model[_BLOCK], model[: _BLOCK.start](torch.randn(1, 3, self.side, self.side)).detach()
+        chain = jacsparse.chain(block, tuple(x.shape[1:]))
+        jacobian = jacsparse.jacobian(block, x).T
+        vector = torch.ones(jacobian.shape[1], 1)
+        functions: dict[str, tuple[Callable[[], object], float, float]] = {
+            "steps of dense matrices": (
+                lambda: linear_recurrence(Dense(a), b, schedule="sequential"), time * samples * n**2, VECTORS
+            ),
+            "products of dense maps": (lambda: compose(map_, map_), samples * n**3, MATRICES),
+            "vgg11: products with a vector": (
+                lambda: matvec(jacobian.pattern, jacobian.values, vector), jacobian.pattern.nnz, VECTORS
+            ),
+            "vgg11: stages to one matrix": (
+                lambda: jacsparse.jacobian(block, x), float(chain.order.cost), JACOBIANS
+            ),
+        }  # fmt: skip
+        timings = context.times({label: function for label, (function, _, _) in functions.items()}, seconds=0.6)
+        rows = Group("Rates of one thread")
+        for label, (_, multiply_adds, constant) in functions.items():
+            if timings[label].problem:
+                rows.missing(label, timings[label].problem)
+                continue
+            rate = multiply_adds / min(timings[label].seconds)
+            compared = Comparison("measured / constant", rate / constant)
+            rows.value(label, rate, "multiply-adds per second", comparisons=(compared,))
+        return rows.rows()
 
     def _messages(self, context: Context, count: int) -> list[Row]:
         """Messages, bytes and times of each way, beside what is predicted."""

@@ -7,14 +7,16 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import recurrence
 from ..schedule import parse
-from ..training import check_threads
+from ..training import check_threads, partition
 from .arguments import check_count, check_number, check_one_of
 from .classifiers import SequenceClassifier
 from .data import split_spec
 from .pruning import SCOPES
-from .registry import MODELS
+from .registry import MODELS, build
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,21 +157,28 @@ class TrainSettings:
 
     def _check_workers(self) -> None:
         """Raise where threads or modules are missing, or are of another way of training."""
-        for way, name in (("leapfrog", "threads"), ("ddg", "modules")):
+        for name, ways in (("threads", ("leapfrog",)), ("modules", ("ddg",))):
             value = getattr(self, name)
-            if (self.backward == way) != (value is not None):
+            if self.backward not in ways and value is not None:
                 raise ValueError(
-                    f"{name} is {value!r}, but backward is {self.backward!r}; set {name}, as in 2, for {way!r} alone"
+                    f"{name} is {value!r}, but backward is {self.backward!r}; set backward to "
+                    f"{' or '.join(map(repr, ways))}, or no {name}"
                 )
-            if self.backward == way and issubclass(MODELS[self.task], SequenceClassifier):
+            if self.backward in ways and issubclass(MODELS[self.task], SequenceClassifier):
                 raise ValueError(
                     f"backward is {self.backward!r}, but {self.task} has a single recurrent layer; choose bp or scan"
                 )
-        if self.threads is not None:
+        if self.backward == "leapfrog":
+            if self.threads is None:
+                raise ValueError("backward is 'leapfrog'; set threads, as in 2")
             check_threads(self.threads)
-        if isinstance(self.modules, list | tuple):
-            # Checkpoints store these as JSON.
-            object.__setattr__(self, "modules", list(self.modules))
+        if self.backward == "ddg":
+            if self.modules is None:
+                raise ValueError(f"backward is {self.backward!r}; set modules, as in 2, or where they begin")
+            with torch.device("meta"):
+                partition(build(self.task), self.modules)
+            if not isinstance(self.modules, int):
+                object.__setattr__(self, "modules", list(self.modules))
 
     @property
     def outputs(self) -> tuple[Path, ...]:

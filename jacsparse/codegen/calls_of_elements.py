@@ -97,8 +97,9 @@ class CallsOfElements:
         self._known: dict[CallResult, Any] = {}
         self._numbers: dict[CallResult, Any] = {}
         #: As sets of bits, the operations that loops compute for a tensor, and those that PyTorch computes for it; they
-        #: take memory with the square of the calls, so that calls wait until some are asked for.
-        self._waiting = list[CallResult]()
+        #: take memory with the square of the calls, so that calls wait until some are asked for, each with whether it
+        #: is left to PyTorch.
+        self._waiting = list[tuple[CallResult, bool]]()
         self._in_loops: dict[CallResult, int] = {}
         self._by_pytorch: dict[CallResult, int] = {}
         for place, (node, tensor) in enumerate(zip(calls.inputs, inputs, strict=True)):
@@ -109,7 +110,7 @@ class CallsOfElements:
         self._known |= {node: node.constant.cpu() for node in calls.read if node.constant is not None}
         for node in calls.steps:
             self._call(node)
-            self._waiting.append(node)
+            self._waiting.append((node, bool(self.left) and self.left[-1] is node))
         self.results = [self._result(node).numpy() for node in calls.outputs]
 
     def _in_memory(self, tensor: torch.Tensor, source: Any) -> torch.Tensor:
@@ -170,12 +171,11 @@ class CallsOfElements:
 
     def _note_waiting(self) -> None:
         """Note who computes what the calls so far depend on."""
-        left = set(self.left)
-        for node in self._waiting:
+        for node, is_left in self._waiting:
             if node in self._known:
                 continue
             in_loops, by_pytorch = self._computed_for(node)
-            if node in left:
+            if is_left:
                 in_loops, by_pytorch = 0, in_loops | by_pytorch
             elif node in self._numbers and node.target is not operator.getitem and _name_of(node.target) not in _MOVES:
                 in_loops |= 1 << node.number

@@ -34,8 +34,8 @@ from .value_functions import ValueFunction, elementwise_derivatives
 
 #: The most backward passes of an operator that make the values of its Jacobian.
 MOST_PASSES = 16
-#: How many times as many multiply-adds as a Jacobian may have terms its chain takes where no elimination is tried.
-HOPELESS = 8
+#: The most multiply-adds of a chain's own order for each term that its Jacobian may have, where elimination is tried.
+WORK_PER_TERM = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +99,8 @@ class Folding:
     def _product(self, most: int | None) -> TermMatrix:
         """The function's Jacobian as terms, of which all products may have so many."""
         chain, self.by_factors, self.algebra = self.function.chain, most is not None, Algebra()
+        if not len(chain):
+            return terms_at(chain.pattern)
         rows, columns = math.prod(chain.out_shape), math.prod(chain.in_shape)
         sizes = [
             e.transposed_pattern.nnz for e in chain.edges if not isinstance(e.transposed_pattern.structure, Identity)
@@ -111,11 +113,9 @@ class Folding:
             if sum(sizes) > limit:
                 raise NotFoldableError("its local Jacobians have more elements of factors than pay")
             # The chain's own order has about as few products of entries: elimination would find out after most of them.
-            if len(chain) and chain.accumulation.multiply_adds > HOPELESS * limit:
+            if chain.accumulation.multiply_adds > WORK_PER_TERM * limit:
                 raise NotFoldableError("its paths meet in too many terms")
         matrices = self.matrices()
-        if not len(chain):
-            return terms_at(chain.pattern)
         self.algebra.grows, self.algebra.limit = most is None, limit
         # From the output to the input. A matrix is let go of where it is used for the last time.
         edges = ((edge.target, edge.source, matrices.pop(edge)) for edge in chain.edges)

@@ -94,6 +94,8 @@ class Callers:
         The path of the innermost one in the function, if that is a module; the name of any other one, or of a function.
     failed : tuple of str, Module and tuple, or None
         The innermost module whose forward pass raised: its path, itself and its arguments.
+    spans : list of tuple of int
+        Of each module that has returned, how many calls there had been before it, and after its own.
     call : tuple of OpOverload and tuple, or None
         The last call of an operator, and its positional arguments.
     """
@@ -103,9 +105,10 @@ class Callers:
         self.path = path or name_of(function)
         self.failed: tuple[str, nn.Module, tuple[Any, ...]] | None = None
         self.call: tuple[Any, Any] | None = None
+        self.spans: list[tuple[int, int]] = []
         #: The calls of operators so far.
         self.calls: Sequence[Any] = ()
-        self._outer: list[str] = []
+        self._outer: list[tuple[str, int]] = []
         self._thread = threading.get_ident()
         #: By a module's id. No cached property, which slows down all attributes of an object.
         self._paths: dict[int, str] | None = None
@@ -132,14 +135,15 @@ class Callers:
                 root = self.function
                 named = root.named_modules() if isinstance(root, nn.Module) else ()
                 self._paths = {id(part): name for name, part in named}
-            self._outer.append(self.path)
+            self._outer.append((self.path, len(self.calls)))
             self.path, self.failed = self._paths.get(id(module)) or name_of(module), None
 
     def _end(self, module: nn.Module, args: Any, result: Any) -> None:
         if threading.get_ident() == self._thread and self._outer:
             if result is None and self.failed is None:
                 self.failed = self.path, module, args
-            self.path = self._outer.pop()
+            self.path, begin = self._outer.pop()
+            self.spans.append((begin, len(self.calls)))
 
     def unsupported(self, what: str, remedy: str) -> UnsupportedOperatorError:
         """An error that names the module or function that runs, and the line of its code."""

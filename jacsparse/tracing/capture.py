@@ -115,6 +115,7 @@ class Recorder:
         #: Of tensors by their ids, which live as long as the run; and of tensors that are no values themselves.
         self.numbers: dict[int, int] = {}
         self.alive: list[torch.Tensor] = []
+        #: As in the run.
         self.flags = self.run.flags
         self.key: list[Hashable] = [torch.get_default_dtype()]
         #: The first call that is refused: the run goes on, since what it raises itself comes first.
@@ -143,7 +144,8 @@ class Recorder:
         #: The numbers of autograd's nodes of views on written storages: it may make one anew within a call.
         self._nodes_of_views: set[int] = set()
         self._apart = False
-        self._saved_by_hooks = False
+        #: Whether a module that was called has backward hooks.
+        self.has_hooks = self._saved_by_hooks = False
 
     def begin(self, x: torch.Tensor, flags: int = DEPENDENT | ACTIVE | DIFFERENTIABLE) -> int:
         """Take a tensor for a value that no call of the run makes, as its input."""
@@ -208,7 +210,9 @@ class Recorder:
         if self.problem is not None:
             raise self.problem
         run.saved_by_hooks = self._saved_by_hooks
-        run.key = (*self.key, run.output, run.active)
+        if self.has_hooks:
+            run.hooked_spans = self.callers.spans
+        run.key = (*self.key, run.output, run.active, *run.hooked_spans)
         return run
 
     # Values.

@@ -43,6 +43,7 @@ class RecordedBackward(NamedTuple):
 
 def value_of_function(recorder: Recorder, tensor: torch.Tensor, node: Any, number: int) -> int | None:
     """The value of what a Function returned, whose elements are those of another value; None of other such nodes'."""
+    recorder.has_hooks |= is_of_hooks(node)
     if is_of_hooks(node) or is_of_operator(node):
         return None
     place = node, tensor.output_nr

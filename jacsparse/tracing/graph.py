@@ -182,6 +182,8 @@ class Graph:
     numbers: list[int] = field(default_factory=list)
     #: Whether values have the shape of a mask in the place of what it selects in runs.
     spreads: bool = False
+    #: If there are backward hooks of modules: the calls within each module, from one to another.
+    hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: Those of the elements of indices and masks on a device, by value.
     comparisons: Comparisons = field(default_factory=Comparisons)
     #: The output as an operand.

@@ -134,6 +134,7 @@ class _Analysis:
                 graph.nodes.append(self._node(call, run, graph.numbers))
         self._take_captures(run, len(run.tensors))
         graph.output = graph.numbers[run.output]
+        graph.hooked_spans = run.hooked_spans
         graph.last = Operand("", graph.output, run.active)
         check_derivatives(trace)
 

@@ -103,8 +103,8 @@ class Program:
     #: For each value, where the samples are, and the shape for a batch of one; without a layout, that of the batch.
     layouts: dict[int, Layout] = field(default_factory=dict)
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    #: Values at which no stage may end: those between the first and the last backward hook of a module, those without a
-    #: gradient, and views that are written to.
+    #: Values at which no stage may end: those within a module whose backward hooks are called at both its ends, those
+    #: without a gradient, and views that are written to.
     uncut: set[int] = field(default_factory=set)
 
     def between(self, start: int, stop: int) -> list[Operation]:
@@ -223,9 +223,15 @@ def _viewed(trace: Trace, value: int) -> int | None:
 
 
 def _between_hooks(trace: Trace) -> set[int]:
-    """The values from the first call of a module's backward hooks to the last one."""
+    """The values from the call of a module's hooks on its input to their call on its output."""
     hooked = [node for node in trace.graph.nodes if node.hooked]
-    return set(range(hooked[0].results[0], hooked[-1].results[0])) if hooked else set()
+    values: set[int] = set()
+    for begin, end in trace.graph.hooked_spans if hooked else ():
+        # Hooks are called before the module's first call, and after its last one.
+        first, last = (next((node for node in hooked if node.place >= place), None) for place in (begin, end))
+        if first is not None and last is not None:
+            values.update(range(first.results[0], last.results[0]))
+    return values
 
 
 def _needed(trace: Trace) -> dict[int, list[Operand]]:

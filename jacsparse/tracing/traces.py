@@ -91,6 +91,8 @@ class CapturedRun:
     gradient_edges: dict[int, tuple[Any, int]] = field(default_factory=dict)
     #: Whether what its operators saved passed through hooks, as those of a checkpoint within the function.
     saved_by_hooks: bool = False
+    #: If there are backward hooks of modules: the calls within each module that returned, from one to another.
+    hooked_spans: list[tuple[int, int]] = field(default_factory=list)
     #: How many hooks had been registered when it began.
     hooks: int = 0
     #: The values of elements that masks select which are of the masks' own shapes in a graph.
