@@ -14,7 +14,7 @@ from ..codegen import may_be_loops
 from ..patterns import Pattern, UnsupportedOperatorError
 from ..runtime import on_device
 from ..stages import check_size
-from .colorings import Coloring, row_coloring
+from .colorings import Coloring, least_cost, row_coloring
 from .colorings import coloring as cheapest_coloring
 from .compressed import Compressed, seeds_at_once
 from .evaluator import Evaluator
@@ -123,6 +123,10 @@ def _chosen(function: TracedFunction, method: str, compile: bool, coloring: Call
         cost, products = grouped.cost, grouped
     if method == "products" or not may_be_compressed(function):
         return folded_products(cost) or products
+    # Rows of many entries are coloured for minutes: not where no colouring could pay.
+    calls, each = _cost_of_passes_with_seeds(function, compile=compile)
+    if cost < calls + least_cost(function.pattern) * each:
+        return folded_products(cost) or products
     colors = coloring(function.pattern)
     cost_of_colors, pays = _cost_of_colors(function, colors, compile=False), False
     if compile:
@@ -169,12 +173,18 @@ def _cost_of_products(function: TracedFunction) -> float:
 
 def _cost_of_colors(function: TracedFunction, colors: Coloring, *, compile: bool) -> float:
     """The cost of products of the whole function with a seed for each colour; infinite where they do not compile."""
-    costs, left = function.chain.costs, 1.0
+    left = 1.0
     if compile:
         if not seeds_at_once(function, colors, compile=True)[1]:
             return math.inf
-        left = 1.0 if seeds_at_once(function, colors, compile=False)[1] else costs.apart
-    calls, values, read_by_pytorch = 0.0, 0.0, set[int]()
+        left = 1.0 if seeds_at_once(function, colors, compile=False)[1] else function.chain.costs.apart
+    calls, each = _cost_of_passes_with_seeds(function, compile=compile, left=left)
+    return calls + colors.cost * each
+
+
+def _cost_of_passes_with_seeds(function: TracedFunction, *, compile: bool, left: float = 1.0) -> tuple[float, float]:
+    """The cost of the calls on all seeds, and of each seed; PyTorch's calls between loops cost `left` times as much."""
+    costs, calls, values, read_by_pytorch = function.chain.costs, 0.0, 0.0, set[int]()
     for node in reversed(function.nodes):
         # What PyTorch computes of a call, it reads from memory: no loop computes that.
         is_loop = compile and may_be_loops(node.name) and read_by_pytorch.isdisjoint(node.results)
@@ -184,4 +194,4 @@ def _cost_of_colors(function: TracedFunction, colors: Coloring, *, compile: bool
             read_by_pytorch.update(value for _, value in node.tensors)
     # Dense operators take a third of the time of a backward pass where many seeds run at once.
     dense = left * costs.dense / 3 * sum(stage.backward_work for stage in function.chain)
-    return calls + colors.cost * (costs.value * function.x.element_size() / 8 * values + function.batch * dense)
+    return calls, costs.value * function.x.element_size() / 8 * values + function.batch * dense

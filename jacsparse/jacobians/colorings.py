@@ -98,9 +98,16 @@ def coloring(pattern: Pattern) -> Coloring:
     """
 
     def cheapest() -> Coloring:
-        candidates = [_apart(pattern, count) for count in _counts(pattern)]
-        candidates += [_transposed(pattern, _apart(pattern.T, count)) for count in _counts(pattern.T)]
-        return min(candidates, key=lambda candidate: candidate.cost)
+        best = _apart(pattern, 0)
+        for matrix, of_columns, of_rows in ((pattern, 1.0, BACKWARD), (pattern.T, BACKWARD, 1.0)):
+            lengths = np.sort(matrix.structure.row_counts())[::-1]
+            for count in _counts(lengths):
+                # There are as many colours of columns as the longest of the other rows has entries, or more.
+                if of_columns * lengths[count] + (of_rows if count else 0) < best.cost:
+                    apart = _apart(matrix, count)
+                    candidate = apart if matrix is pattern else _transposed(pattern, apart)
+                    best = min(best, candidate, key=lambda coloring: coloring.cost)
+        return best
 
     return PLAN_CACHE.get(("coloring", pattern.digest), cheapest)
 
@@ -110,11 +117,26 @@ def row_coloring(pattern: Pattern) -> Coloring:
     return _transposed(pattern, _apart(pattern.T, 0))
 
 
-def _counts(pattern: Pattern) -> list[int]:
-    """Numbers of fullest rows to take apart: powers of two while they shorten the longest of the other rows."""
-    lengths = np.sort(pattern.structure.row_counts())[::-1]
-    powers = [0, *(2**power for power in range(10) if 2**power < len(lengths))]
-    return [count for count in powers if not count or lengths[count] + BACKWARD * count < lengths[0]]
+def least_cost(pattern: Pattern) -> float:
+    """A cost that no colouring is below: a product has an entry of the matrix in each of its elements at the most.
+
+    Of a symmetric matrix, half of the entries will do.
+    """
+    rows, columns = pattern.shape
+    return pattern.nnz / 2 * min(1 / max(1, rows), BACKWARD / max(1, columns))
+
+
+def _counts(lengths: np.ndarray) -> list[int]:
+    """Numbers of fullest rows to take apart: powers of two while they shorten the longest of the other rows.
+
+    `lengths` are the numbers of entries of the rows, the fullest first.
+    """
+    powers = (2**power for power in range(10))
+    return [
+        count
+        for count in (0, *powers)
+        if count < len(lengths) and (not count or lengths[count] + BACKWARD * count < lengths[0])
+    ]
 
 
 def _apart(pattern: Pattern, count: int) -> Coloring:

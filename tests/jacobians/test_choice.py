@@ -9,13 +9,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import scipy.sparse
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jacsparse.models import prune_weights
 from jacsparse.patterns import Full, Pattern
 from torch import nn
 
+import jacsparse
 from jacsparse import prepare_jacobian
+from jacsparse.jacobians import colorings
 from jacsparse.jacobians.choice import _cost_of_colors
-from jacsparse.jacobians.colorings import coloring
+from jacsparse.jacobians.colorings import coloring, least_cost, row_coloring, star_coloring
 from jacsparse.jacobians.compressed import Compressed
 from jacsparse.jacobians.evaluator import Evaluator
 from jacsparse.jacobians.products import ChainProducts, FoldedProducts, GroupedProducts
@@ -211,3 +217,24 @@ def test_what_pytorch_reads_is_no_loop() -> None:
     # What is computed of a sorted tensor is a loop; what PyTorch sorts is PyTorch's.
     of_sorted, sorted_last = lambda x: x.sort()[0].sin().exp(), lambda x: x.sin().exp().sort()[0]
     assert cost(of_sorted, compile=True) < cost(sorted_last, compile=True) < cost(sorted_last, compile=False)
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.sampled_from([0.05, 0.3, 0.9]), st.integers(0, 99))
+def test_no_colouring_costs_less_than_the_least(rows: int, columns: int, density: float, seed: int) -> None:
+    matrix = scipy.sparse.random(rows, columns, density, "csr", rng=seed)
+    pattern = Pattern(matrix.shape, matrix.indptr, matrix.indices)
+    assert least_cost(pattern) <= min(coloring(pattern).cost, row_coloring(pattern).cost)
+    square = scipy.sparse.random(rows, rows, density, "csr", rng=seed)
+    square = (square + square.T).tocsr()
+    symmetric = Pattern(square.shape, square.indptr, square.indices)
+    assert least_cost(symmetric) <= star_coloring(symmetric).cost
+
+
+def test_what_no_colouring_could_pay_for_is_not_coloured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def coloured(pattern: Pattern, count: int) -> None:
+        raise AssertionError("coloured")
+
+    monkeypatch.setattr(colorings, "_apart", coloured)
+    network, x = convolutions(64, 128, 128), drawn(1, 64, 4, 4)
+    prune_weights(network, 0.97)
+    assert_equal(jacsparse.jacobian(network, x), dense(network, x))
