@@ -12,6 +12,7 @@ from . import (  # noqa: F401  (importing a family registers its rules)
     ordering,
     reduction,
 )
+from .alike import entries_of_rows, pattern_of_rows, rows_alike
 from .coloring import compressed_values, row_colors
 from .convolution import Convolution, input_gradients
 from .drawing import as_html, pattern_figure, picture, plot_pattern
@@ -68,6 +69,7 @@ __all__ = [
     "as_html",
     "batch_last",
     "compressed_values",
+    "entries_of_rows",
     "gathered",
     "gradient_of",
     "gradients_of",
@@ -76,6 +78,7 @@ __all__ = [
     "is_pointwise",
     "note_infinite",
     "pattern_figure",
+    "pattern_of_rows",
     "picture",
     "plot_pattern",
     "register_rule",
@@ -83,6 +86,7 @@ __all__ = [
     "requiring_gradient",
     "row_colors",
     "row_sums",
+    "rows_alike",
     "rows_at",
     "rule_for",
     "rule_of",

@@ -15,11 +15,16 @@ import numpy as np
 import torch
 
 from ..runtime import cached_arrays, frozen, kernel
+from .alike import pattern_of_rows, rows_alike
 from .pattern import Pattern
 from .structure import Blocks, Diagonal, Full
 
 if TYPE_CHECKING:
     from .rules import Call
+
+
+#: Entries of a column on average from which on a look for columns that are alike pays.
+MANY = 32
 
 
 @kernel
@@ -66,9 +71,13 @@ def row_colors(pattern: Pattern) -> np.ndarray:
 
 
 def _greedy_colors(pattern: Pattern) -> np.ndarray:
-    colors = np.zeros(pattern.shape[0], dtype=np.int64)
+    colors, columns = np.zeros(pattern.shape[0], dtype=np.int64), pattern.T
+    if columns.nnz > MANY * columns.shape[0]:
+        # Columns with the same rows, as of the channels of a pixel, tell the same.
+        columns = pattern_of_rows(columns, rows_alike(columns)[0])
+    rows = columns.T
     # Each row waits for those before it: one range, on one thread.
-    _greedy(0, len(colors), pattern.indptr, pattern.indices, pattern.T.indptr, pattern.T.indices, colors)
+    _greedy(0, len(colors), rows.indptr, rows.indices, columns.indptr, columns.indices, colors)
     return colors
 
 

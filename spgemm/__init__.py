@@ -11,7 +11,7 @@ from .merge import Merge
 from .methods import METHODS, Method, Product
 from .plan import ProductPlan, check_limit, plan_product, planned
 from .plan_cache import PLAN_CACHE
-from .row_groups import RowGroups, rows_alike
+from .row_groups import RowGroups
 from .rowwise import Rowwise
 from .scale import Scale
 from .slots import Select, Slots
@@ -47,7 +47,6 @@ __all__ = [
     "planned",
     "product_meeting",
     "product_pattern",
-    "rows_alike",
     "spread",
     "sum_pattern",
     "unchecked_jacobian",

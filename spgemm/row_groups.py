@@ -16,7 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from ..codegen import copy_elements, multiply_by, scale
-from ..patterns import Csr, Identity, Pattern
+from ..patterns import Identity, Pattern, entries_of_rows, pattern_of_rows, rows_alike
 from ..runtime import MEMORY_POOL, SIMD, inlined, kernel, row_starts, run_rows, thread_count, within_rows
 from .lanes import write_sum_of_rows
 from .symbolic import product_pattern, row_work
@@ -79,40 +79,6 @@ def _scale(values, first, last, scales, at, samples):
         multiply_by(values, place, scales, at, samples)
 
 
-def rows_alike(pattern: Pattern) -> tuple[np.ndarray, np.ndarray]:
-    """The first row of each set of rows with the same columns, in order, and for each row the number of its set.
-
-    Examples
-    --------
-    >>> firsts, sets = rows_alike(Pattern((3, 2), [0, 1, 3, 4], [1, 0, 1, 1]))
-    >>> firsts.tolist(), sets.tolist()
-    ([0, 1], [0, 1, 0])
-    """
-    # Sums of random numbers tell sets of columns apart, but for one pair in 2**64.
-    keys = np.random.default_rng(0).integers(2**64, size=pattern.shape[1], dtype=np.uint64)
-    sums = np.append(np.uint64(0), np.cumsum(keys[pattern.indices], dtype=np.uint64))[pattern.indptr]
-    _, firsts, sets = np.unique(np.diff(sums), return_index=True, return_inverse=True)
-    order = np.argsort(firsts)
-    firsts, sets = firsts[order], np.argsort(order)[sets]
-    of_sets = _rows_at(pattern, firsts[sets])
-    if np.array_equal(of_sets.indptr, pattern.indptr) and np.array_equal(of_sets.indices, pattern.indices):
-        return firsts, sets
-    return np.arange(pattern.shape[0]), np.arange(pattern.shape[0])
-
-
-def _entries(pattern: Pattern, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of some rows, one row after the other; and the place of each one's row among these."""
-    counts = np.diff(pattern.indptr)[rows]
-    begins = np.repeat(pattern.indptr[rows].astype(np.int64), counts)
-    return begins + within_rows(counts), np.repeat(np.arange(len(rows)), counts)
-
-
-def _rows_at(pattern: Pattern, rows: np.ndarray) -> Pattern:
-    """The pattern of some rows of another one."""
-    indptr = row_starts(np.diff(pattern.indptr)[rows], pattern.indptr.dtype)
-    return Pattern.of(Csr(len(rows), pattern.shape[1], indptr, pattern.indices[_entries(pattern, rows)[0]]))
-
-
 def _cost(terms: int, multiply_adds: int) -> float:
     """The cost of groups' products, in multiply-adds of other sparse products."""
     return TERM * terms + multiply_adds / FASTER
@@ -151,7 +117,7 @@ class RowGroups:
             products = product_pattern(self._columns[-1], factor, work, cache=False)
             firsts, groups = rows_alike(products)
             self._products.append(products)
-            self._columns.append(_rows_at(products, firsts))
+            self._columns.append(pattern_of_rows(products, firsts))
             self._of_rows.append(groups[self._of_rows[-1]])
 
     @property
@@ -162,7 +128,7 @@ class RowGroups:
     @property
     def pattern(self) -> Pattern:
         """The pattern of the last product."""
-        return _rows_at(self._columns[-1], self._of_rows[-1])
+        return pattern_of_rows(self._columns[-1], self._of_rows[-1])
 
     @cached_property
     def room(self) -> int:
@@ -228,7 +194,7 @@ class _Level:
         self.groups = of_rows[self.firsts]
         self.sizes = np.diff(self.firsts, append=len(of_rows))
         self.last = np.searchsorted(last, self.firsts, "right") - 1
-        entries, of_entries = _entries(columns, self.groups)
+        entries, of_entries = entries_of_rows(columns, self.groups)
         ends = row_starts(self.sizes * np.diff(columns.indptr)[self.groups], np.int64)
         begins = ends[np.searchsorted(self.firsts, [*last, len(of_rows)])]
         #: Where each group's matrix begins in the memory of those that go together.
@@ -250,15 +216,15 @@ class _RowLines:
         self, before: _Level, after: _Level, groups: Pattern, factor: Pattern, products: Pattern, elements: np.ndarray
     ) -> None:
         parents = np.searchsorted(after.firsts, before.firsts, "right") - 1
-        entries, of_lines = _entries(products, before.groups)
+        entries, of_lines = entries_of_rows(products, before.groups)
         within = within_rows(np.diff(products.indptr)[before.groups])
         begins = after.starts[parents] + before.firsts - after.firsts[parents]
         self._starts = begins[of_lines] + within * after.sizes[parents[of_lines]]
         self._widths, self._of_lines = before.sizes[of_lines], before.last[of_lines]
-        inner, of_inner = _entries(groups, before.groups)
+        inner, of_inner = entries_of_rows(groups, before.groups)
         within = within_rows(np.diff(groups.indptr)[before.groups])
         starts = before.starts[of_inner] + within * before.sizes[of_inner]
-        terms, of_terms = _entries(factor, groups.indices[inner])
+        terms, of_terms = entries_of_rows(factor, groups.indices[inner])
         width = np.int64(factor.shape[1])
         lines = np.searchsorted(
             of_lines * width + products.indices[entries], of_inner[of_terms] * width + factor.indices[terms]

@@ -26,9 +26,9 @@ INTERNAL = {
     "models": "Progress SOUNDS progress_bar",
     "patterns": """
         CONSTANT Layout MOVEMENTS REGISTERED RULES Rule Sources Use WHOLE any_nonzero_at
-        are_values_registered as_html batch_last compressed_values gathered gradient_of gradients_of holds_numbers
-        input_gradients is_pointwise note_infinite pattern_figure picture plot_pattern requiring_gradient row_colors
-        row_sums rows_at remedy_for rule_for rule_of""",
+        are_values_registered as_html batch_last compressed_values entries_of_rows gathered gradient_of gradients_of
+        holds_numbers input_gradients is_pointwise note_infinite pattern_figure pattern_of_rows picture plot_pattern
+        requiring_gradient row_colors row_sums rows_alike rows_at remedy_for rule_for rule_of""",
     "recurrence": """
         ASKED CELLS Choice NODES Nodes PRICES Prices Problem Recurrence RecurrenceSize SOLVERS Saved Sequences Solver
         Weights cell_on parse""",
@@ -39,7 +39,7 @@ INTERNAL = {
     "solvers": "Propagator SOLVERS solver_of",
     "spgemm": """
         FACTORIZATIONS FactorPlan KEYS METHODS Method PACKED PLAN_CACHE Product RowGroups StripProduct check_limit
-        counts fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern rows_alike spread
+        counts fresh_keys matvec meeting multiply_adds planned product_meeting product_pattern spread
         sum_pattern unchecked_jacobian""",
     "training": "Leapfrogger check_threads in_eval_mode",
 }

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ..codegen import ElementGraph, sums
-from ..patterns import Diagonal, Full, Identity
+from ..patterns import Diagonal, Full, Identity, rows_alike
 from ..runtime import MEMORY_POOL, on_device
-from ..spgemm import RowGroups, rows_alike
+from ..spgemm import RowGroups
 from ..stages import Edge, LocalJacobian
 from ..tracing import Trace, Value
 from .evaluator import Evaluator

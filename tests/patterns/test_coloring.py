@@ -6,7 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from jacsparse.patterns import Pattern
 from jacsparse.patterns import coloring as _coloring
 from torch import nn
@@ -36,6 +39,20 @@ def test_colours_are_found_once_for_a_pattern(monkeypatch: pytest.MonkeyPatch) -
         by_products(module, torch.randn(2, 5))
     # Of rows, and of columns.
     assert 0 < len(calls) <= 2
+
+
+@given(st.integers(1, 12), st.integers(1, 6), st.integers(1, 60), st.integers(0, 99))
+def test_greedy_colours_whatever_columns_are_alike(rows: int, columns: int, alike: int, seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    matrix = np.tile(generator.random((rows, columns)) < 0.5, alike)[:, generator.permutation(columns * alike)]
+    expected: list[int] = []
+    for row in matrix:
+        taken = {color for color, other in zip(expected, matrix, strict=False) if (row & other).any()}
+        expected.append(min(set(range(rows)) - taken))
+    for many in (0, 10**9):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_coloring, "MANY", many)
+            assert _coloring._greedy_colors(Pattern.from_scipy(scipy.sparse.csr_array(matrix))).tolist() == expected
 
 
 class Products(nn.Module):
