@@ -102,6 +102,15 @@ class Accumulation:
             Pulled(pattern, Pattern.of(Full(*pattern.shape)), (right,), key, self.matrices[right].stored.shape)
         )
 
+    def finish(self, number: int | None) -> None:
+        """Take a matrix for the result; what was made full of it is for products that do not follow."""
+        if number is not None and number == len(self.matrices) - 1:
+            matrix = self.matrices[number]
+            if isinstance(matrix, Sum) and len(matrix.operands) == 1:
+                self.matrices.pop()
+                (number,) = matrix.operands
+        self.result = number
+
     def nnz_of(self, matrix: int) -> int:
         """The number of entries of a matrix."""
         return self.matrices[matrix].pattern.nnz
@@ -292,7 +301,7 @@ class Region:
         """The pattern of the one matrix, and the multiply-adds to compute it."""
         shadow = Accumulation(self.shape, patterns_only=True)
         edges = [(source, target, shadow.leaf(None, pattern)) for source, target, pattern in self.edges]
-        shadow.result = eliminate(shadow, edges, self.start, self.stop)
+        shadow.finish(eliminate(shadow, edges, self.start, self.stop))
         return shadow.pattern, shadow.multiply_adds
 
 

@@ -277,7 +277,7 @@ def accumulated(stages: Sequence[Stage], order: Order, costs: Costs) -> Accumula
             assert part.how in ("through", "from"), part.how
             interval = numbers.pop()
             numbers.append(None if interval is None else _multiply(accumulation, stage, part, interval, leaf))
-    (accumulation.result,) = numbers
+    accumulation.finish(*numbers)
     return accumulation
 
 

@@ -213,7 +213,7 @@ class Stage:
     def accumulation(self) -> Accumulation:
         """The products and sums of the transposed Jacobian, whose leaves are edges."""
         accumulation = Accumulation((math.prod(self.in_shape), math.prod(self.out_shape)))
-        accumulation.result = self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern))
+        accumulation.finish(self.joined(accumulation, lambda edge: accumulation.leaf(edge, edge.transposed_pattern)))
         return accumulation
 
     @property

@@ -67,6 +67,15 @@ def test_every_order_is_right(
         assert not expected[~inside].any()
 
 
+def test_a_result_is_made_full_for_no_product() -> None:
+    module = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)).double()
+    prune_weights(module, 0.8)
+    chain = jacsparse.chain(module, (4, 4, 4))
+    pattern, last = chain.transposed_pattern, chain.accumulation.matrices[-1]
+    assert math.prod(pattern.shape) > pattern.nnz > 0.3 * math.prod(pattern.shape)
+    assert last.stored == pattern and chain.accumulation.result == len(chain.accumulation.matrices) - 1
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_every_way_through_a_chain_is_right(seed: int) -> None:
     """Orders that no cost would choose: each way to take each interval, drawn."""
