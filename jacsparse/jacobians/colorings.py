@@ -103,7 +103,8 @@ def coloring(pattern: Pattern) -> Coloring:
             lengths = np.sort(matrix.structure.row_counts())[::-1]
             for count in _counts(lengths):
                 # There are as many colours of columns as the longest of the other rows has entries, or more.
-                if of_columns * lengths[count] + (of_rows if count else 0) < best.cost:
+                least = of_columns * lengths[count] + (of_rows if count else 0)
+                if (count or matrix is not pattern) and least < best.cost:
                     apart = _apart(matrix, count)
                     candidate = apart if matrix is pattern else _transposed(pattern, apart)
                     best = min(best, candidate, key=lambda coloring: coloring.cost)

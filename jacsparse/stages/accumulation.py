@@ -103,7 +103,7 @@ class Accumulation:
         )
 
     def finish(self, number: int | None) -> None:
-        """Take a matrix for the result; what was made full of it is for products that do not follow."""
+        """Take a matrix for the result; not a copy as a full matrix, which is for a product, and none follows."""
         if number is not None and number == len(self.matrices) - 1:
             matrix = self.matrices[number]
             if isinstance(matrix, Sum) and len(matrix.operands) == 1:
