@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 from jacsparse.models import Dataset, LeNet5, load_data
 
+import jacsparse
 from jacsparse.figures import BLUE, ORANGE
 from jacsparse.nn import Scan
+from jacsparse.schedule import blelloch
 
 from ._context import Context
 from ._curves import BASELINE, REORDERED, TEST_EVERY, Curve, curve_rows, train_side_by_side
@@ -28,15 +30,19 @@ def loss_curves(
     *,
     data: str | Dataset = "digits",
     batch: int = BATCH,
-    schedule: str = "blelloch",
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Curve]:
-    """The curves of `train_side_by_side` for LeNet-5, by back-propagation and by a scan of a schedule."""
+    """The curves of `train_side_by_side` for LeNet-5, by back-propagation and by Algorithm 1.
+
+    All of its products of matrices are taken: by the name ``blelloch``, each would wait for a vector in this network.
+    """
+    data = load_data(data) if isinstance(data, str) else data
+    stages = len(jacsparse.chain(LeNet5(), data.train_inputs.shape[1:]))
     return train_side_by_side(
         LeNet5,
-        {f"scan, {schedule}": lambda model: Scan(model, schedule=schedule)},
+        {"scan, blelloch": lambda model: Scan(model, schedule=blelloch(stages))},
         lambda parameters: torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=MOMENTUM),
-        load_data(data) if isinstance(data, str) else data,
+        data,
         iterations,
         batch=batch,
         dtype=dtype,

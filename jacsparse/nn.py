@@ -114,7 +114,9 @@ class Scan(_OfChain):
     schedule : Schedule or str
         The order of the products: ``linear`` is plain back-propagation, ``blelloch`` or ``blelloch:LEVELS`` is
         Algorithm 1 of the thesis. ``auto`` is autograd's own pass, because no other order is faster on one device:
-        nothing is captured then. Loops over at least eight steps are chains of their steps.
+        nothing is captured then. By a name, matrices with at most one entry in each row, as of ReLU and pooling, wait
+        for a vector, so that fewer are multiplied, or none; a Schedule, as `jacsparse.schedule.blelloch` makes them, is
+        taken as it stands. By a name, loops over at least eight steps are chains of their steps.
     pruned : bool, optional
         Whether the Jacobians omit pruned weights: those that a mask of ``torch.nn.utils.prune`` holds at zero and,
         without a mask, those that are zero. By default the latter on the CPU alone: each call has to look at them,

@@ -60,8 +60,8 @@ def count_flop(
         have samples along their first axis. The observed structure is that of all samples, the guaranteed one that of
         the shapes. Gradients end at floating-point tensors, and at what embeddings make of integers, as of tokens.
     executed : bool, optional
-        Whether to also count the FLOP that the scan executes. By default, only for the guaranteed structure: for the
-        observed structure, this means to plan the guaranteed products as well.
+        Whether to also count the FLOP that the scan executes, as `jacsparse.nn.Scan` does. By default, only for the
+        guaranteed structure: for the observed structure, this means to plan the guaranteed products as well.
     workers : sequence of int
         For each number of workers, the report names the fastest schedule of ``linear``, ``balanced`` and `schedule`.
     progress : callable, optional
@@ -145,7 +145,9 @@ def count_flop(
         observed.append(_backpropagated(subject, "observed", factors, operands)[:2])
     if executed is None:
         executed = structure == "guaranteed"
-    report = _report(plan, subject, samples, guaranteed if executed else None, observed)
+    by_name = not isinstance(schedule, Schedule)
+    run_flop = guaranteed.executed(by_name=by_name) if guaranteed is not None and executed else None
+    report = _report(plan, subject, samples, run_flop, observed)
     choices = _choices(subject, plan, guaranteed, workers)
     return replace(
         report,
@@ -289,10 +291,10 @@ def _report(
     plan: Schedule,
     subject: Subject,
     samples: Sequence[Counts],
-    guaranteed: Counts | None,
+    executed: Mapping[int, float] | None,
     observed: Sequence[tuple[BackPropagation, list[StepFlop]]],
 ) -> FlopReport:
-    """The report of the counts of all samples; `guaranteed` has the counts of what the scan executes."""
+    """The report of the counts of all samples; `executed` has the FLOP of the steps that the scan executes."""
     factors = samples[0].factors
 
     def flop_step(step: Step, phase: str) -> FlopStep:
@@ -313,7 +315,7 @@ def _report(
             k=factors[k].shape[1],
             n=1 if step.kind == "mv" else factors[n].shape[1],
             flop=2.0 * mean("pairs"),
-            executed=guaranteed.executed.get(step.out, 0.0) if guaranteed else None,
+            executed=None if executed is None else executed.get(step.out, 0.0),
             nnz=mean("nnz"),
             live=step.live,
             left_nnz=mean("left_nnz"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -91,11 +90,13 @@ class Counts:
         """FLOP of the live steps over full vectors, each step as the schedule has it."""
         return [2.0 * self.steps[step.out].executed for step in self.schedule.products if step.live]
 
-    @functools.cached_property
-    def executed(self) -> dict[int, float]:
-        """FLOP of each live step, by its value, as the scan executes it: light matrices wait for a vector."""
-        n = self.schedule.n
-        light = {n - at for at, each in enumerate(self.factors) if isinstance(each, Pattern) and is_light(each)}
+    def executed(self, *, by_name: bool) -> dict[int, float]:
+        """FLOP of each live step, by its value, as the scan executes it.
+
+        Light matrices wait for a vector where the schedule was given `by_name`.
+        """
+        n, factors = self.schedule.n, self.factors if by_name else ()
+        light = {n - at for at, each in enumerate(factors) if isinstance(each, Pattern) and is_light(each)}
         schedule, products = self.schedule.deferred(light)
         if n:
             products[INPUT] = (input_step(schedule),)

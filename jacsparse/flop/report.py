@@ -37,8 +37,9 @@ class FlopStep:
     flop : float
         Counted operations: 2 for each pair of stored entries that meets.
     executed : float or None
-        Operations that the scan executes: over the guaranteed structure, with full vectors, and without products with
-        light matrices, such as diagonals, where these can wait for a vector. None if not requested.
+        Operations that the scan executes: over the guaranteed structure, with full vectors, and, of a schedule by name,
+        without products with light matrices, such as diagonals, where these can wait for a vector. None if not
+        requested.
     nnz, left_nnz, right_nnz : float
         Entries of the result and of the factors.
     live : bool

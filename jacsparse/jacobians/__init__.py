@@ -10,7 +10,8 @@
        the contents of indices and masks. The `Trace` that it returns has the tensors, numbers and nodes of this very
        run.
     3. `chain_of_trace` finds the chain of local Jacobians by that graph and by whose weights they are; the first run
-       made it. Where its patterns leave out zeros, each run is asked whether they still are.
+       made it. Where its patterns leave out zeros, each run is asked whether they still are; one that leaves out none
+       is also that of other modules with the same graph.
     4. `plan_of` finds the chain's `JacobianPlan`, and in it, by the numbers that are constants, the way to the values
        that the first run chose (`choice`): `Evaluator.values` computes them of the trace, as ``(nnz, batch)`` in the
        order of the pattern's entries, which is that of CSR. Of `ChainProducts` that is `Chain.products`, which runs the

@@ -59,7 +59,9 @@ class Scanner:
         self.chain, self.asked = chain, schedule
         self.schedule = resolve(schedule, len(chain), chain)
         self.memory_limit = check_limit(memory_limit)
-        light = {len(chain) - number for number, stage in enumerate(chain.stages) if stage.light}
+        # A schedule of one's own is taken as it stands; by a name, light matrices wait for a vector.
+        stages = () if isinstance(schedule, Schedule) else enumerate(chain.stages)
+        light = {len(chain) - number for number, stage in stages if stage.light}
         self._executed, _ = self.schedule.deferred(light)
         self._multiplies = any(step.kind == "mm" for step in self._executed.steps)
         self._executions: dict[tuple[WantedGradients, bool], ExecutionPlan] = {}

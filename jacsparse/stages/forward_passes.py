@@ -27,11 +27,14 @@ class Run(NamedTuple):
     records: list[Record]
 
 
-#: The chains of graphs, by whether pruned weights are left out, whether stages may couple samples, and which values are
-#: arguments of the call.
-_Chains = weakref.WeakKeyDictionary[Graph, dict[tuple[bool | None, bool, frozenset[int]], Chain]]
-#: By whose weights they are: a module's, or those that a function reads, by its code.
-_CHAINS: weakref.WeakKeyDictionary[Any, _Chains] = weakref.WeakKeyDictionary()
+#: Whether pruned weights are left out, whether stages may couple samples, and which values are arguments of the call.
+_Key = tuple[bool | None, bool, frozenset[int]]
+#: The chains of graphs, by whose weights they are: a module's, or those that a function reads, by its code.
+_CHAINS: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Graph, dict[_Key, Chain]]]
+_CHAINS = weakref.WeakKeyDictionary()
+#: Those that omit nothing, by their names: all that is planned for them is the same whose weights they are.
+_FULL_CHAINS: weakref.WeakKeyDictionary[Graph, weakref.WeakValueDictionary[tuple[str, _Key], Chain]]
+_FULL_CHAINS = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
 
 
@@ -63,7 +66,11 @@ def chain_of_trace(
             with without_autocast(trace.input.device):
                 chain = chain or chain_of(trace, pruned=pruned, couples=couples, arguments=arguments)
                 # Weights that were zero when the patterns were made may have changed since.
-                chain = chains[key] = chain.adapted(trace, by_masks=pruned is None)
+                chain = chain.adapted(trace, by_masks=pruned is None)
+                if not chain._pruned:
+                    of_graph = _FULL_CHAINS.setdefault(trace.graph, weakref.WeakValueDictionary())
+                    chain = of_graph.setdefault((chain.name, key), chain)
+                chains[key] = chain
         return chain
 
 

@@ -329,7 +329,7 @@ def test_the_thesis_algorithms_give_the_jacobian() -> None:
 
 def test_say_hears_of_the_progress() -> None:
     heard: list[str] = []
-    loss_curves(2, torch.float32, batch=2, schedule="linear", say=heard.append)
+    loss_curves(2, torch.float32, batch=2, say=heard.append)
     assert heard == ["iteration 1 of 2", "iteration 2 of 2"]
 
 

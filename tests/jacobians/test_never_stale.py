@@ -18,7 +18,7 @@ from torch import nn
 
 import jacsparse
 from jacsparse.jacobians.unprepared import plan_of
-from jacsparse.stages import COSTS
+from jacsparse.stages import COSTS, forward_pass
 from jacsparse.tracing import graphs_of, traced
 from tests.helpers import Counts, Straight, assert_equal, dense, drawn
 from tests.patterns.operators import Apply
@@ -210,6 +210,30 @@ def test_chains_of_functions_are_found_again(monkeypatch: pytest.MonkeyPatch) ->
         assert function() is None
     # Each chain makes its pattern once; other indices need another chain.
     assert patterns[1] is patterns[0] and patterns[2] is not patterns[0]
+
+
+def test_modules_that_omit_nothing_share_their_plans() -> None:
+    x, patterns = drawn(2, 4), []
+    for kind in (nn.Sequential, nn.Sequential, Renamed, nn.Sequential):
+        module = kind(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+        if len(patterns) == 3:
+            # Zeros of one's own ask for patterns of one's own, until they are filled.
+            with torch.no_grad():
+                module[0].weight[:, 1] = 0
+        jacobian = jacsparse.jacobian(module, x)
+        assert_equal(jacobian, dense(module, x))
+        patterns.append(jacobian.pattern)
+        assert forward_pass(module, x)[0].name == kind.__name__
+    assert patterns[1] is patterns[0] and patterns[3].nnz < patterns[0].nnz
+    with torch.no_grad():
+        module[0].weight[:, 1] = 1
+    jacobian = jacsparse.jacobian(module, x)
+    assert_equal(jacobian, dense(module, x))
+    assert jacobian.pattern is patterns[0]
+
+
+class Renamed(nn.Sequential):
+    """The same calls, of another name."""
 
 
 def test_programs_hold_no_numbers_of_a_run() -> None:

@@ -22,8 +22,10 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import jacsparse
+from jacsparse.flop import count_flop
 from jacsparse.scan import Scanner
 from jacsparse.scan.scanner import _Execution
+from jacsparse.schedule import Schedule, blelloch
 from jacsparse.stages import Chain, Record, chain_of
 from jacsparse.tracing import Trace
 from tests.example_models import kaiming, lenet, small, vgg_features
@@ -74,10 +76,26 @@ def test_pruned_vgg_11(schedule: str, batch: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize(
-    "schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "chunked:2", "balanced:3", "auto"]
+    "schedule",
+    [
+        *("linear", "blelloch", "blelloch:1", "blelloch:2", "blelloch:3", "chunked:2", "balanced:3", "auto"),
+        pytest.param(blelloch(11), id="algorithm 1"),
+    ],
 )
-def test_lenet_5(schedule: str, batch: int, dtype: torch.dtype) -> None:
+def test_lenet_5(schedule: Schedule | str, batch: int, dtype: torch.dtype) -> None:
     compare(lenet().to(dtype), torch.randn(batch, 3, 32, 32, dtype=dtype), schedule)
+
+
+def test_a_schedule_of_ones_own_is_taken_as_it_stands() -> None:
+    """By its name, all products of LeNet-5's matrices wait for a vector; where it is passed itself, none does."""
+    whole = blelloch(11)
+    products = {step.out for step in whole.live_steps() if step.kind == "mm"}
+    for schedule, taken in (("blelloch", set()), (whole, products)):
+        scanner = jacsparse.nn.Scan(lenet(), schedule=schedule).scanner((3, 32, 32))
+        assert scanner.plans.keys() == taken
+        report = count_flop(lenet(), (3, 32, 32), schedule=schedule)
+        executed = sum(step.executed or 0 for step in report.steps if step.kind == "mm")
+        assert executed == sum(plan.flop for plan in scanner.plans.values()) and bool(executed) == bool(taken)
 
 
 @pytest.mark.parametrize("schedule", ["linear", "blelloch", "blelloch:1", "blelloch:2"])
