@@ -44,7 +44,7 @@ def vjp(
     x : Tensor, (batch, *input_shape)
         The input, float32 or float64.
     schedule : Schedule or str
-        The order of the products.
+        The order of the products, as `jacsparse.nn.Scan` takes it.
 
     Returns
     -------
@@ -109,7 +109,7 @@ def backward(
     grad_output : Tensor, (batch, *output_shape)
         Gradient of the module's output.
     schedule : Schedule or str
-        The order of the products.
+        The order of the products, as `jacsparse.nn.Scan` takes it.
     process_group, exchange
         As `jacsparse.nn.Scan` takes them: all ranks pass the same input and gradient, each with its own stages.
 

@@ -32,7 +32,7 @@ _Key = tuple[bool | None, bool, frozenset[int]]
 #: The chains of graphs, by whose weights they are: a module's, or those that a function reads, by its code.
 _CHAINS: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Graph, dict[_Key, Chain]]]
 _CHAINS = weakref.WeakKeyDictionary()
-#: Those that omit nothing, by their names: all that is planned for them is the same whose weights they are.
+#: Those that omit nothing, by their names: all that is planned for them is the same for all weights.
 _FULL_CHAINS: weakref.WeakKeyDictionary[Graph, weakref.WeakValueDictionary[tuple[str, _Key], Chain]]
 _FULL_CHAINS = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
@@ -49,9 +49,10 @@ def chain_of_trace(
     """The chain of a trace's graph, which an earlier run of the graph may have made.
 
     Its patterns omit elements that are zero in the weights of this run. Some more may be zero than in the run that it
-    was made of, which was one of the same module or function, or of the same other owner. Of factors among the other
-    `arguments` of the call no zeros are omitted. Where `pruned` is None, a device's weights are not looked at: that
-    waits for it. Masks alone decide there, which are looked at once for each version.
+    was made of, which was one of the same module or function, or of the same other owner; where none is omitted, all
+    owners have the same chain. Of factors among the other `arguments` of the call no zeros are omitted. Where `pruned`
+    is None, a device's weights are not looked at: that waits for it. Masks alone decide there, which are looked at once
+    for each version.
     """
     if pruned is None and not on_device(trace.input):
         pruned = True
