@@ -17,6 +17,7 @@ from ..runtime import on_device
 from ..tracing import Graph, Trace, saves_objects, traced, without_autocast, without_saving_hooks
 from .chains import Chain, chain_of, refuse_other_derivatives
 from .checks import check_shape
+from .costs import Costs
 from .record import Record
 
 
@@ -32,8 +33,8 @@ _Key = tuple[bool | None, bool, frozenset[int]]
 #: The chains of graphs, by whose weights they are: a module's, or those that a function reads, by its code.
 _CHAINS: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[Graph, dict[_Key, Chain]]]
 _CHAINS = weakref.WeakKeyDictionary()
-#: Those that omit nothing, by their names: all that is planned for them is the same for all weights.
-_FULL_CHAINS: weakref.WeakKeyDictionary[Graph, weakref.WeakValueDictionary[tuple[str, _Key], Chain]]
+#: Those that omit nothing, by their names and costs: all that is planned for them is the same for all weights.
+_FULL_CHAINS: weakref.WeakKeyDictionary[Graph, weakref.WeakValueDictionary[tuple[str, Costs, _Key], Chain]]
 _FULL_CHAINS = weakref.WeakKeyDictionary()
 _LOCK = threading.RLock()
 
@@ -70,7 +71,7 @@ def chain_of_trace(
                 chain = chain.adapted(trace, by_masks=pruned is None)
                 if not chain._pruned:
                     of_graph = _FULL_CHAINS.setdefault(trace.graph, weakref.WeakValueDictionary())
-                    chain = of_graph.setdefault((chain.name, key), chain)
+                    chain = of_graph.setdefault((chain.name, chain.costs, key), chain)
                 chains[key] = chain
         return chain
 
