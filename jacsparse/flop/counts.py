@@ -100,7 +100,8 @@ class Counts:
         schedule, products = self.schedule.deferred(light)
         if n:
             products[INPUT] = (input_step(schedule),)
-        counts = Counts(schedule, self.factors).run().steps
+        # Where nothing waits, these products were counted.
+        counts = Counts(schedule, self.factors).run().steps if light else self.steps
         return {
             value: 2.0 * math.fsum(counts[each.out].executed for each in steps) for value, steps in products.items()
         }
